@@ -13,7 +13,6 @@ from typing import Literal
 
 import torchtitan.config as titan
 
-
 # ── Architecture ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -297,9 +296,12 @@ class HubSource(SourceShare):
 
     kind: Literal["huggingface"] = "huggingface"
     name: str = ""
+    """A dataset's name, or a format ("json", "parquet", "csv") with `data_files` or `data_dir`."""
     config: str = ""
     split: str = "train"
     data_dir: str = ""
+    data_files: str = ""
+    """A file or a glob, local or a URL."""
     field: str = "text"
     """Column of the text."""
 
@@ -375,6 +377,25 @@ class Training(titan.Training):
 
 
 @dataclass
+class Validation(titan.Validation):
+    enable: bool = True
+    freq: int = 500
+    """Steps between validations; one more comes before the first step and one after the last."""
+    steps: int = 10
+    """Batches of held-out documents, the same ones each time."""
+    local_batch_size: int = 0
+    """0 takes training.local_batch_size."""
+    seq_len: int = 0
+    """0 takes training.seq_len."""
+
+
+@dataclass
+class Debug(titan.Debug):
+    seed: int | None = 0
+    """Seeds the initial weights."""
+
+
+@dataclass
 class JobConfig(titan.JobConfig):
     """torchtitan's sections with our defaults, and ours beside them."""
 
@@ -383,6 +404,8 @@ class JobConfig(titan.JobConfig):
     training: Training = field(default_factory=Training)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    validation: Validation = field(default_factory=Validation)
+    debug: Debug = field(default_factory=Debug)
     architecture: Architecture = field(default_factory=Architecture)
     position: Position = field(default_factory=Position)
     attention: Attention = field(default_factory=Attention)

@@ -1,0 +1,70 @@
+"""`--help`: every option with its type, default and meaning, read from the config classes themselves."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import itertools
+import sys
+import textwrap
+import typing
+from collections.abc import Sequence
+from typing import get_args
+
+from configs.load import ConfigError, default_of, field_names, nearest
+from configs.schema import JobConfig
+
+
+def help_text(sections: Sequence[str] = ()) -> str:
+    """Every option of the named sections (all when empty) with its type, default and meaning."""
+    hints, lines = typing.get_type_hints(JobConfig), []
+    for field in dataclasses.fields(JobConfig):
+        if not sections or field.name in sections:
+            lines += _section_help(hints[field.name], field.name)
+    if sections and not lines:
+        names = field_names(JobConfig)
+        raise ConfigError(f"There is no section {', '.join(sections)}.{nearest(sections[0], names)}")
+    return "\n".join(lines)
+
+
+def _section_help(cls: type, path: str) -> list[str]:
+    lines = ["", f"[{path}]" + (f"  {_first_line(cls)}" if cls.__module__ == "configs.schema" else "")]
+    hints, docs = typing.get_type_hints(cls), _field_docs(cls)
+    nested = []
+    for field in dataclasses.fields(cls):
+        hint = hints[field.name]
+        kinds = [a for a in (hint, *get_args(hint), *(b for a in get_args(hint) for b in get_args(a)))
+                 if dataclasses.is_dataclass(a)]  # fmt: skip
+        if kinds:
+            nested += [(k, f"{path}.{field.name}") for k in kinds]
+            continue
+        shown = str(hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint).replace("typing.", "")
+        lines.append(f"  --{path}.{field.name}  {shown}  (default: {default_of(field)!r})")
+        lines += textwrap.wrap(docs.get(field.name, ""), 100, initial_indent="      ", subsequent_indent="      ")
+    for kind, where in nested:
+        lines += _section_help(typing.cast(type, kind), where)
+    return lines
+
+
+def _first_line(cls: type) -> str:
+    return (inspect.getdoc(cls) or "").partition("\n")[0]
+
+
+@functools.cache
+def _field_docs(cls: type) -> dict[str, str]:
+    """The string that follows each field in the source of a dataclass and its bases, as torchtitan documents fields."""
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base) or base.__module__ not in sys.modules:
+            continue
+        body = typing.cast(ast.ClassDef, ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]).body
+        for statement, after in itertools.pairwise(body):
+            if (
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and isinstance(after, ast.Expr)
+                and isinstance(after.value, ast.Constant)
+                and isinstance(after.value.value, str)
+            ):
+                docs[statement.target.id] = " ".join(after.value.value.split())
+    return docs

@@ -1,0 +1,349 @@
+"""TOML and command line → a checked `JobConfig`.
+
+Precedence: command line > TOML file > the file its `base` names > `configs/sizes/<model.flavor>.toml` > defaults.
+Every value is checked against its field's type, and an unknown key is answered with the nearest known one:
+torchtitan's own manager lets a wrongly typed TOML value through, and names no neighbour.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import tomli_w
+
+from configs.schema import JobConfig
+
+T = TypeVar("T")
+
+SIZES = Path(__file__).parent / "sizes"
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the option, its value and what to set instead."""
+
+
+class _Raw(str):
+    """A command-line value: text, read as whatever type its field has."""
+
+
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_config(arguments: Sequence[str]) -> JobConfig:
+    """Reads the file named by `--job.config_file` and the other `--section.key value` options.
+
+    Raises:
+        ConfigError: unknown key, wrong type, missing file, or settings that contradict each other.
+    """
+    options = parse_options(arguments)
+    config_file = options.get("job", {}).get("config_file")
+    values = read_toml(Path(config_file)) if config_file else {}
+    return build_config(merge(values, options))
+
+
+def build_config(values: dict[str, Any]) -> JobConfig:
+    """A nested dict of settings → a checked `JobConfig`, with the size that `model.flavor` names filled in."""
+    model = values.get("model")
+    flavor = model.get("flavor") if isinstance(model, dict) else None
+    if isinstance(flavor, str) and flavor:
+        values = merge(read_toml(size_file(flavor)), values)
+    config = from_dict(JobConfig, values)
+    check(config)
+    return _filled_in(config)
+
+
+def _filled_in(config: JobConfig) -> JobConfig:
+    """Replaces the zeros and blanks that stand for "as elsewhere" by what they stand for."""
+    config.training.steps = training_steps(config)
+    config.training.tokens = 0.0
+    config.validation.seq_len = config.validation.seq_len or config.training.seq_len
+    config.validation.local_batch_size = config.validation.local_batch_size or config.training.local_batch_size
+    if not config.job.dump_folder:
+        config.job.dump_folder = f"runs/{Path(config.job.config_file or 'run').stem}"
+    return config
+
+
+def size_file(flavor: str) -> Path:
+    """The TOML file of a model size."""
+    path = SIZES / f"{flavor}.toml"
+    if not path.is_file():
+        known = sorted(p.stem for p in SIZES.glob("*.toml"))
+        raise ConfigError(f"model.flavor = {str(flavor)!r} is not a known size.{nearest(flavor, known)}")
+    return path
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file merged over the file its top-level `base` names (a path relative to it)."""
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise ConfigError(f"There is no config file {path}.{nearest(str(path), siblings)}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    base = values.pop("base", None)
+    if base is None:
+        return values
+    if not isinstance(base, str):
+        raise ConfigError(f"{path}: base = {base!r} must be the path of a TOML file, relative to this one.")
+    return merge(read_toml(path.parent / base), values)
+
+
+def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` over `below`, table by table; a table that names another `kind` replaces the one below it."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        if isinstance(value, dict) and isinstance(old, list):
+            merged[key] = _merge_items(key, old, value)
+        elif (
+            isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind")
+        ):
+            merged[key] = merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _merge_items(key: str, items: list[Any], changes: dict[str, Any]) -> list[Any]:
+    """`--data.sources.1.weight 2`: changes to single items of a list, by index."""
+    items = list(items)
+    for index, change in changes.items():
+        if not index.isdigit() or int(index) >= len(items):
+            raise ConfigError(f"{key}.{index}: this list has {len(items)} items, counted from 0.")
+        items[int(index)] = merge(items[int(index)], change) if isinstance(change, dict) else change
+    return items
+
+
+def parse_options(arguments: Sequence[str]) -> dict[str, Any]:
+    """`--a.b value`, `--a.b=value`, `--a.flag`, `--a.no_flag` → {"a": {"b": …}}."""
+    options: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        option = rest.pop(0)
+        if not option.startswith("--") or "." not in option:
+            raise ConfigError(f"{option!r} is not an option; options look like --section.key value. See --help.")
+        name, equals, value = option[2:].partition("=")
+        path = name.replace("-", "_").split(".")
+        if not equals:
+            # A value may be negative (-1) but not another option.
+            if rest and not rest[0].startswith("--"):
+                value = rest.pop(0)
+            elif path[-1].startswith("no_"):
+                path[-1], value = path[-1][len("no_") :], "false"
+            else:
+                value = "true"
+        table = options
+        for key in path[:-1]:
+            table = table.setdefault(key, {})
+        table[path[-1]] = _Raw(value)
+    return options
+
+
+# ── Typed construction ────────────────────────────────────────────────────────────────────────────────
+
+
+def from_dict(cls: type[T], values: Any, where: str = "") -> T:
+    """Builds dataclass `cls` from a dict, checking every name and type, all the way down."""
+    prefix = f"{where}." if where else ""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} = {values!r} must be a table with the keys {', '.join(field_names(cls))}.")
+    for key in values:
+        if key not in field_names(cls):
+            raise ConfigError(f"There is no option {prefix}{key}.{nearest(key, field_names(cls))}")
+    hints = typing.get_type_hints(cls)
+    converted = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # cls is a dataclass; mypy cannot say so of T
+        if field.name in values:
+            default = default_of(field)
+            converted[field.name] = _convert(hints[field.name], values[field.name], prefix + field.name, default)
+    try:
+        return cls(**converted)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if type(None) in arguments and (value is None or (isinstance(value, _Raw) and value.lower() == "none")):
+            return None
+        kinds = [a for a in arguments if dataclasses.is_dataclass(a)]
+        if len(kinds) > 1:
+            return _convert_kind(kinds, value, where, default)
+        return _convert_first(tuple(a for a in arguments if a is not type(None)), value, where)
+    if dataclasses.is_dataclass(hint):
+        return from_dict(typing.cast(type, hint), _inline(value, where), where)
+    if origin in (list, tuple):
+        items = _inline_list(value, where)
+        if not isinstance(items, (list, tuple)):
+            raise ConfigError(f"{where} = {value!r} must be a list.")
+        item_hint = arguments[0] if arguments else Any
+        return origin(_convert(item_hint, item, f"{where}.{i}") for i, item in enumerate(items))
+    if origin is Literal:
+        for choice in arguments:
+            if value == choice or (isinstance(value, _Raw) and value == str(choice)):
+                return choice
+        raise ConfigError(
+            f"{where} = {_shown(value)} must be one of {', '.join(map(repr, arguments))}."
+            f"{nearest(str(value), [str(a) for a in arguments], say_known=False)}"
+        )
+    if hint is Any or origin is dict or hint is dict:
+        return value
+    return _convert_scalar(hint, value, where)
+
+
+def _convert_scalar(hint: type, value: Any, where: str) -> Any:
+    if isinstance(value, _Raw):
+        try:
+            if hint is bool:
+                return {"true": True, "false": False}[value.lower()]
+            # 2e9 and 500_000 are how people write token counts.
+            return int(float(value)) if hint is int and float(value).is_integer() else hint(value)
+        except (KeyError, ValueError, OverflowError):
+            raise ConfigError(f"{where} = {value} must be {_TYPE_NAMES[hint]}.") from None
+    if hint is float and type(value) is int:
+        return float(value)
+    # type() and not isinstance(): True is an int to Python, and not to a person.
+    if type(value) is not hint:
+        raise ConfigError(f"{where} = {_shown(value)} must be {_TYPE_NAMES.get(hint, hint)}.")
+    return value
+
+
+def _convert_first(hints: tuple[Any, ...], value: Any, where: str) -> Any:
+    """A union of plain types (`float | int`): the first that takes the value."""
+    for position, hint in enumerate(hints):
+        try:
+            return _convert(hint, value, where)
+        except ConfigError:
+            if position == len(hints) - 1:
+                raise
+    raise AssertionError(f"{where} has an empty type")
+
+
+def _convert_kind(kinds: list[Any], value: Any, where: str, default: Any) -> Any:
+    value = _inline(value, where)
+    names = {k.__dataclass_fields__["kind"].default: k for k in kinds}
+    if not isinstance(value, dict):
+        raise ConfigError(f'{where} = {value!r} must be a table with a kind, such as {{ kind = "{min(names)}" }}.')
+    kind = value.get("kind", getattr(default, "kind", None))
+    if kind is None:
+        raise ConfigError(f"{where} needs a kind: one of {', '.join(sorted(names))}.")
+    if str(kind) not in names:
+        raise ConfigError(f"{where}.kind = {str(kind)!r} is unknown.{nearest(str(kind), sorted(names))}")
+    return from_dict(names[str(kind)], value, where)
+
+
+def _inline(value: Any, where: str) -> Any:
+    """A command-line value for a table: TOML's inline form."""
+    if not isinstance(value, _Raw):
+        return value
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f'{where} = {value} must be a table such as {{ kind = "…" }}: {error}') from None
+
+
+def _inline_list(value: Any, where: str) -> Any:
+    if not isinstance(value, _Raw):
+        return value
+    if value.startswith("["):
+        return _inline(value, where)
+    return [_Raw(item) for item in value.split(",") if item]
+
+
+_TYPE_NAMES: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string (in quotes)",
+}
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, _Raw) else repr(value)
+
+
+def field_names(cls: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def nearest(name: str, known: Sequence[str], say_known: bool = True) -> str:
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if match:
+        return f" Did you mean {match[0]!r}?"
+    return f" Known: {', '.join(known)}." if say_known and known else ""
+
+
+# ── Checks across fields ──────────────────────────────────────────────────────────────────────────────
+
+
+def check(config: JobConfig) -> None:
+    """Refuses settings that contradict each other, naming both sides."""
+    a, t = config.architecture, config.training
+    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim"):
+        if getattr(a, name) < 1:
+            raise ConfigError(f"architecture.{name} = {getattr(a, name)} must be at least 1.")
+    if a.vocab_size < 0:
+        raise ConfigError(f"architecture.vocab_size = {a.vocab_size} must be 0 (the tokenizer's) or more.")
+    if a.n_heads % a.n_kv_heads:
+        raise ConfigError(
+            f"architecture.n_heads = {a.n_heads} must be a multiple of architecture.n_kv_heads = {a.n_kv_heads}."
+        )
+    if a.head_dim % 2:
+        raise ConfigError(f"architecture.head_dim = {a.head_dim} must be even: RoPE rotates pairs.")
+    if t.seq_len < 1 or t.local_batch_size < 1:
+        raise ConfigError(
+            f"training.seq_len = {t.seq_len} and local_batch_size = {t.local_batch_size} must be positive."
+        )
+    if t.tokens and t.global_batch_size < 1:
+        raise ConfigError(
+            f"training.tokens = {t.tokens:g} needs training.global_batch_size, to know how many steps it is."
+        )
+    if config.checkpoint.keep_latest_k == 1:
+        raise ConfigError(
+            "checkpoint.keep_latest_k = 1 would leave nothing to resume from while a save is under way; set 2."
+        )
+    if config.lr_scheduler.warmup_steps > (steps := training_steps(config)):
+        raise ConfigError(
+            f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} exceeds the {steps} training steps."
+        )
+
+
+def training_steps(config: JobConfig) -> int:
+    """Steps of the run: from `training.tokens` where given (rounded up), else `training.steps`."""
+    t = config.training
+    if not t.tokens:
+        return t.steps
+    return -(-int(t.tokens) // (t.global_batch_size * t.seq_len))
+
+
+# ── Writing ──────────────────────────────────────────────────────────────────────────────────
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as nested dicts and lists, without the fields that are None (TOML has no null)."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return {name: v for name, v in fields.items() if v is not None}
+        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    return plain(config)
+
+
+def to_toml(config: Any) -> str:
+    """A config as TOML that `load_config` reads back to an equal one."""
+    return tomli_w.dumps(to_dict(config))

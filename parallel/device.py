@@ -1,0 +1,76 @@
+"""The device, on machines with and without an accelerator.
+
+torchtitan 0.2.2 takes "cuda" where there is no accelerator, and reads memory statistics that `torch.cpu` lacks.
+This module is the one place that touches another library's names to put that right.
+"""
+
+import os
+import resource
+import sys
+import types
+
+import torch
+from torchtitan.tools import utils as titan_utils
+
+GIB = 1024**3
+
+
+def prepare_device() -> torch.device:
+    """Points torchtitan at the CPU where there is no accelerator, and fills in a single process's environment.
+
+    To be called before the trainer is built; calling it again changes nothing.
+
+    Returns:
+        The device this process trains on.
+    """
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
+        os.environ.setdefault(name, value)
+    if os.environ["WORLD_SIZE"] == "1":
+        # Port 0: the system picks a free one, so that runs beside each other do not meet.
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "0")
+    if torch.accelerator.is_available():
+        return torch.device(titan_utils.device_type, int(os.environ["LOCAL_RANK"]))
+    # Every torchtitan module has bound the names for itself, so each is told.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan.") and hasattr(module, "device_type"):
+            module.device_type = "cpu"  # type: ignore[attr-defined]
+            if hasattr(module, "device_module"):
+                module.device_module = _cpu_module()  # type: ignore[attr-defined]
+    return torch.device("cpu")
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Highest memory held so far: allocated by torch on an accelerator, resident in this process on the CPU."""
+    if device.type == "cpu":
+        # Linux reports kilobytes here, macOS bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+    return torch.accelerator.max_memory_allocated(device) / GIB
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak bf16 FLOP/s of the accelerator; None where no figure is known, as on a CPU."""
+    if device.type == "cpu":
+        return None
+    return titan_utils.get_peak_flops(titan_utils.device_module.get_device_name(device))
+
+
+def _cpu_module() -> types.SimpleNamespace:
+    """`torch.cpu` with what torchtitan asks of a device module."""
+    functions = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("_")}
+    missing = {
+        "set_device": lambda device: None,
+        "current_device": lambda: 0,
+        "get_device_name": lambda device=None: "CPU",
+        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=_total_memory()),
+        "memory_stats": lambda device=None: {},
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "synchronize": lambda device=None: None,
+    }
+    return types.SimpleNamespace(**{**functions, **missing})
+
+
+def _total_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,109 @@
+"""What is wrapped around the model, in the order it has to be: recomputation, compilation, data parallelism.
+
+Recomputation wraps a block first, so that compilation sees it; FSDP and DDP come last, around what is then run.
+"""
+
+import torch
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+
+from configs.load import ConfigError
+from configs.schema import JobConfig
+from model.llama import Llama
+
+
+def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Module:
+    """Applies activation checkpointing, per-block `torch.compile`, and FSDP, HSDP or DDP to a model on the meta device.
+
+    Raises:
+        ConfigError: a parallel dimension, or a mix of them, that is not supported.
+    """
+    refuse_unsupported(dims)
+    compiled = config.compile.enable and "model" in config.compile.components
+    if config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            config.activation_checkpoint,
+            model_compile_enabled=compiled,
+            op_sac_save_list=saved_ops(),
+            base_folder=config.job.dump_folder,
+        )
+    if compiled:
+        for name, block in model.layers.named_children():
+            model.layers.register_module(name, torch.compile(block, backend=config.compile.backend, fullgraph=True))
+    if dims.fsdp_enabled:
+        names = ["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"]
+        apply_fsdp(model, dims.get_mesh(names), config)
+    elif dims.dp_replicate_enabled:
+        if compiled:
+            torch._dynamo.config.optimize_ddp = "ddp_optimizer"  # type: ignore[assignment]
+        replicate(model, device_mesh=dims.get_mesh("dp_replicate"), bucket_cap_mb=100)
+    return model
+
+
+def refuse_unsupported(dims: ParallelDims) -> None:
+    """Raises `ConfigError` for the parallel dimensions that are not supported, naming them."""
+    options = {
+        "tensor_parallel_degree": dims.tp,
+        "pipeline_parallel_degree": dims.pp,
+        "context_parallel_degree": dims.cp,
+        "expert_parallel_degree": dims.ep,
+    }
+    for name, degree in options.items():
+        if degree > 1:
+            raise ConfigError(
+                f"parallelism.{name} = {degree} is not supported; use data parallelism "
+                f"(data_parallel_shard_degree, data_parallel_replicate_degree) and leave it at 1."
+            )
+
+
+def saved_ops() -> set:
+    """Operators whose results selective checkpointing keeps, because they cost the most to run again."""
+    return {
+        torch.ops.aten.mm.default,
+        torch.ops.farsight.banded_attention_forward.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        # The absolute maximum scales a float8 cast.
+        torch.ops.aten.max.default,
+        torch._higher_order_ops.inductor_compiled_code,
+    }
+
+
+def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
+    """Shards the parameters block by block (FSDP2), or shards and replicates them on a two-dimensional mesh (HSDP)."""
+    options: dict = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_param],
+            reduce_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],
+        ),
+    }
+    if config.training.enable_cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    policy = config.parallelism.fsdp_reshard_after_forward
+    reshard = policy != "never"
+
+    assert model.tok_embeddings is not None
+    assert model.norm is not None
+    assert model.output is not None
+    tied = model.output.weight is None
+    if not tied:
+        # A tied embedding is used first and last: it stays in the root's group, gathered all the way through.
+        fully_shard(model.tok_embeddings, **options, reshard_after_forward=reshard)
+    for block in model.layers.values():
+        fully_shard(block, **options, reshard_after_forward=reshard)
+    if not tied:
+        # The last group is needed again at once by the backward pass.
+        fully_shard([model.norm, model.output], **options, reshard_after_forward=policy == "always")
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The loss is already divided by the tokens of the whole batch, so gradients are summed. gloo has no
+            # averaging reduction; asking for sums has to come before the factor.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
