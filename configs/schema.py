@@ -247,7 +247,7 @@ class SourceShare:
     weight: float = 1.0
     """Share of the tokens drawn from this source, relative to the other sources' weights."""
     min_tokens: int = 0
-    """Leave out documents of fewer tokens; 0 takes all."""
+    """Leave out documents of fewer tokens, bos and eos not counted; 0 takes all."""
     max_tokens: int = 0
     """Leave out documents of more tokens; 0 takes all."""
 

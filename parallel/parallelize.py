@@ -3,6 +3,8 @@
 Recomputation wraps a block first, so that compilation sees it; FSDP and DDP come last, around what is then run.
 """
 
+from typing import cast
+
 import torch
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -35,7 +37,9 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
         )
     if compiled:
         for name, block in model.layers.named_children():
-            model.layers.register_module(name, torch.compile(block, backend=config.compile.backend, fullgraph=True))
+            model.layers.register_module(
+                name, cast(nn.Module, torch.compile(block, backend=config.compile.backend, fullgraph=True))
+            )
     if dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"]
         apply_fsdp(model, dims.get_mesh(names), config)
@@ -107,3 +111,13 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
             # averaging reduction; asking for sums has to come before the factor.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def release_gathered(model: nn.Module) -> None:
+    """Lets go of the parameters that FSDP keeps gathered after a forward pass that no backward pass follows.
+
+    Until then the module holds other parameters than the optimizer does, and saving the optimizer fails.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

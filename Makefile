@@ -1,0 +1,31 @@
+# make quickstart | test | lint | setup: each does its own set-up in .venv, and reuses it when nothing changed.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 2
+
+.PHONY: quickstart test lint setup clean
+
+quickstart: setup
+	$(BIN)/python train.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: .venv/installed
+
+# The packages of pyproject.toml, once; pip may print nothing for two minutes.
+.venv/installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Farsight needs Python 3.11 or later; name one with: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv *.egg-info

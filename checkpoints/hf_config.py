@@ -1,0 +1,178 @@
+"""`config.json` of a model directory, in both directions.
+
+A model whose layers are all dense and rotate alike is a Llama (a Qwen3 with QK-norm) to `transformers`; every other
+one keeps its own model type, and `farsight.json` beside it says what its layers are.
+"""
+
+import dataclasses
+from typing import Any
+
+from configs.load import ConfigError
+from configs.schema import (
+    Architecture,
+    Dense,
+    DynamicNtkRope,
+    LinearRope,
+    Llama3Rope,
+    LongRope,
+    NoBias,
+    NoRotary,
+    NtkRope,
+    Position,
+    Rope,
+    Rotary,
+    YarnRope,
+)
+from model.build import ModelConfig
+
+MODEL_TYPE = "farsight"
+
+
+def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+    """`config.json` for a model; Llama's or Qwen3's where `transformers` has the same model."""
+    a = config.architecture
+    values = {
+        "vocab_size": a.vocab_size,
+        "hidden_size": a.dim,
+        "intermediate_size": a.ffn_dim,
+        "num_hidden_layers": a.n_layers,
+        "num_attention_heads": a.n_heads,
+        "num_key_value_heads": a.n_kv_heads,
+        "head_dim": a.head_dim,
+        "rms_norm_eps": a.norm_eps,
+        "tie_word_embeddings": a.tie_embeddings,
+        "max_position_embeddings": config.trained_length,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "initializer_range": 0.02,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+        "use_cache": True,
+        "dtype": dtype,
+    }
+    rotary = uniform_rotary(config.position)
+    if rotary is None:
+        return {"architectures": ["FarsightForCausalLM"], "model_type": MODEL_TYPE, **values}
+    family = "Qwen3" if a.qk_norm else "Llama"
+    rope, length = _rope_parameters(rotary, a.head_dim, config.trained_length)
+    return {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": family.lower(),
+        **values,
+        "max_position_embeddings": length,
+        **({} if a.qk_norm else {"mlp_bias": False}),
+        "rope_parameters": rope,
+        # transformers before version 5 reads these two.
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": None
+        if rope["rope_type"] == "default"
+        else {k: v for k, v in rope.items() if k != "rope_theta"},
+    }
+
+
+def uniform_rotary(position: Position) -> Rotary | None:
+    """The one rotation of all layers if nothing else sets them apart from a Llama's, else None."""
+    plain = position.embedding == "none" and isinstance(position.bias, NoBias) and isinstance(position.heads, Dense)
+    if not plain or position.lasp is not None or position.rules or isinstance(position.rotary, NoRotary):
+        return None
+    return position.rotary
+
+
+def from_hf_config(values: dict[str, Any]) -> ModelConfig:
+    """A Llama-family `config.json` → our config.
+
+    Raises:
+        ConfigError: a model or a setting that this code does not build, named.
+    """
+    family = values.get("model_type")
+    if family not in ("llama", "qwen3", "mistral"):
+        raise ConfigError(f"config.json has model_type {family!r}; llama, mistral and qwen3 models can be read.")
+    for name in ("attention_bias", "mlp_bias"):
+        if values.get(name):
+            raise ConfigError(f"config.json has {name} = true; layers with biases are not supported.")
+    if values.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"config.json has hidden_act {values['hidden_act']!r}; only silu is supported.")
+    if values.get("sliding_window") and values.get("use_sliding_window", family == "mistral"):
+        raise ConfigError(
+            f"config.json has sliding_window {values['sliding_window']}; only dense attention can be read."
+        )
+    heads, dim = values["num_attention_heads"], values["hidden_size"]
+    architecture = Architecture(
+        vocab_size=values["vocab_size"],
+        dim=dim,
+        n_layers=values["num_hidden_layers"],
+        n_heads=heads,
+        n_kv_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or dim // heads,
+        ffn_dim=values["intermediate_size"],
+        norm_eps=values.get("rms_norm_eps", 1e-6),
+        qk_norm=family == "qwen3",
+        tie_embeddings=values.get("tie_word_embeddings", False),
+    )
+    length = values["max_position_embeddings"]
+    return ModelConfig(architecture, Position(rotary=_rotary(values, length)), trained_length=length)
+
+
+# Hugging Face's rope_parameters: our field → theirs.
+_FIELDS = {
+    "theta": "rope_theta",
+    "factor": "factor",
+    "original_length": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "truncate": "truncate",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "short_factor": "short_factor",
+    "long_factor": "long_factor",
+}
+_TYPES: dict[str, type] = {
+    "default": Rope,
+    "linear": LinearRope,
+    "dynamic": DynamicNtkRope,
+    "yarn": YarnRope,
+    "llama3": Llama3Rope,
+    "longrope": LongRope,
+}
+
+
+def _rope_parameters(rotary: Rotary, head_dim: int, trained_length: int) -> tuple[dict[str, Any], int]:
+    """`rope_parameters` and `max_position_embeddings`."""
+    if isinstance(rotary, NtkRope):
+        # transformers has no static NTK: it is plain RoPE of another base.
+        rotary = Rope(theta=rotary.theta * rotary.factor ** (head_dim / (head_dim - 2)))
+    names = {kind: name for name, kind in _TYPES.items()}
+    fields = {_FIELDS[f.name]: getattr(rotary, f.name) for f in dataclasses.fields(rotary) if f.name != "kind"}
+    fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
+    length = trained_length
+    if isinstance(rotary, DynamicNtkRope):
+        # There the original length *is* max_position_embeddings.
+        length = fields.pop("original_max_position_embeddings")
+    return {"rope_type": names[type(rotary)], **fields}, length
+
+
+def _rotary(values: dict[str, Any], length: int) -> Rotary:
+    given = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    given.setdefault("rope_theta", values.get("rope_theta") or 10000.0)
+    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
+    given.pop("type", None)
+    if kind not in _TYPES:
+        raise ConfigError(f"config.json has rope_type {kind!r}; known: {', '.join(_TYPES)}.")
+    if "original_max_position_embeddings" in values:  # Phi-3 keeps it outside
+        given.setdefault("original_max_position_embeddings", values["original_max_position_embeddings"])
+    ours = {theirs: name for name, theirs in _FIELDS.items()}
+    fields = {f.name for f in dataclasses.fields(_TYPES[kind])}
+    if "original_length" in fields and kind != "llama3":
+        given.setdefault("original_max_position_embeddings", length)
+    unknown = [name for name in given if ours.get(name) not in fields and given[name] is not None]
+    if unknown:
+        raise ConfigError(f"config.json's rope settings have {', '.join(unknown)}, which {kind} scaling does not take.")
+    floats = {"theta", "factor", "beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"}
+    settings: dict[str, Any] = {}
+    for name, value in given.items():
+        field = ours[name]
+        if value is not None and field in fields:
+            settings[field] = float(value) if field in floats else tuple(value) if isinstance(value, list) else value
+    return _TYPES[kind](**settings)

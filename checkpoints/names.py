@@ -1,0 +1,42 @@
+"""Our parameter names and Hugging Face's, in both directions.
+
+RoPE here rotates half-split pairs, as Hugging Face does, so weights need renaming and nothing else.
+"""
+
+_LAYER = {
+    "attention_norm.weight": "input_layernorm.weight",
+    "attention.wq.weight": "self_attn.q_proj.weight",
+    "attention.wk.weight": "self_attn.k_proj.weight",
+    "attention.wv.weight": "self_attn.v_proj.weight",
+    "attention.wo.weight": "self_attn.o_proj.weight",
+    "attention.q_norm.weight": "self_attn.q_norm.weight",
+    "attention.k_norm.weight": "self_attn.k_norm.weight",
+    "ffn_norm.weight": "post_attention_layernorm.weight",
+    "feed_forward.w1.weight": "mlp.gate_proj.weight",
+    "feed_forward.w2.weight": "mlp.down_proj.weight",
+    "feed_forward.w3.weight": "mlp.up_proj.weight",
+}
+_MODEL = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_BACK = {theirs: ours for ours, theirs in _LAYER.items()}
+_MODEL_BACK = {theirs: ours for ours, theirs in _MODEL.items()}
+
+
+def to_hf_name(name: str) -> str:
+    """`layers.3.attention.wq.weight` → `model.layers.3.self_attn.q_proj.weight`."""
+    if not name.startswith("layers."):
+        return _MODEL[name]
+    _, layer, rest = name.split(".", 2)
+    return f"model.layers.{layer}.{_LAYER[rest]}"
+
+
+def from_hf_name(name: str) -> str | None:
+    """The reverse; None for a tensor that a Llama of ours does not have."""
+    if not name.startswith("model.layers."):
+        return _MODEL_BACK.get(name)
+    _, _, layer, rest = name.split(".", 3)
+    ours = _LAYER_BACK.get(rest)
+    return None if ours is None else f"layers.{layer}.{ours}"

@@ -1,0 +1,332 @@
+"""Global batches whose order depends on the seed and the global batch size alone.
+
+A global batch has G rows, the *lanes*. Lane j is an independent run of documents, packed into rows, that no other lane
+shares; step n's row j is the n-th row of lane j. Data-parallel rank r of W owns lanes r·G/W … (r+1)·G/W - 1 and reads
+nothing else. So the batches are the same on any number of ranks, and since the state is kept lane by lane, a run can be
+resumed on another number of them.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.dataloader import BaseDataLoader
+
+from configs import schema
+from data.documents import DataError, DocumentSource, Split
+from data.mixture import MixedSource, Mixture
+from data.packing import Packer, Rows
+from data.prefetch import Prefetch
+from data.sources import open_sources
+from data.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+_MICRO_BATCHES_AHEAD = 2
+_ORDER_KEY = "order"
+_NOT_IDENTITY = ("path", "data_dir", "data_files")
+"""Fields that may change at a resume: data that was moved is the same data."""
+
+
+class Loader(BaseDataLoader):
+    """The endless micro-batches of one data-parallel rank.
+
+    Yields ({"input": int64 [b, L], "positions": int64 [b, L], "document_starts": int32 [b, L]}, labels: int64 [b, L]),
+    G/(W·b) of them a step; labels are IGNORE (-100) after the last token of a document. Iterating again goes on
+    after the last whole step that was delivered, and ends the older iteration.
+    """
+
+    def __init__(
+        self,
+        config: schema.Data,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        vocab_size: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        split: Split = "train",
+    ):
+        """`vocab_size`: of the model; ids beyond it are refused. `global_batch_size` G and `micro_batch_size` b: rows.
+
+        Raises `DataError` (a ValueError) for sizes that don't divide, and for data that can't be read.
+        """
+        if seq_len < 1:
+            raise DataError(f"training.seq_len = {seq_len}; set at least 1.")
+        if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * dp_world_size):
+            raise DataError(
+                f"a global batch of {global_batch_size} rows can't be cut into micro-batches of {micro_batch_size} on "
+                f"{dp_world_size} data-parallel ranks. Set training.global_batch_size to a multiple of "
+                f"{micro_batch_size} × {dp_world_size} (training.local_batch_size × ranks)."
+            )
+        rows = global_batch_size // dp_world_size
+        self._lane_ids = range(dp_rank * rows, (dp_rank + 1) * rows)
+        self._seq_len = seq_len
+        self._micro_batch_size = micro_batch_size
+        self._global_batch_size = global_batch_size
+        self._config = config
+        self._sources = open_sources(config, split)
+        self._mixed = [
+            MixedSource(share, source, tokenizer, vocab_size)
+            for share, source in zip(config.sources, self._sources, strict=True)
+        ]
+        self._order = _describe_order(config, tokenizer, self._sources, global_batch_size, seq_len)
+        self._lane_states: dict[int, str] = {}
+        self._epochs = [0] * len(self._sources)
+        self._running: Prefetch[tuple[Batch, dict[int, str] | None]] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.close()
+        running = self._running = Prefetch(self._produce(dict(self._lane_states)), _MICRO_BATCHES_AHEAD)
+        try:
+            for batch, states in running:
+                if states is not None:
+                    self._lane_states = states
+                yield batch
+        finally:
+            running.close()
+        raise RuntimeError("this iteration of the loader was ended by a newer one; go on with that.")
+
+    @property
+    def epochs(self) -> list[int]:
+        """Passes begun over each source, in the order of `data.sources`, less one; of this rank's lanes."""
+        return list(self._epochs)
+
+    @property
+    def skipped(self) -> dict[str, dict[str, int]]:
+        """Rows that could not be read, by source and reason; of this rank's lanes, since the start of the process."""
+        return {
+            f"data.sources[{i}], {source.name}": dict(source.skipped)
+            for i, source in enumerate(self._sources)
+            if source.skipped
+        }
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """G/(W·b)."""
+        return len(self._lane_ids) // self._micro_batch_size
+
+    def close(self) -> None:
+        """Stops the background thread. Iterating again starts another."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    def rewind(self) -> None:
+        """Goes back to the first batch."""
+        self.close()
+        self._lane_states = {}
+
+    def state_dict(self) -> dict[str, str]:
+        """Where each of this rank's lanes stands after the last whole step that was delivered.
+
+        A step that is under way (gradient accumulation) counts as not begun. Keys are lanes, so that ranks save
+        disjoint parts of one checkpoint and any number of ranks finds its own in it.
+        """
+        lanes = {_lane_key(lane): self._lane_states.get(lane, "") for lane in self._lane_ids}
+        return {_ORDER_KEY: json.dumps(self._order)} | lanes
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on after the step of the state; an empty one starts from the first batch.
+
+        Raises `DataError`, naming both values, if the state is of another order of data.
+        """
+        if not state_dict:
+            self.rewind()
+            return
+        self._check_order(json.loads(state_dict[_ORDER_KEY]))
+        states = {lane: state_dict[_lane_key(lane)] for lane in self._lane_ids}
+        self.close()
+        self._lane_states = {lane: state for lane, state in states.items() if state}
+
+    def check_checkpoint(self, directory: str | Path) -> None:
+        """Raises `DataError` if the checkpoint (a DCP directory) was written under another order of data.
+
+        To be called before loading: a checkpoint of fewer lanes stops the load itself, with no more than a missing key.
+        """
+        saved = {"dataloader": {_ORDER_KEY: ""}}
+        dcp.load(saved, checkpoint_id=str(directory), no_dist=True)
+        self._check_order(json.loads(saved["dataloader"][_ORDER_KEY]))
+
+    def _check_order(self, saved: dict[str, Any]) -> None:
+        differences = list(_differences(saved, self._order))
+        if differences:
+            raise DataError(
+                "the checkpoint's data order can't be continued, because these changed: "
+                + "; ".join(differences)
+                + ". Set them back, or begin a new order, as a new stage does: a run in a folder of its own "
+                "(job.dump_folder) that starts from the checkpoint's weights (checkpoint.initial_load_path)."
+            )
+
+    def _produce(self, states: dict[int, str]) -> Iterator[tuple[Batch, dict[int, str] | None]]:
+        """Micro-batches from the given states on; with the last of each step, the lanes' states after it."""
+        lanes = [
+            _Lane(self._mixed, self._config, lane, self._global_batch_size, states.get(lane)) for lane in self._lane_ids
+        ]
+        self._epochs = _passes(lanes)
+        size = self._micro_batch_size
+        while True:
+            for start in range(0, len(lanes), size):
+                rows = Rows.empty(size, self._seq_len)
+                for i, lane in enumerate(lanes[start : start + size]):
+                    lane.packer.fill(rows, i)
+                last = start + size == len(lanes)
+                yield _to_batch(rows), {lane.lane: lane.state() for lane in lanes} if last else None
+            self._report_passes(_passes(lanes))
+
+    def _report_passes(self, epochs: list[int]) -> None:
+        for source, before, now in zip(self._sources, self._epochs, epochs, strict=True):
+            if now > before:
+                skipped = f"; rows skipped so far: {dict(source.skipped)}" if source.skipped else ""
+                logger.info("%s: pass %d over it begins%s", source.name, now + 1, skipped)
+        self._epochs = epochs
+
+
+class ValidationLoader(BaseDataLoader):
+    """The same first `steps` global batches of the held-out documents, at every iteration.
+
+    Batches are kept after the first time, so that they are read and tokenised once.
+    """
+
+    def __init__(self, loader: Loader, steps: int):
+        """`loader`: of the "validation" split. `steps`: global batches."""
+        self._loader = loader
+        self._micro_batches = steps * loader.micro_batches_per_step
+        self._kept: list[Batch] = []
+
+    def __len__(self) -> int:
+        """Micro-batches that an iteration yields on this rank."""
+        return self._micro_batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        if not self._kept:
+            self._loader.rewind()
+            self._kept = list(islice(self._loader, self._micro_batches))
+            self._loader.close()
+        for inputs, labels in self._kept:
+            yield dict(inputs), labels
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        return
+
+
+def build_loader(job_config: schema.JobConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int) -> Loader:
+    """The training loader of a config, for one data-parallel rank."""
+    return Loader(
+        job_config.data,
+        tokenizer,
+        seq_len=job_config.training.seq_len,
+        vocab_size=job_config.architecture.vocab_size or tokenizer.vocab_size,
+        global_batch_size=_global_batch_size(job_config, dp_world_size),
+        micro_batch_size=job_config.training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+    )
+
+
+def build_validation_loader(
+    job_config: schema.JobConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int
+) -> ValidationLoader:
+    """The validation loader of a config, for one data-parallel rank.
+
+    A validation step is a global batch as large as training's, so that the batches don't depend on the number of ranks.
+    Micro-batches are `validation.local_batch_size` rows, or fewer where that doesn't divide a rank's share.
+    """
+    steps = job_config.validation.steps
+    if steps < 1:
+        raise DataError(
+            f"validation.steps = {steps}: held-out documents are packed without end; set the number of batches."
+        )
+    global_batch_size = _global_batch_size(job_config, dp_world_size)
+    rows = max(1, global_batch_size // dp_world_size)
+    at_most = min(rows, max(1, job_config.validation.local_batch_size))
+    loader = Loader(
+        job_config.data,
+        tokenizer,
+        seq_len=job_config.validation.seq_len,
+        vocab_size=job_config.architecture.vocab_size or tokenizer.vocab_size,
+        global_batch_size=global_batch_size,
+        micro_batch_size=next(size for size in range(at_most, 0, -1) if rows % size == 0),
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        split="validation",
+    )
+    return ValidationLoader(loader, steps)
+
+
+class _Lane:
+    """One row of the global batch: a mixture of documents and the packer that cuts it into rows."""
+
+    def __init__(self, sources: list[MixedSource], config: schema.Data, lane: int, lanes: int, state: str | None):
+        self.lane = lane
+        self.mixture = Mixture(sources, config.seed, lane, lanes)
+        self.packer = Packer(self.mixture.draw, config.mask_documents)
+        if state:
+            saved = json.loads(state)
+            self.mixture.load_state(saved["mixture"])
+            self.packer.resume(saved["offset"])
+
+    def state(self) -> str:
+        return json.dumps({"mixture": self.mixture.state(), "offset": self.packer.offset})
+
+
+def _passes(lanes: list[_Lane]) -> list[int]:
+    """The furthest pass that any of the lanes has begun, for each source."""
+    return [max(epochs) for epochs in zip(*(lane.mixture.epochs for lane in lanes), strict=True)]
+
+
+def _global_batch_size(job_config: schema.JobConfig, dp_world_size: int) -> int:
+    asked = job_config.training.global_batch_size
+    return asked if asked > 0 else job_config.training.local_batch_size * dp_world_size
+
+
+def _to_batch(rows: Rows) -> Batch:
+    inputs = {
+        "input": torch.from_numpy(rows.inputs),
+        "positions": torch.from_numpy(rows.positions),
+        "document_starts": torch.from_numpy(rows.document_starts),
+    }
+    return inputs, torch.from_numpy(rows.labels)
+
+
+def _lane_key(lane: int) -> str:
+    return f"lane_{lane:05d}"
+
+
+def _describe_order(
+    config: schema.Data, tokenizer: Tokenizer, sources: list[DocumentSource], global_batch_size: int, seq_len: int
+) -> dict[str, Any]:
+    """All that the order of batches depends on, flat, by the name under which it is set."""
+    order: dict[str, Any] = {
+        "training.global_batch_size": global_batch_size,
+        "training.seq_len": seq_len,
+        "data.seed": config.seed,
+        "data.held_out": config.held_out,
+        "data.mask_documents": config.mask_documents,
+        "the tokenizer (fingerprint)": tokenizer.fingerprint,
+        "the number of data.sources": len(sources),
+    }
+    for i, (share, source) in enumerate(zip(config.sources, sources, strict=True)):
+        settings = {key: value for key, value in asdict(share).items() if key not in _NOT_IDENTITY}
+        order |= {f"data.sources[{i}].{key}": value for key, value in settings.items()}
+        order |= {f"the {key} of data.sources[{i}]": value for key, value in source.describe().items()}
+    return order
+
+
+def _differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    for key in saved | now:
+        if saved.get(key) != now.get(key):
+            yield f"{key} was {saved.get(key)}, is {now.get(key)}"

@@ -1,0 +1,149 @@
+"""Mixing sources by weight, and the length filters, for one lane.
+
+A weight is a share of *tokens*, not of documents: a lane takes its next document from the source that is furthest
+behind its share. Every lane keeps its own account, and starts as if in the middle of things: each source begins with a
+part of a document to its credit, another part in each lane. So the first global batches are mixed like all later ones.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from configs import schema
+from data.documents import DataError, Document, DocumentLane, DocumentSource
+from data.order import hash64
+from data.sources import open_sources
+from data.tokenizer import Tokenizer
+
+_TYPICAL_TEXT = "The order of documents depends on the seed alone: for i in range(3): return words[i]"
+"""Its tokens a byte stand for a tokenizer's; the order of documents depends on it, so it must never change."""
+_CREDIT = 0x637265646974
+"""Sets the credits' random numbers apart from the others of the same seed."""
+
+
+class MixedSource:
+    """A source with its weight and filters; the lanes of a loader share it."""
+
+    def __init__(self, config: schema.Source, source: DocumentSource, tokenizer: Tokenizer, vocab_size: int):
+        self.weight = config.weight
+        self.source = source
+        self._config = config
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        tokens_a_byte = len(tokenizer.encode(_TYPICAL_TEXT)) / len(_TYPICAL_TEXT)
+        self.typical_tokens = max(source.mean_size * tokens_a_byte, config.min_tokens)
+        """Tokens of a document that passes the filters, very roughly."""
+
+    def tokens(self, document: Document) -> np.ndarray | None:
+        """[bos] text [eos] of a document, int64; None if the length filters leave it out.
+
+        Raises `DataError` for an id that is not in the model's vocabulary.
+        """
+        least, most = self._config.min_tokens, self._config.max_tokens
+        bound = self._tokenizer.most_tokens(document.size)
+        if bound is not None and bound < least:
+            return None
+        try:
+            text = self._tokenizer.encode_array(document.text)
+        except ValueError as error:
+            raise DataError(f"{document.key}: {error}") from error
+        if len(text) < max(least, 1) or (most and len(text) > most):
+            return None
+        bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
+        eos = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
+        ids = np.concatenate([np.array(bos, np.int64), text, np.array(eos, np.int64)])
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
+            wrong = ids[(ids < 0) | (ids >= self._vocab_size)][0]
+            raise DataError(
+                f"{document.key}: token id {wrong} is outside the model's vocabulary of {self._vocab_size}. Use the "
+                "tokenizer that the model was made for, or set architecture.vocab_size to at least "
+                f"{self._tokenizer.vocab_size}."
+            )
+        return ids
+
+    def check_possible(self) -> None:
+        """Raises `DataError` if no document of the source passes the filters."""
+        if any(self.tokens(document) is not None for document in self.source.documents()):
+            return
+        least, most = self._config.min_tokens, self._config.max_tokens
+        skipped = f" Skipped: {dict(self.source.skipped)}." if self.source.skipped else ""
+        if least or most:
+            wanted = f"min_tokens = {least}" + (f" and max_tokens = {most}" if most else "")
+            raise DataError(
+                f"{self.source.name}: no document of the {self.source.split} split passes {wanted}. Widen the filter or "
+                f"remove the source.{skipped}"
+            )
+        remedy = "raise data.held_out" if self.source.split == "validation" else "add documents or lower data.held_out"
+        raise DataError(f"{self.source.name}: no document is in the {self.source.split} split; {remedy}.{skipped}")
+
+
+class Mixture:
+    """The endless sequence of one lane's documents."""
+
+    def __init__(self, sources: Sequence[MixedSource], seed: int, lane: int, lanes: int):
+        self._sources = sources
+        self._readers: list[DocumentLane] = [mixed.source.lane(lane, lanes) for mixed in sources]
+        self._drawn = [0] * len(sources)
+        self._credit = [
+            mixed.typical_tokens * hash64(_CREDIT, seed, lane, i) / 2**64 for i, mixed in enumerate(sources)
+        ]
+        self._before_last = self._now()
+
+    @property
+    def epochs(self) -> list[int]:
+        """Passes that the lane has begun over each source, less one."""
+        return [reader.epoch for reader in self._readers]
+
+    def draw(self) -> np.ndarray:
+        """Tokens of the next document: int64, special tokens included."""
+        choice = min(range(len(self._sources)), key=self._progress)
+        mixed, reader = self._sources[choice], self._readers[choice]
+        drawn, readers = self._drawn.copy(), [r.state() for r in self._readers]
+        since = reader.epoch
+        while True:
+            place = reader.state()
+            document = reader.read()
+            tokens = None if document is None else mixed.tokens(document)
+            if tokens is not None:
+                break
+            if reader.epoch >= since + 2:
+                mixed.check_possible()
+                since = reader.epoch
+        self._drawn[choice] += len(tokens)
+        readers[choice] = place
+        self._before_last = {"drawn": drawn, "readers": readers}
+        return tokens
+
+    def state(self) -> dict[str, Any]:
+        """Where to go on so that `draw` gives the document drawn last once more; JSON values only."""
+        return self._before_last
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._drawn = list(state["drawn"])
+        for reader, place in zip(self._readers, state["readers"], strict=True):
+            reader.load_state(place)
+        self._before_last = self._now()
+
+    def _progress(self, source: int) -> float:
+        return (self._drawn[source] + self._credit[source]) / self._sources[source].weight
+
+    def _now(self) -> dict[str, Any]:
+        return {"drawn": self._drawn.copy(), "readers": [reader.state() for reader in self._readers]}
+
+
+def sample_texts(config: schema.Data, max_bytes: int) -> Iterator[str]:
+    """Training texts of the mixture, by weight in bytes, until there are `max_bytes` or each source was read once."""
+    sources = open_sources(config, "train")
+    readers = {i: source.lane(0, 1) for i, source in enumerate(sources)}
+    given = [0.0] * len(sources)
+    total = 0
+    while readers and total < max_bytes:
+        choice = min(readers, key=given.__getitem__)
+        document = readers[choice].read()
+        if readers[choice].epoch > 0:
+            del readers[choice]
+        elif document is not None:
+            given[choice] += document.size / config.sources[choice].weight
+            total += document.size
+            yield document.text

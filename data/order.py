@@ -1,0 +1,87 @@
+"""The order in which a source's documents are read: seeded permutations that need no memory.
+
+Everything here is plain integer arithmetic, so that the order stays the same on every machine and under every
+version of Python and NumPy: a run resumed years later must go on with the same documents.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_MASK_64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FEISTEL_ROUNDS = 4
+_EPOCHS_KEPT = 4
+
+
+def hash64(*values: int) -> int:
+    """A 64-bit hash of a sequence of integers (the splitmix64 finaliser, chained)."""
+    state = _GOLDEN
+    for value in values:
+        state = _mix(state ^ _mix((value + _GOLDEN) & _MASK_64))
+    return state
+
+
+def shuffled(index: int, size: int, seed: int) -> int:
+    """Where a seeded permutation of 0 … size-1 sends `index`, without building the permutation.
+
+    A Feistel network permutes the smallest even-bit range that holds `size`; results outside 0 … size-1 go round
+    again, which keeps it a permutation and takes fewer than four turns on average.
+    """
+    assert 0 <= index < size
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half_bits) - 1
+    while True:
+        left, right = index >> half_bits, index & mask
+        for turn in range(_FEISTEL_ROUNDS):
+            left, right = right, left ^ (_mix((seed ^ (right << 8 | turn)) & _MASK_64) & mask)
+        index = left << half_bits | right
+        if index < size:
+            return index
+
+
+class EpochOrder:
+    """The endless sequence of a source's rows: each epoch holds every row once, in an order of its own.
+
+    Rows come in blocks (a Parquet row group) that are expensive to open. Blocks are shuffled, and the rows within
+    each, so that readers that walk the sequence together need the same few blocks at a time. A source whose rows
+    are cheap to reach is one block, and its order is a full shuffle.
+    """
+
+    def __init__(self, block_sizes: Sequence[int], seed: int):
+        """`block_sizes`: rows of each block, none of them 0. `seed`: any integer."""
+        assert min(block_sizes, default=0) > 0
+        self._sizes = np.asarray(block_sizes, dtype=np.int64)
+        self._first_rows = np.concatenate([[0], np.cumsum(self._sizes)])
+        self._seed = seed
+        self._block_orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self.rows = int(self._first_rows[-1])
+
+    def row(self, position: int) -> tuple[int, int]:
+        """The (epoch, row) at a position of the sequence; both count from 0."""
+        epoch, place = divmod(position, self.rows)
+        epoch_seed = hash64(self._seed, epoch)
+        if len(self._sizes) == 1:
+            return epoch, shuffled(place, self.rows, epoch_seed)
+        blocks, starts = self._block_order(epoch, epoch_seed)
+        at = int(np.searchsorted(starts, place, side="right")) - 1
+        block = int(blocks[at])
+        within = shuffled(place - int(starts[at]), int(self._sizes[block]), hash64(epoch_seed, block))
+        return epoch, int(self._first_rows[block]) + within
+
+    def _block_order(self, epoch: int, epoch_seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks in the order of this epoch, and the place within the epoch at which each starts."""
+        if epoch not in self._block_orders:
+            count = len(self._sizes)
+            blocks = np.array([shuffled(i, count, epoch_seed) for i in range(count)])
+            starts = np.concatenate([[0], np.cumsum(self._sizes[blocks])[:-1]])
+            while len(self._block_orders) >= _EPOCHS_KEPT:
+                self._block_orders.pop(next(iter(self._block_orders)))
+            self._block_orders[epoch] = (blocks, starts)
+        return self._block_orders[epoch]
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return value ^ (value >> 31)

@@ -1,0 +1,144 @@
+"""Documents of any dataset that `datasets.load_dataset` can stream.
+
+A streamed dataset has no row numbers, but it has shards (files). With at least as many shards as lanes each lane reads
+shards of its own; with fewer, the lanes of a shard take its rows in turn. Which shards or turn a lane gets is drawn
+anew every pass. Within a shard the rows keep their order: shuffle a dataset once, when it is written.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from configs import schema
+from data.documents import DataError, Document, DocumentSource, missing_field, text_of
+from data.order import hash64, shuffled
+
+_ROWS_AT_ONCE = 256
+
+
+class StreamedDataset(DocumentSource):
+    """One split of a `datasets` dataset."""
+
+    def __init__(self, config: schema.HubSource, seed: int, **shared: Any):
+        super().__init__(**shared)
+        self._config = config
+        self._seed = seed
+        self._dataset = _open_stream(config, self.name)
+        columns = self._dataset.column_names
+        if columns is not None:
+            if config.field not in columns:
+                raise missing_field(self.name, config.field, columns)
+            self._dataset = self._dataset.select_columns([config.field])
+        self._dataset = self._dataset.with_format("arrow")
+        self.shards = int(self._dataset.num_shards)
+
+    def lane(self, lane: int, lanes: int) -> "StreamedLane":
+        return StreamedLane(self, self._seed, lane, lanes)
+
+    def documents(self) -> Iterator[Document]:
+        for shard in range(self.shards):
+            for row, value in self.rows(shard):
+                if (document := self.document(shard, row, value)) is not None:
+                    yield document
+
+    def describe(self) -> dict[str, Any]:
+        return {"shards": self.shards}
+
+    def rows(self, shard: int, start: int = 0, step: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Rows start, start + step, … of a shard, with their number in it.
+
+        Rows are passed over while still in Arrow, so that the lanes of one shard don't each decode all of it.
+        """
+        first, wanted = 0, start
+        for table in self._tables(shard):
+            while wanted < first + table.num_rows:
+                yield wanted, {name: table.column(name)[wanted - first].as_py() for name in table.column_names}
+                wanted += step
+            first += table.num_rows
+
+    def document(self, shard: int, row: int, value: dict[str, Any]) -> Document | None:
+        file = f"{self._config.name} [{self._config.split}] shard {shard}"
+        return text_of(self, value, self._config.field, f"{file} row {row}", file)
+
+    def _tables(self, shard: int) -> Iterator[Any]:
+        dataset = self._dataset.shard(num_shards=self.shards, index=shard)
+        tables = dataset.iter(batch_size=_ROWS_AT_ONCE)
+        at = 0
+        while True:
+            try:
+                table = next(tables)
+            except StopIteration:
+                return
+            except Exception as error:
+                # The library raises anything from ArrowInvalid to HTTP errors here; the place is what it leaves out.
+                raise DataError(
+                    f"{self.name}: shard {shard} of {self.shards} can't be read after row {at}: "
+                    f"{type(error).__name__}: {error}. Repair or replace that file of the dataset."
+                ) from error
+            yield table
+            at += table.num_rows
+
+
+class StreamedLane:
+    """A lane's place in a streamed dataset: the pass, the shard among those of the lane, the next row of that shard."""
+
+    def __init__(self, source: StreamedDataset, seed: int, lane: int, lanes: int):
+        self._source, self._seed, self._lane, self._lanes = source, seed, lane, lanes
+        self.load_state([0, 0, -1])
+
+    def load_state(self, state: list[int]) -> None:
+        self.epoch, self._at, self._row = state
+        self._shards, self._first, self._step = self._share(self.epoch)
+        if self._row < 0:
+            self._row = self._first
+        self._rows: Iterator[tuple[int, dict[str, Any]]] | None = None
+
+    def state(self) -> list[int]:
+        return [self.epoch, self._at, self._row]
+
+    def read(self) -> Document | None:
+        shard = self._shards[self._at]
+        if self._rows is None:
+            self._rows = self._source.rows(shard, self._row, self._step)
+        for row, value in self._rows:
+            self._row = row + self._step
+            return self._source.document(shard, row, value)
+        if self._at + 1 < len(self._shards):
+            self.load_state([self.epoch, self._at + 1, -1])
+        else:
+            self.load_state([self.epoch + 1, 0, -1])
+        return None
+
+    def _share(self, epoch: int) -> tuple[list[int], int, int]:
+        """The lane's shards in this pass, the first row it takes of each, and the step between its rows."""
+        shards, lanes = self._source.shards, self._lanes
+        epoch_seed = hash64(self._seed, epoch)
+        if shards >= lanes:
+            return [shuffled(i, shards, epoch_seed) for i in range(self._lane, shards, lanes)], 0, 1
+        turn = shuffled(self._lane, lanes, epoch_seed)
+        shard = turn % shards
+        return [shard], turn // shards, len(range(shard, lanes, shards))
+
+
+def _open_stream(config: schema.HubSource, name: str) -> Any:
+    import datasets
+
+    if not config.name:
+        raise DataError(
+            'huggingface source: name is empty. Set it to a dataset\'s name, or to a format such as "json".'
+        )
+    try:
+        return datasets.load_dataset(
+            config.name,
+            name=config.config or None,
+            data_dir=config.data_dir or None,
+            data_files=config.data_files or None,
+            split=config.split,
+            streaming=True,
+        )
+    except Exception as error:
+        # Anything from a missing file (StopIteration, for a glob that matches none) to a network error ends here.
+        raise DataError(
+            f"{name}: it can't be opened: {type(error).__name__}: {error}. Check its name, config = '{config.config}', "
+            f"split = '{config.split}', data_dir = '{config.data_dir}' and data_files = '{config.data_files}', and "
+            "that the hub can be reached (or that the dataset is in the local cache)."
+        ) from error

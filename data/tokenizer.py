@@ -1,0 +1,374 @@
+"""Tokenizers: bytes, sentencepiece, and Hugging Face's `tokenizer.json`, behind one small interface.
+
+    python -m data.tokenizer train --vocab-size 2048 --out tokenizers/code
+    python -m data.tokenizer show tokenizers/code --text "def f(x):"
+
+Encoding never adds or recognises special tokens: where a document begins and ends is said by the packing, and no text
+can forge it. A directory written by `save` is read back by `load_tokenizer_dir`, and by `transformers.AutoTokenizer`
+(which does recognise special tokens in a text).
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs import schema
+from data.documents import DataError
+from data.sentencepiece_model import BOS, EOS, SPACE, keeps_text, to_fast_tokenizer, train_model
+
+_FAST_FILE = "tokenizer.json"
+_MODEL_FILE = "tokenizer.model"
+_CONFIG_FILE = "tokenizer_config.json"
+_COMPANION_FILES = (
+    _CONFIG_FILE,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+_USUAL_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[BOS]", BOS)
+_USUAL_EOS = ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]", EOS)
+
+
+class Tokenizer(ABC):
+    """Text to ids and back."""
+
+    vocab_size: int
+    """Ids are 0 … vocab_size-1."""
+    bos_id: int | None
+    eos_id: int | None
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text, without special tokens. Raises ValueError for text that is no valid Unicode."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens give none, and bytes that are no UTF-8 give U+FFFD."""
+
+    @abstractmethod
+    def save(self, directory: str | Path) -> None:
+        """Writes what `load_tokenizer_dir` needs into the directory, which is made if it is not there."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A hash that is the same for equal tokenizers only."""
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """`encode`, as an int64 array."""
+        return np.array(self.encode(text), dtype=np.int64)
+
+    def most_tokens(self, size: int) -> int | None:
+        """The most tokens that a text of `size` UTF-8 bytes can have; None where there is no known bound."""
+        return None
+
+
+class BytesTokenizer(Tokenizer):
+    """The bytes of the text in UTF-8, 256 for bos, 257 for eos. Lone surrogates survive too."""
+
+    vocab_size = 258
+    bos_id = 256
+    eos_id = 257
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "surrogatepass"))
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        _check_ids(ids, self.vocab_size)
+        raw = bytes(i for i in ids if i < 256)
+        try:
+            return raw.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            return raw.decode("utf-8", "replace")
+
+    def save(self, directory: str | Path) -> None:
+        from tokenizers import Tokenizer as Fast
+        from tokenizers import decoders, models, pre_tokenizers
+
+        letters = _byte_letters()
+        fast = Fast(models.BPE({letter: byte for byte, letter in enumerate(letters)}, []))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+        _write_fast(Path(directory), fast, "bytes", BOS, EOS)
+
+    def most_tokens(self, size: int) -> int:
+        return size
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece model."""
+
+    def __init__(self, model: bytes):
+        """`model`: the serialised model (the content of tokenizer.model)."""
+        import sentencepiece
+
+        self._model = model
+        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+        self._keeps_text = keeps_text(model)
+        # Sentencepiece writes a space as U+2581, so one that is in the text would come back as a space.
+        self._space_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        self.vocab_size = self._processor.vocab_size()
+        self.bos_id = _id_or_none(self._processor.bos_id())
+        self.eos_id = _id_or_none(self._processor.eos_id())
+
+    def encode(self, text: str) -> list[int]:
+        if not self._keeps_text or SPACE not in text:
+            return self._encode(text)
+        first, *rest = text.split(SPACE)
+        ids = self._encode(first)
+        for part in rest:
+            ids += self._space_ids
+            ids += self._encode(part)
+        return ids
+
+    def _encode(self, text: str) -> list[int]:
+        try:
+            return self._processor.encode(text)
+        except RuntimeError as error:
+            raise ValueError(f"the text holds a lone surrogate and is no valid Unicode: {text[:40]!r}…") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        _check_ids(ids, self.vocab_size)
+        return self._processor.decode(list(ids))
+
+    def save(self, directory: str | Path) -> None:
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _MODEL_FILE).write_bytes(self._model)
+        if (fast := to_fast_tokenizer(self._model)) is not None:
+            names = [None if i is None else self._processor.id_to_piece(i) for i in (self.bos_id, self.eos_id)]
+            _write_fast(directory, fast, "sentencepiece", *names)
+        else:
+            _write_json(directory / _CONFIG_FILE, {"farsight_kind": "sentencepiece"})
+
+    @property
+    def fingerprint(self) -> str:
+        return blake2b(self._model, digest_size=16).hexdigest()
+
+    def most_tokens(self, size: int) -> int | None:
+        return size if self._keeps_text else None
+
+
+class HuggingFaceTokenizer(Tokenizer):
+    """A `tokenizer.json`, run by the `tokenizers` library."""
+
+    def __init__(self, path: str | Path):
+        """`path`: tokenizer.json, with tokenizer_config.json and the like beside it where they exist."""
+        from tokenizers import Tokenizer as Fast
+
+        path = Path(path)
+        self._json = path.read_text(encoding="utf-8")
+        self._companions = {
+            name: (path.parent / name).read_bytes() for name in _COMPANION_FILES if (path.parent / name).is_file()
+        }
+        try:
+            self._fast = Fast.from_str(self._json)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"{path}: not a tokenizer.json that the tokenizers library can read: {error}") from error
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        self._fast.encode_special_tokens = True
+        vocabulary = self._fast.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        settings = {
+            name: _parse_json(raw, path.parent / name) for name, raw in self._companions.items() if _is_json(name)
+        }
+        self.bos_id = _special_id("bos", settings, vocabulary, _USUAL_BOS, path)
+        self.eos_id = _special_id("eos", settings, vocabulary, _USUAL_EOS, path)
+        self._one_token_a_byte = _is_byte_level(json.loads(self._json))
+
+    def encode(self, text: str) -> list[int]:
+        try:
+            return self._fast.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ValueError(f"the text holds a lone surrogate and is no valid Unicode: {text[:40]!r}…") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        _check_ids(ids, self.vocab_size)
+        return self._fast.decode(list(ids), skip_special_tokens=True)
+
+    def save(self, directory: str | Path) -> None:
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _FAST_FILE).write_text(self._json, encoding="utf-8")
+        for name, content in self._companions.items():
+            (directory / name).write_bytes(content)
+        if _CONFIG_FILE not in self._companions:
+            names = [None if i is None else self._fast.id_to_token(i) for i in (self.bos_id, self.eos_id)]
+            _write_json(directory / _CONFIG_FILE, _fast_config(*names))
+
+    @property
+    def fingerprint(self) -> str:
+        return blake2b(self._json.encode(), digest_size=16).hexdigest()
+
+    def most_tokens(self, size: int) -> int | None:
+        return size if self._one_token_a_byte else None
+
+
+def load_tokenizer(config: schema.Tokenizer) -> Tokenizer:
+    """The tokenizer of a `[tokenizer]` section.
+
+    Raises `DataError` when the path is empty or does not hold one of that kind.
+    """
+    if config.kind == "bytes":
+        return BytesTokenizer()
+    if not config.path:
+        raise DataError(
+            'tokenizer.path is empty. Set it to a directory with tokenizer.json or tokenizer.model, set kind = "bytes", '
+            "or train one: python -m data.tokenizer train --out DIRECTORY."
+        )
+    path = Path(config.path).expanduser()
+    if not path.exists():
+        raise DataError(f"tokenizer.path = {config.path}: no such file or directory.")
+    if config.kind == "auto":
+        return load_tokenizer_dir(path) if path.is_dir() else _load_file(path)
+    file = path / (_MODEL_FILE if config.kind == "sentencepiece" else _FAST_FILE) if path.is_dir() else path
+    if not file.is_file():
+        raise DataError(f'tokenizer.path = {config.path}: it has no {file.name}, which kind = "{config.kind}" needs.')
+    return HuggingFaceTokenizer(file) if config.kind == "huggingface" else _load_sentencepiece(file)
+
+
+def load_tokenizer_dir(path: str | Path) -> Tokenizer:
+    """The tokenizer in a directory: one saved here, or any with tokenizer.json or tokenizer.model (in this order)."""
+    path = Path(path)
+    config = path / _CONFIG_FILE
+    # A directory saved here may hold tokenizer.json for other programs' sake only.
+    kind = _parse_json(config.read_bytes(), config).get("farsight_kind") if config.is_file() else None
+    if kind == "bytes":
+        return BytesTokenizer()
+    names = (_MODEL_FILE,) if kind == "sentencepiece" else (_FAST_FILE, _MODEL_FILE)
+    for name in names:
+        if (path / name).is_file():
+            return _load_file(path / name)
+    raise DataError(f"{path}: no tokenizer in it; {' or '.join(names)} was looked for.")
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, directory: str | Path) -> SentencePieceTokenizer:
+    """Trains a sentencepiece BPE tokenizer that keeps every text as it is, and saves it.
+
+    The same texts in the same order give the same tokenizer. Raises `DataError` when the texts can't fill `vocab_size`.
+    """
+    tokenizer = SentencePieceTokenizer(train_model(texts, vocab_size))
+    tokenizer.save(directory)
+    return tokenizer
+
+
+def _load_file(path: Path) -> Tokenizer:
+    return HuggingFaceTokenizer(path) if path.suffix == ".json" else _load_sentencepiece(path)
+
+
+def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
+    try:
+        return SentencePieceTokenizer(path.read_bytes())
+    except RuntimeError as error:
+        raise DataError(
+            f"{path}: not a sentencepiece model. (The tokenizer.model that comes with Llama 3 is tiktoken's: use the "
+            "tokenizer.json of its Hugging Face release.)"
+        ) from error
+
+
+def _special_id(
+    name: str, settings: dict[str, Any], vocabulary: dict[str, int], usual: tuple[str, ...], path: Path
+) -> int | None:
+    """The id of "bos" or "eos": as the files beside tokenizer.json say, else the one token that has a usual name."""
+    for file in (_CONFIG_FILE, "special_tokens_map.json"):
+        key = f"{name}_token"
+        if key in settings.get(file, {}):
+            token = settings[file][key]
+            token = token["content"] if isinstance(token, dict) else token
+            if token is None:
+                return None
+            if token not in vocabulary:
+                raise DataError(f"{path.parent / file}: {key} is '{token}', which {path.name} does not have.")
+            return vocabulary[token]
+    ids = settings.get("generation_config.json", {}).get(f"{name}_token_id")
+    if isinstance(ids, int):
+        return ids
+    found = [token for token in usual if token in vocabulary]
+    if len(found) > 1:
+        raise DataError(
+            f"{path}: which token is {name}? It has {' and '.join(found)}. Name it in {path.parent / _CONFIG_FILE}: "
+            f'{{"{name}_token": "{found[0]}"}}.'
+        )
+    return vocabulary[found[0]] if found else None
+
+
+def _is_byte_level(tokenizer: dict[str, Any]) -> bool:
+    """Whether every token stands for at least one byte of the text: BPE on bytes, and nothing rewrites the text."""
+    steps = tokenizer.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers", [steps])
+    on_bytes = any(step.get("type") == "ByteLevel" and not step.get("add_prefix_space") for step in steps)
+    return tokenizer["model"].get("type") == "BPE" and tokenizer.get("normalizer") is None and on_bytes
+
+
+def _byte_letters() -> list[str]:
+    """The letters that stand for bytes 0 … 255 in a byte-level tokenizer.json (GPT-2's table)."""
+    visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
+
+
+def _write_fast(directory: Path, fast: Any, kind: str, bos: str | None, eos: str | None) -> None:
+    """Saves a `tokenizers.Tokenizer` for transformers, which then puts bos first as training does."""
+    from tokenizers import AddedToken, processors
+
+    directory.mkdir(parents=True, exist_ok=True)
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (bos, eos) if token])
+    if bos:
+        ids = [(bos, fast.token_to_id(bos))]
+        fast.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A $B", ids)
+    fast.save(str(directory / _FAST_FILE))
+    _write_json(directory / _CONFIG_FILE, _fast_config(bos, eos) | {"farsight_kind": kind})
+
+
+def _fast_config(bos: str | None, eos: str | None) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _is_json(name: str) -> bool:
+    return name.endswith(".json")
+
+
+def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(raw)
+    except ValueError as error:
+        raise DataError(f"{path}: bad JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path}: a JSON object was expected, found {type(value).__name__}")
+    return value
+
+
+def _id_or_none(token_id: int) -> int | None:
+    return token_id if token_id >= 0 else None
+
+
+def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    for token_id in ids:
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size}")
+
+
+if __name__ == "__main__":
+    from data.tokenizer_cli import main
+
+    main()

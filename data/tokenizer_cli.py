@@ -1,0 +1,120 @@
+"""The commands of `python -m data.tokenizer`."""
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from tqdm import tqdm
+
+from configs import schema
+from data.mixture import sample_texts
+from data.tokenizer import load_tokenizer_dir, train_sentencepiece
+
+_TRAIN_HELP = """\
+Trains a sentencepiece BPE tokenizer. Text comes back from it exactly as it went in: characters without a piece of their
+own are spelled in bytes, and spaces, tabs and line ends are kept, so that it suits source code.
+
+  python -m data.tokenizer train --vocab-size 2048 --out tokenizers/code
+  python -m data.tokenizer train --vocab-size 32000 --out tokenizers/web --jsonl 'web/*.jsonl' --max-bytes 200000000
+
+The directory then holds tokenizer.model for Farsight ([tokenizer] path = "tokenizers/code") and tokenizer.json for
+transformers. The same text, size and seed give the same tokenizer.
+"""
+
+_SHOW_HELP = """\
+Shows how a tokenizer cuts a text: one line a token, with its id and what it stands for.
+
+  python -m data.tokenizer show tokenizers/code --text 'def f(x):'
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    try:
+        result = options.run(options)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=2)
+
+
+def _train(options: argparse.Namespace) -> dict[str, Any]:
+    source: schema.Source
+    if options.text:
+        source = schema.TextSource(path=options.text)
+    elif options.jsonl:
+        source = schema.JsonlSource(path=options.jsonl, field=options.field)
+    else:
+        source = schema.StdlibSource()
+    data = schema.Data(sources=(source,), seed=options.seed)
+    start = time.perf_counter()
+    texts = list(_progress(sample_texts(data, options.max_bytes), options.max_bytes))
+    print(f"read {len(texts)} documents of {source.kind}; training {options.vocab_size} pieces …", flush=True)
+    tokenizer = train_sentencepiece(texts, options.vocab_size, options.out)
+    seconds = time.perf_counter() - start
+    size = sum(len(text.encode()) for text in texts)
+    tokens = sum(
+        len(tokenizer.encode(text)) for text in tqdm(texts, desc="Measuring", unit="documents", delay=2, disable=None)
+    )
+    print(f"{options.out}: {tokenizer.vocab_size} ids, {size / tokens:.2f} bytes a token on its text, {seconds:.1f} s")
+    return {
+        "directory": options.out,
+        "vocab_size": tokenizer.vocab_size,
+        "bytes": size,
+        "bytes_per_token": size / tokens,
+        "seconds": seconds,
+    }
+
+
+def _show(options: argparse.Namespace) -> dict[str, Any]:
+    tokenizer = load_tokenizer_dir(options.directory)
+    tokens = [{"id": i, "text": tokenizer.decode([i])} for i in tokenizer.encode(options.text)]
+    for token in tokens:
+        print(f"{token['id']:>8}  {token['text']!r}")
+    print(
+        f"{len(tokens)} tokens for {len(options.text.encode())} bytes; {tokenizer.vocab_size} ids, "
+        f"bos {tokenizer.bos_id}, eos {tokenizer.eos_id}"
+    )
+    return {"tokens": tokens, "vocab_size": tokenizer.vocab_size}
+
+
+def _progress(texts: Iterator[str], total: int) -> Iterator[str]:
+    with tqdm(total=total, desc="Reading", unit="B", unit_scale=True, delay=1, disable=None) as progress:
+        for text in texts:
+            progress.update(len(text.encode()))
+            yield text
+
+
+def _parser() -> argparse.ArgumentParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m data.tokenizer", description="Trains and shows tokenizers.")
+    commands = parser.add_subparsers(required=True, metavar="train|show")
+
+    train = commands.add_parser(
+        "train", help="train a sentencepiece tokenizer", description=_TRAIN_HELP, formatter_class=raw
+    )
+    train.set_defaults(run=_train)
+    train.add_argument(
+        "--vocab-size", type=int, default=2048, help="ids, 256 bytes and 3 special tokens included (2048)"
+    )
+    train.add_argument("--out", required=True, metavar="DIR", help="directory to write")
+    source = train.add_mutually_exclusive_group()
+    source.add_argument(
+        "--source", choices=["stdlib"], default="stdlib", help="Python's standard library (the default)"
+    )
+    source.add_argument("--text", metavar="PATH", help="text files: a file, a directory or a glob")
+    source.add_argument("--jsonl", metavar="PATH", help="JSON lines: a file or a glob")
+    train.add_argument("--field", default="text", help="key of the text in --jsonl (text)")
+    train.add_argument("--max-bytes", type=int, default=4_000_000, help="stop after this much text (4000000)")
+    train.add_argument("--seed", type=int, default=0, help="draws which documents are read (0)")
+    train.add_argument("--json", metavar="FILE", help="write the measurements here too")
+
+    show = commands.add_parser("show", help="show the tokens of a text", description=_SHOW_HELP, formatter_class=raw)
+    show.set_defaults(run=_show)
+    show.add_argument("directory", metavar="DIR", help="directory with a tokenizer")
+    show.add_argument("--text", required=True, help="text to encode")
+    show.add_argument("--json", metavar="FILE", help="write the tokens here too")
+    return parser

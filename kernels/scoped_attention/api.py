@@ -1,0 +1,118 @@
+"""The door to the attention kernels: checks what it is given, picks a backend, calls it.
+
+Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
+"""
+
+import logging
+
+import torch
+from torch import Tensor
+
+from .banded import banded_attention
+from .reference import reference_attention
+
+BACKENDS = ("reference", "banded")
+"""What `backend` may name, besides "auto"."""
+
+logger = logging.getLogger("farsight.kernels")
+_logged: set[tuple[str, str]] = set()
+
+
+def scoped_attention(
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    scopes_N: Tensor,
+    document_starts_BL: Tensor | None = None,
+    alibi_slopes_N: Tensor | None = None,
+    q_offset: int = 0,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Causal attention in which head n of token t sees the tokens max(document start of t, t - S_n + 1) to t.
+
+    Args:
+        q_BLNH: queries [B, Lq, N, H]; bf16, fp16, fp32 or fp64. Query row r is token r + q_offset.
+        k_BLKH: keys [B, Lk, K, H], tokens 0 to Lk - 1, with Lk = Lq + q_offset. N is a multiple of K; head n uses
+            key-value head n // (N // K).
+        v_BLKH: values, shaped like the keys.
+        scopes_N: integer tensor [N]; the number of tokens a head sees, itself included. Lk or more is dense attention.
+        document_starts_BL: integer tensor [B, Lk]; the index of the first token of each token's document.
+        alibi_slopes_N: float tensor [N]; slope_n * (t - i) is taken off the score of token i seen from token t.
+        q_offset: tokens before the first query, as in chunked prefill.
+        scale: of the scores; None is 1 / sqrt(H).
+        backend: "auto", "reference" (O(L²) memory, any device) or "banded" (O(L) memory, any device).
+
+    Returns:
+        o_BLNH: [B, Lq, N, H] in q's dtype. Gradients flow to q, k and v. Softmax and sums are fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: on shapes, dtypes, devices or values that do not fit, naming the value and what to set instead.
+
+    Source: SCOPE, Eq. 2 (t - S < i <= t); ALiBi, Press et al. 2022 (arXiv:2108.12409).
+    """
+    _check(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset)
+    scale = q_BLNH.shape[-1] ** -0.5 if scale is None else float(scale)
+    if backend == "auto":
+        backend = _pick_backend(q_BLNH.device.type, str(q_BLNH.dtype))
+    match backend:
+        case "reference":
+            attention = reference_attention
+        case "banded":
+            attention = banded_attention
+        case _:
+            raise ValueError(f'backend is "{backend}": set it to "auto" or one of {", ".join(BACKENDS)}')
+    return attention(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)
+
+
+@torch.compiler.assume_constant_result
+def _pick_backend(device_type: str, dtype: str) -> str:
+    """The fastest backend for a device and dtype. Runs once while compiling, so that its logging breaks no graph."""
+    picked = "banded"
+    if (device_type, dtype) not in _logged:
+        _logged.add((device_type, dtype))
+        logger.info("attention backend for %s on %s: %s", dtype.removeprefix("torch."), device_type, picked)
+    return picked
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, scopes: Tensor, documents: Tensor | None, slopes: Tensor | None, q_offset: int
+) -> None:
+    """All that can be told without reading a tensor; the backends check values where reading them is free."""
+
+    def require(holds: bool, message: str) -> None:
+        if not holds:
+            raise ValueError(message)
+
+    for name, x in (("q_BLNH", q), ("k_BLKH", k), ("v_BLKH", v)):
+        require(x.dim() == 4, f"{name} has shape {list(x.shape)}: pass [batch, tokens, heads, head dim]")
+        floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+        require(x.dtype in floats, f"{name} is {x.dtype}: pass bfloat16, float16, float32 or float64")
+        require(x.dtype == q.dtype, f"{name} is {x.dtype} and q_BLNH is {q.dtype}: cast them to the same dtype")
+        require(x.device == q.device, f"{name} is on {x.device} and q_BLNH on {q.device}: move them together")
+    B, Lq, N, H = q.shape
+    Lk, K = k.shape[1:3]
+    require(k.shape == v.shape, f"k_BLKH is {list(k.shape)} and v_BLKH {list(v.shape)}: they have to be equal")
+    require(k.shape[0] == B, f"q_BLNH has batch {B} and k_BLKH {k.shape[0]}: they have to be equal")
+    require(k.shape[3] == H, f"q_BLNH has head dim {H} and k_BLKH {k.shape[3]}: they have to be equal")
+    require(min(*q.shape, *k.shape) > 0, f"q_BLNH is {list(q.shape)}, k_BLKH {list(k.shape)}: no dimension may be 0")
+    require(N % K == 0, f"{N} query heads do not share {K} key-value heads evenly: make N a multiple of K")
+    require(q_offset >= 0, f"q_offset is {q_offset}: set the number of tokens before the first query, 0 or more")
+    require(
+        Lk == Lq + q_offset,
+        f"{Lk} keys for {Lq} queries at q_offset {q_offset}: keys are the tokens 0 to q_offset + queries - 1, "
+        f"so pass {Lq + q_offset} keys or set q_offset to {Lk - Lq}",
+    )
+    integers = (torch.int8, torch.int16, torch.int32, torch.int64)
+    require(list(scopes.shape) == [N], f"scopes_N has shape {list(scopes.shape)}: pass one scope a query head, [{N}]")
+    require(scopes.dtype in integers, f"scopes_N is {scopes.dtype}: pass an integer tensor, such as int64")
+    if documents is not None:
+        shape = list(documents.shape)
+        require(shape == [B, Lk], f"document_starts_BL has shape {shape}: pass one index a key, [{B}, {Lk}]")
+        integer = documents.dtype in integers
+        require(integer, f"document_starts_BL is {documents.dtype}: pass an integer tensor, such as int64")
+    if slopes is not None:
+        shape = list(slopes.shape)
+        require(shape == [N], f"alibi_slopes_N has shape {shape}: pass one slope a query head, [{N}]")
+        require(slopes.dtype.is_floating_point, f"alibi_slopes_N is {slopes.dtype}: pass a float tensor")
+        require(not slopes.requires_grad, "alibi_slopes_N requires grad, but slopes are constants here: detach them")

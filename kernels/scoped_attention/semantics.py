@@ -1,0 +1,99 @@
+"""Who sees whom: the one place that says which keys a query of a head attends to.
+
+Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
+
+Token t of a head with scope S, in a document that starts at token d, sees the tokens i with
+
+    max(d, t - S + 1) <= i <= t          (SCOPE, Eq. 2: t - S < i <= t)
+
+and nothing else. A scope counts the token itself, so that S = 1 sees only itself and S >= t + 1 sees all before it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def visible(query: Tensor, key: Tensor, scope: Tensor, document_start: Tensor | None = None) -> Tensor:
+    """True where `key` is seen from `query`; all arguments are token indexes or scopes and broadcast.
+
+    `document_start` is the first token of the query's document. Written as a difference, so that the largest int32
+    scope does not overflow.
+    """
+    seen = (key <= query) & (query - key < scope)
+    return seen if document_start is None else seen & in_document(key, document_start)
+
+
+def in_document(key: Tensor, document_start: Tensor) -> Tensor:
+    """True where `key`, no later than the query, lies in the query's document, which starts at `document_start`."""
+    return key >= document_start
+
+
+def visibility(scopes_N: Tensor, queries: int, q_offset: int = 0) -> Tensor:
+    """The whole mask of a sequence without documents: [N, queries, queries + q_offset], True where seen."""
+    keys = torch.arange(queries + q_offset, device=scopes_N.device)
+    return visible(keys[None, q_offset:, None], keys[None, None, :], scopes_N.long()[:, None, None])
+
+
+def visibility_in_documents(scopes_N: Tensor, document_starts_BL: Tensor, q_offset: int = 0) -> Tensor:
+    """The whole mask with documents: [B, N, Lk - q_offset, Lk], True where seen. `document_starts_BL` has Lk columns."""
+    starts = document_starts_BL[:, q_offset:].long().to(scopes_N.device)
+    keys = torch.arange(document_starts_BL.shape[1], device=scopes_N.device)
+    return visibility(scopes_N, starts.shape[1], q_offset) & in_document(keys, starts[:, None, :, None])
+
+
+def alibi_bias(query: Tensor | int, key: Tensor, slope: Tensor) -> Tensor:
+    """What ALiBi adds to the score of `key` seen from `query`: -slope * (query - key). Arguments broadcast."""
+    return -slope * (query - key)
+
+
+def visible_pairs(scopes: Sequence[int] | Tensor, length: int, q_offset: int = 0) -> int:
+    """Query-key pairs that all heads together see, exactly: the sum over heads and queries of min(S, t + 1).
+
+    `length` counts the keys; queries are the tokens `q_offset` to `length - 1`.
+    """
+    scopes = scopes.tolist() if isinstance(scopes, Tensor) else scopes
+
+    def pairs_before(scope: int, end: int) -> int:
+        full = min(scope, end)
+        return full * (full + 1) // 2 + (end - full) * full
+
+    return sum(pairs_before(int(s), length) - pairs_before(int(s), q_offset) for s in scopes)
+
+
+def visible_pairs_in_documents(scopes: Sequence[int] | Tensor, document_starts_BL: Tensor, q_offset: int = 0) -> int:
+    """As `visible_pairs`, for a batch of packed rows: the sum over rows, heads and queries of min(S, t - start + 1)."""
+    scopes = scopes.tolist() if isinstance(scopes, Tensor) else scopes
+    tokens = torch.arange(document_starts_BL.shape[1], device=document_starts_BL.device)
+    age_BL = (tokens - document_starts_BL.long() + 1)[:, q_offset:]
+    return sum(int(age_BL.clamp(max=int(s)).sum()) for s in scopes)
+
+
+def check_values(scopes: Sequence[int], document_starts_BL: Tensor | None) -> None:
+    """Raise ValueError unless every scope is at least 1 and document starts are those of packed rows.
+
+    That is: 0 <= start of t <= t, never falling from one token to the next. Reads the tensors, so that a backend calls
+    it where that costs no synchronisation with an accelerator.
+    """
+    for head, scope in enumerate(scopes):
+        if scope < 1:
+            raise ValueError(f"scopes_N[{head}] is {scope}: a scope counts the token itself, set it to 1 or more")
+    if document_starts_BL is None:
+        return
+    starts = document_starts_BL.long()
+    late = starts > torch.arange(starts.shape[1], device=starts.device)
+    for wrong, why in ((starts < 0, "is negative"), (late, "lies after its token")):
+        if wrong.any():
+            b, t = (int(x) for x in wrong.nonzero()[0])
+            raise ValueError(
+                f"document_starts_BL[{b}, {t}] is {int(starts[b, t])}, which {why}: "
+                f"it has to be the index of the first token of that token's document, 0 to {t}"
+            )
+    falls = starts.diff(dim=1) < 0
+    if falls.any():
+        b, t = (int(x) for x in falls.nonzero()[0])
+        raise ValueError(
+            f"document_starts_BL[{b}] falls from {int(starts[b, t])} to {int(starts[b, t + 1])} at token {t + 1}: "
+            "packed documents follow one another, so starts never fall"
+        )

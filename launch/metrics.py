@@ -1,0 +1,191 @@
+"""What a run reports while it goes: a line or a progress bar, TensorBoard, and `metrics.jsonl`."""
+
+import json
+import logging
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.utils import NoColor
+from tqdm import tqdm
+
+from configs.schema import JobConfig
+from parallel.device import peak_flops, peak_memory_gib, prepare_device
+
+logger = logging.getLogger("farsight")
+
+
+class RunMetrics:
+    """Collects a run's figures and writes them on the rank that is told to.
+
+    `metrics.jsonl` holds one object a logged step (`loss`, `perplexity`, `grad_norm`, `lr`, `tokens`,
+    `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`) and one a validation (`val_loss`,
+    `val_perplexity`). FLOPs are those of the visible query-key pairs of each batch, not of full attention.
+
+    The attributes are those that torchtitan's Trainer reads and sets.
+    """
+
+    # Set by torchtitan's Trainer.
+    num_flops_per_token: float = 0.0
+    optimizers: Any = None
+    model_parts: Any = None
+
+    def __init__(self, config: JobConfig, dims: ParallelDims, model_args: Any = None) -> None:
+        self.config, self.device = config, prepare_device()
+        self.color = NoColor()
+        self.device_memory_monitor = _MemoryMonitor(self.device)
+        self.peak_flops = peak_flops(self.device)
+        self.world_size = dims.world_size
+        self.data_loading_times: list[float] = []
+        self.ntokens_since_last_log = 0
+        self.writes = torch.distributed.get_rank() == 0
+        self.folder = Path(config.job.dump_folder)
+        self._flops, self._paused, self._since = 0.0, 0.0, time.perf_counter()
+        self._bar: tqdm | None = None
+        self._tensorboard: SummaryWriter | None = None
+        self._jsonl: Any = None
+
+    def start(self, step: int) -> None:
+        """Opens the files; what an interrupted run wrote after `step` is cut off, since those steps run again."""
+        self._since = time.perf_counter()
+        if not self.writes:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "metrics.jsonl"
+        _cut_after(path, step)
+        self._jsonl = path.open("a", encoding="utf-8")
+        if self.config.metrics.enable_tensorboard:
+            folder = self.folder / self.config.metrics.save_tb_folder
+            self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+        if sys.stderr.isatty():
+            total = self.config.training.steps
+            self._bar = tqdm(total=total, initial=step, unit="step", desc=self.folder.name, dynamic_ncols=True)
+
+    def should_log(self, step: int) -> bool:
+        return step == 1 or step % self.config.metrics.log_freq == 0 or step == self.config.training.steps
+
+    def count(self, flops: float) -> None:
+        """Adds the FLOPs that this rank's step took."""
+        self._flops += flops
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+    def pause(self, seconds: float) -> None:
+        """Takes time spent on validation or saving out of the speed figures."""
+        self._paused += seconds
+
+    def log_step(self, step: int, loss: float, grad_norm: float, lr: float, tokens_seen: int, step_tokens: int) -> None:
+        """Reports a step.
+
+        Args:
+            loss: mean over the global batch's tokens.
+            tokens_seen: tokens of all ranks since the run began.
+            step_tokens: tokens of all ranks since the last report.
+        """
+        seconds = max(time.perf_counter() - self._since - self._paused, 1e-9)
+        tflops = self._flops * self.world_size / seconds / 1e12
+        figures: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "perplexity": perplexity(loss),
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": tokens_seen,
+            "tokens_per_second": step_tokens / seconds,
+            "tflops": tflops,
+            "memory_gib": peak_memory_gib(self.device),
+            "data_seconds": sum(self.data_loading_times),
+        }
+        if self.peak_flops:
+            figures["mfu"] = tflops * 1e12 / (self.peak_flops * self.world_size)
+        self._flops, self._paused, self._since = 0.0, 0.0, time.perf_counter()
+        self.data_loading_times.clear()
+        self.ntokens_since_last_log = 0
+        self._write("train", step, figures)
+        speed = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1000:.1f} GFLOP/s"
+        mfu = f"  mfu {figures['mfu']:.1%}" if "mfu" in figures else ""
+        self._say(
+            f"step {step}/{self.config.training.steps}  loss {loss:.4f}  ppl {figures['perplexity']:.1f}  "
+            f"grad {grad_norm:.3f}  lr {lr:.2e}  {figures['tokens_per_second']:,.0f} tok/s  "
+            f"{speed}{mfu}  mem {figures['memory_gib']:.2f} GiB"
+        )
+
+    def log_validation(self, step: int, loss: float, tokens: int) -> None:
+        """Reports the mean loss over the held-out batches."""
+        figures = {"step": step, "val_loss": loss, "val_perplexity": perplexity(loss), "val_tokens": tokens}
+        self._write("validation", step, figures)
+        self._say(f"step {step}/{self.config.training.steps}  validation loss {loss:.4f}  ppl {perplexity(loss):.1f}")
+
+    def close(self) -> None:
+        for part in (self._bar, self._tensorboard, self._jsonl):
+            if part is not None:
+                part.close()
+        self._bar = self._tensorboard = self._jsonl = None
+
+    def _write(self, group: str, step: int, figures: dict[str, Any]) -> None:
+        if self._jsonl is not None:
+            self._jsonl.write(json.dumps(figures) + "\n")
+            self._jsonl.flush()
+        if self._tensorboard is not None:
+            for name, value in figures.items():
+                if name != "step":
+                    self._tensorboard.add_scalar(f"{group}/{name}", value, step)
+
+    def _say(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stderr)
+        elif self.writes:
+            logger.info(line)
+
+
+@dataclass(frozen=True)
+class _Peak:
+    max_reserved_gib: float
+    max_reserved_pct: float
+
+
+class _MemoryMonitor:
+    """The part of torchtitan's memory monitor that its Trainer asks for while it builds."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.device_name = device, device.type.upper()
+        if device.type != "cpu":
+            self.device_name = torch.get_device_module(device).get_device_name(device)
+
+    def get_peak_stats(self) -> _Peak:
+        total = 0.0
+        if self.device.type != "cpu":
+            total = torch.get_device_module(self.device).get_device_properties(self.device).total_memory / 1024**3
+        held = peak_memory_gib(self.device)
+        return _Peak(held, 100 * held / total if total else 0.0)
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), infinite where that overflows."""
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _cut_after(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            figures = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # the line that was being written when the process was killed
+        # The validation at `step` ran before the checkpoint or after it: it is kept, and not run again.
+        if figures["step"] <= step:
+            kept.append(line)
+    text = "".join(f"{line}\n" for line in kept)
+    part = path.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)

@@ -1,0 +1,229 @@
+"""Runs a recipe: training stages in order, each from the last one's weights.
+
+    python -m launch.recipe configs/recipes/X.toml              run it, or go on where it stopped
+    python -m launch.recipe configs/recipes/X.toml --dry-run    check every stage and print the plan
+    python -m launch.recipe configs/recipes/X.toml --nproc 8    every stage under torchrun with 8 processes
+    python -m launch.recipe X.toml --torchrun "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500"
+                                                                on each of several nodes with a shared file system
+
+A recipe is a config file with `[recipe]` and `[[stages]]`: the sections outside the stages are shared, and a stage
+holds what it sets differently. Every stage is a run folder `runs/<recipe>/<stage>/` that ends with a `model/`
+directory. A finished stage is skipped; one that was interrupted goes on from its newest checkpoint. Options of the
+form --section.key value change all stages.
+"""
+
+import argparse
+import dataclasses
+import logging
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from configs.load import ConfigError, build_config, from_dict, merge, parse_options, read_toml, to_toml
+from configs.schema import JobConfig
+from launch.summary import report, write_held_out
+from launch.tokenizer import prepare_tokenizer
+from model.build import ModelConfig, count_parameters
+
+logger = logging.getLogger("farsight")
+
+CARRY_EXCLUDES = ["dataloader", "lr_scheduler", "train_state"]
+"""What a stage does not take over with the optimizer: its data order, schedule and step count are its own."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`[recipe]`: what belongs to no single stage."""
+
+    name: str = ""
+    """Run folder below runs/. Empty: the file's name."""
+    folder: str = "runs"
+    """Where the run folder is made."""
+    start: str = ""
+    """Model directory or checkpoint that the first stage starts from; empty starts from random weights."""
+    perplexity_lengths: tuple[int, ...] = (1, 2, 4)
+    """Perplexity after each stage, at these multiples of its sequence length; empty measures none."""
+    perplexity_data: str = ""
+    """Text file to measure it on; empty takes held-out documents of the data."""
+    perplexity_windows: int = 8
+    """At most this many windows at each length; 0 takes the whole file."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage with everything resolved."""
+
+    name: str
+    optimizer: Literal["reset", "carry"]
+    """Start with a fresh optimizer, or take over the last stage's moments."""
+    config: JobConfig
+    folder: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.config.job.dump_folder))
+
+    @property
+    def model_dir(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def finished(self) -> bool:
+        return (self.model_dir / "config.json").is_file()
+
+
+def load_recipe(path: Path, overrides: dict[str, Any]) -> tuple[Recipe, list[Stage]]:
+    """Reads a recipe and builds each stage's config.
+
+    Args:
+        overrides: sections laid over every stage.
+
+    Raises:
+        ConfigError: the file is not a recipe, or a stage can't be used.
+    """
+    values = read_toml(path)
+    recipe = from_dict(Recipe, values.pop("recipe", {}), "recipe")
+    recipe = dataclasses.replace(recipe, name=recipe.name or path.stem)
+    entries = values.pop("stages", None)
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path} has no [[stages]]; a single run is `python train.py --job.config_file {path}`.")
+    stages: list[Stage] = []
+    for number, entry in enumerate(entries):
+        stages.append(_stage(recipe, number, dict(entry), values, overrides, stages[-1] if stages else None))
+    names = [stage.name for stage in stages]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{path}: stages need names of their own, these are {', '.join(names)}.")
+    return recipe, stages
+
+
+def _stage(
+    recipe: Recipe,
+    number: int,
+    entry: dict[str, Any],
+    shared: dict[str, Any],
+    overrides: dict[str, Any],
+    last: Stage | None,
+) -> Stage:
+    name, optimizer = entry.pop("name", ""), entry.pop("optimizer_state", "reset")
+    try:
+        if optimizer not in ("reset", "carry"):
+            raise ConfigError(f"optimizer_state = {optimizer!r} must be 'reset' or 'carry'.")
+        if last is None and optimizer == "carry":
+            raise ConfigError("optimizer_state = 'carry' on the first stage, which has none to carry over.")
+        config = build_config(merge(merge(shared, entry), overrides))
+    except ConfigError as error:
+        raise ConfigError(f"stage {number} ({name or 'unnamed'}): {error}") from error
+    name = name or f"{number + 1}-{config.training.seq_len}"
+    if not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError(f"stage {number}: name = {name!r} may hold letters, digits, '_', '.' and '-' only.")
+    root = Path(recipe.folder) / recipe.name
+    config.job.dump_folder = str(root / name)
+    config.job.description = f"{recipe.name}, stage {number + 1}: {name}"
+    if not config.tokenizer.path:
+        config.tokenizer = dataclasses.replace(config.tokenizer, path=str(root / "tokenizer"))
+    start = config.checkpoint
+    if last is None:
+        start.initial_load_path = recipe.start or None
+    elif optimizer == "reset":
+        start.initial_load_path = str(last.model_dir)
+    else:
+        start.initial_load_path = str(last.folder / "checkpoint" / f"step-{last.config.training.steps}")
+        start.initial_load_model_only = False
+        start.exclude_from_loading = CARRY_EXCLUDES
+    return Stage(name, optimizer, config)
+
+
+def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
+    """Runs the stages that are not finished and reports on all; returns the first exit status that is not 0."""
+    root = stages[0].folder.parent
+    prepare_tokenizer(stages[0].config, root / "tokenizer")
+    data = Path(recipe.perplexity_data) if recipe.perplexity_data else None
+    if recipe.perplexity_lengths and data is None:
+        longest = max(s.config.training.seq_len for s in stages) * max(recipe.perplexity_lengths)
+        data = write_held_out(stages[0].config, root / "held_out.txt", longest * max(recipe.perplexity_windows, 1))
+    for number, stage in enumerate(stages):
+        label = f"stage {number + 1}/{len(stages)}: {stage.name}"
+        if stage.finished:
+            logger.info(f"{label} is finished")
+        else:
+            t = stage.config.training
+            logger.info(f"\n{label}: {t.steps:,} steps of {t.seq_len:,} tokens")
+            status = _run(stage, launcher)
+            if status:
+                return status
+        report(recipe, stages[: number + 1], root, data)
+    return 0
+
+
+def _run(stage: Stage, launcher: list[str]) -> int:
+    stage.folder.mkdir(parents=True, exist_ok=True)
+    path = stage.folder / "stage.toml"
+    path.write_text(to_toml(stage.config), encoding="utf-8")
+    train = str(Path(__file__).parent.parent / "train.py")
+    process = subprocess.Popen([*launcher, train, "--job.config_file", str(path)])
+
+    def forward(number: int, frame: Any) -> None:
+        process.send_signal(number)
+
+    # The stage saves and stops; then this process returns its status. A terminal's Ctrl-C reaches both anyway.
+    before = {
+        n: signal.signal(n, forward if n == signal.SIGTERM else signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        return process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def plan_table(stages: list[Stage]) -> str:
+    """What a recipe will do, a line a stage."""
+    lines = [
+        f"{'stage':<16}{'length':>9}{'batch':>7}{'tokens/step':>13}{'steps':>9}{'tokens':>10}{'lr':>10}  starts from"
+    ]
+    for stage in stages:
+        c = stage.config
+        t = c.training
+        batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size
+        start = c.checkpoint.initial_load_path or "random weights"
+        lines.append(
+            f"{stage.name:<16}{t.seq_len:>9,}{batch:>7}{batch * t.seq_len:>13,}{t.steps:>9,}"
+            f"{batch * t.seq_len * t.steps:>10.3g}{c.optimizer.lr:>10.1e}  {start} ({stage.optimizer} optimizer)"
+        )
+    parameters = {count_parameters(ModelConfig.from_job(stage.config)) for stage in stages}
+    lines.append(f"{max(parameters):,} parameters")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.recipe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", type=Path, help="TOML file with [[stages]]")
+    parser.add_argument("--dry-run", action="store_true", help="check every stage and print the plan, run nothing")
+    parser.add_argument("--nproc", type=int, default=1, help="processes on this machine (default: 1)")
+    parser.add_argument("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")
+    options, rest = parser.parse_known_args(arguments)
+    if not logging.getLogger().handlers:
+        logging.basicConfig(format="%(message)s", level=logging.INFO)
+    launcher = [sys.executable]
+    if options.torchrun or options.nproc > 1:
+        given = options.torchrun or f"--standalone --nproc_per_node {options.nproc}"
+        launcher += ["-m", "torch.distributed.run", *shlex.split(given)]
+    try:
+        recipe, stages = load_recipe(options.recipe, parse_options(rest))
+        if options.dry_run:
+            print(plan_table(stages))
+            return 0
+        return run_recipe(recipe, stages, launcher)
+    except ValueError as error:  # ConfigError and DataError
+        logger.error(str(error))
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""What a recipe leaves for a person: `summary.json`, a table, and a picture of its loss curves."""
+
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from checkpoints.model_dir import load_model
+from configs.schema import JobConfig
+from data.sources import open_source
+from data.tokenizer import load_tokenizer_dir
+from evals.perplexity import encode_file, perplexity_by_length
+
+if TYPE_CHECKING:
+    from launch.recipe import Recipe, Stage
+
+
+def write_held_out(config: JobConfig, path: Path, tokens: int) -> Path:
+    """Writes held-out documents of the data into one file, at least `tokens` tokens of them where there are so many."""
+    if path.is_file():
+        return path
+    sources = [
+        open_source(s, config.data.held_out, "validation", config.data.seed, config.data.on_bad_row).documents()
+        for s in config.data.sources
+    ]
+    texts, size = [], 0
+    for document in itertools.chain(*sources):
+        texts.append(document.text)
+        size += len(document.text)
+        if size > 5 * tokens:  # no tokenizer takes more than a few characters a token for long
+            break
+    path.write_text("\n".join(texts), encoding="utf-8")
+    return path
+
+
+def report(recipe: "Recipe", stages: Sequence["Stage"], root: Path, data: Path | None) -> None:
+    """Writes `summary.json` and `loss.png` for the stages that are finished, and prints the table.
+
+    Perplexities are measured for the last of them; the earlier ones' are taken from the summary.
+    """
+    path = root / "summary.json"
+    known = json.loads(path.read_text(encoding="utf-8"))["stages"] if path.is_file() else []
+    entries = []
+    for number, stage in enumerate(stages):
+        entry = stage_summary(stage)
+        old = known[number] if number < len(known) else {}
+        if old.get("train_loss") == entry["train_loss"] and old.get("perplexity"):
+            entry["perplexity"] = old["perplexity"]
+        elif data is not None:
+            entry |= _perplexity(recipe, stage, data)
+        entries.append(entry)
+    summary = {"model_dir": str(stages[-1].model_dir), "stages": entries}
+    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    draw_losses(stages, root / "loss.png")
+    print(summary_table(entries))
+    print(f"loss curves: {root / 'loss.png'}   figures: {path}")
+    print(f"model directory: {stages[-1].model_dir}", flush=True)
+
+
+def stage_summary(stage: "Stage") -> dict[str, Any]:
+    """A stage's figures from its `metrics.jsonl`."""
+    rows = read_metrics(stage.folder)
+    train = [row for row in rows if "loss" in row]
+    validation = [row for row in rows if "val_loss" in row]
+    return {
+        "name": stage.name,
+        "seq_len": stage.config.training.seq_len,
+        "steps": stage.config.training.steps,
+        "train_loss": [train[0]["loss"], train[-1]["loss"]],
+        "val_loss": [validation[0]["val_loss"], validation[-1]["val_loss"]] if validation else [],
+        # The first step also warms up the machine.
+        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in train[1:] or train),
+        "perplexity": {},
+    }
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's `metrics.jsonl`."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _perplexity(recipe: "Recipe", stage: "Stage", data: Path) -> dict[str, Any]:
+    model, config = load_model(stage.model_dir)
+    tokens = encode_file(data, load_tokenizer_dir(stage.model_dir))
+    length = stage.config.training.seq_len
+    lengths = [m * length for m in recipe.perplexity_lengths if m * length <= len(tokens)]
+    figures = perplexity_by_length(model, config, tokens, lengths, recipe.perplexity_windows)
+    grown = figures.get("lengths_scope_length")
+    return {"perplexity": figures["lengths"]} | ({"perplexity_scope_length": grown} if grown else {})
+
+
+def summary_table(entries: Sequence[dict[str, Any]]) -> str:
+    """The stages side by side: losses, speed, and perplexity at each length."""
+    lines = ["", f"{'stage':<16}{'steps':>7}{'train loss':>18}{'val loss':>18}{'tok/s':>9}   perplexity by length"]
+    for e in entries:
+        losses = [f"{v[0]:.3f} → {v[1]:.3f}" if v else "–" for v in (e["train_loss"], e["val_loss"])]
+        figures = "   ".join(f"{int(length):,}: {value:.1f}" for length, value in e["perplexity"].items())
+        lines.append(
+            f"{e['name']:<16}{e['steps']:>7}{losses[0]:>18}{losses[1]:>18}{e['tokens_per_second']:>9,.0f}   {figures}"
+        )
+    return "\n".join(lines)
+
+
+def draw_losses(stages: Sequence["Stage"], path: Path) -> None:
+    """Training and validation loss over tokens, one panel for all stages."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    offset = 0.0
+    for number, stage in enumerate(stages):
+        rows = read_metrics(stage.folder)
+        tokens_per_step = max(row["tokens"] / row["step"] for row in rows if "loss" in row)
+        colour = f"C{number}"
+        points = [((offset + row["tokens"]) / 1e6, row["loss"]) for row in rows if "loss" in row]
+        held_out = [
+            ((offset + row["step"] * tokens_per_step) / 1e6, row["val_loss"]) for row in rows if "val_loss" in row
+        ]
+        axes.plot(
+            *zip(*points, strict=True), color=colour, label=f"{stage.name}, {stage.config.training.seq_len:,} tokens"
+        )
+        if held_out:
+            label = "held-out documents" if number == len(stages) - 1 else None
+            axes.plot(*zip(*held_out, strict=True), "o--", color=colour, markeredgecolor="black", label=label)
+        offset = points[-1][0] * 1e6
+        if number < len(stages) - 1:
+            axes.axvline(offset / 1e6, color="0.85", zorder=0)
+    axes.set(xlabel="million tokens", ylabel="loss (nats per token)", title=path.parent.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

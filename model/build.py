@@ -1,0 +1,105 @@
+"""Config → model, in one hop: every layer's position and attention is decided here."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from configs.load import ConfigError, from_dict, to_dict
+from configs.schema import Architecture, Attention, JobConfig, Loss, Position
+from model.layers import LayerPosition, resolve_layers
+from model.llama import Llama
+
+FORMAT = 1
+"""Version of `farsight.json`."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """All that is needed to build a model; saved as `farsight.json` beside every checkpoint and exported model."""
+
+    architecture: Architecture
+    position: Position
+    trained_length: int
+    """Sequence length of the last training stage: SCOPE's longest scope follows it."""
+    attention: Attention = field(default_factory=Attention)
+    loss: Loss = field(default_factory=Loss)
+    init_seed: int = 0
+
+    @classmethod
+    def from_job(cls, job: JobConfig) -> "ModelConfig":
+        return cls(job.architecture, job.position, job.training.seq_len, job.attention, job.loss, job.debug.seed or 0)
+
+    @classmethod
+    def load(cls, path: Path) -> "ModelConfig":
+        """Reads `farsight.json`.
+
+        Raises:
+            ConfigError: a version this code does not know, or fields that do not fit.
+        """
+        values = json.loads(path.read_text(encoding="utf-8"))
+        version = values.get("format")
+        if version != FORMAT:
+            raise ConfigError(f"{path} has format {version!r}; this version of Farsight reads {FORMAT}.")
+        return from_dict(cls, values["model"], "model")
+
+    def save(self, path: Path, **more: Any) -> None:
+        """Writes `farsight.json`; `more` (the training config, say) goes beside the model's own part."""
+        values = {"format": FORMAT, "model": to_dict(self), **more}
+        path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+    def layers(self, length: int | None = None) -> tuple[LayerPosition, ...]:
+        """Each layer's position for sequences of `length` tokens (the trained length when None).
+
+        Raises:
+            ConfigError: position settings that do not fit the architecture.
+        """
+        a = self.architecture
+        try:
+            return resolve_layers(
+                self.position,
+                n_layers=a.n_layers,
+                n_heads=a.n_heads,
+                n_kv_heads=a.n_kv_heads,
+                head_dim=a.head_dim,
+                trained_length=self.trained_length,
+                length=length or self.trained_length,
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+
+def build_model(config: ModelConfig, length: int | None = None) -> Llama:
+    """Builds the model on the current default device, weights uninitialised.
+
+    Args:
+        length: sequence length the positions are set for; the trained length when None. `set_length` changes it.
+
+    Raises:
+        ConfigError: position settings that do not fit the architecture.
+    """
+    return Llama(
+        config.architecture,
+        config.layers(length),
+        sinusoidal=config.position.embedding == "sinusoidal",
+        length=length or config.trained_length,
+        backend=config.attention.backend,
+        chunk_tokens=config.loss.chunk_tokens,
+        init_seed=config.init_seed,
+    )
+
+
+def set_length(model: Llama, config: ModelConfig, length: int) -> None:
+    """Sets a model's scopes and length-dependent RoPE for sequences of `length` tokens.
+
+    Scopes grow past the trained length only with `scope_max = "length"`.
+    """
+    model.set_position(config.layers(length), length)
+
+
+def count_parameters(config: ModelConfig) -> int:
+    """Parameters, counted on the meta device."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in build_model(config).parameters())

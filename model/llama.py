@@ -1,0 +1,223 @@
+"""The decoder: embedding, blocks, norm, head. `model/build.py` decides what each layer is.
+
+Shapes: B batch, L sequence, D model, V vocabulary, H head dimension.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from configs.schema import Architecture, NoRotary
+from kernels.chunked_loss import chunked_cross_entropy
+from model.attention import Attention
+from model.layers import LayerPosition
+from model.rope import RopeFrequencies, rope_frequencies, rope_tables
+from model.sinusoidal import sinusoidal_embedding
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) · w3 x)."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+
+
+class Block(nn.Module):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(self, architecture: Architecture, position: LayerPosition, backend: str) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(architecture.dim, eps=architecture.norm_eps)
+        self.attention = Attention(architecture, position, backend)
+        self.ffn_norm = nn.RMSNorm(architecture.dim, eps=architecture.norm_eps)
+        self.feed_forward = FeedForward(architecture.dim, architecture.ffn_dim)
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        rope: tuple[Tensor, Tensor] | None = None,
+        document_starts_BL: Tensor | None = None,
+    ) -> Tensor:
+        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope, document_starts_BL)
+        return h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
+
+
+class OutputHead(nn.Module):
+    """Logits, or the summed loss without ever holding all logits.
+
+    A module of its own, so that FSDP gathers the weight around this call. With tied embeddings it owns no weight and
+    is handed the embedding's.
+    """
+
+    def __init__(self, dim: int, vocab_size: int, chunk_tokens: int, tied: bool) -> None:
+        super().__init__()
+        self.chunk_tokens = chunk_tokens
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
+
+    def forward(self, h_BLD: Tensor, labels_BL: Tensor | None, tied_weight: Tensor | None = None) -> Tensor:
+        weight_VD = self.weight if tied_weight is None else tied_weight
+        assert weight_VD is not None
+        if labels_BL is None:
+            return F.linear(h_BLD, weight_VD)
+        return chunked_cross_entropy(h_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.chunk_tokens)
+
+
+class Llama(nn.Module):
+    """A Llama-style decoder whose layers may each know position in their own way.
+
+    Args:
+        architecture: shapes.
+        layers: each layer's position, from `resolve_layers`.
+        sinusoidal: add a sinusoidal embedding to the tokens'.
+        length: sequence length that length-dependent RoPE (dynamic NTK, LongRoPE) is set for.
+        backend: attention kernel.
+        chunk_tokens: tokens whose logits the loss holds at once; 0 picks.
+        init_seed: seeds `init_weights`.
+    """
+
+    rope_frequencies: Tensor
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        layers: Sequence[LayerPosition],
+        *,
+        sinusoidal: bool,
+        length: int,
+        backend: str = "auto",
+        chunk_tokens: int = 0,
+        init_seed: int = 0,
+    ) -> None:
+        super().__init__()
+        a = self.architecture = architecture
+        self.sinusoidal, self.init_seed = sinusoidal, init_seed
+        # Pipeline stages set what they do not hold to None; the annotations say so.
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(a.vocab_size, a.dim)
+        # A ModuleDict keyed by layer number: a pipeline split would renumber a ModuleList.
+        self.layers = nn.ModuleDict({str(i): Block(a, layer, backend) for i, layer in enumerate(layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(a.dim, eps=a.norm_eps)
+        self.output: OutputHead | None = OutputHead(a.dim, a.vocab_size, chunk_tokens, a.tie_embeddings)
+
+        # Layers that rotate alike share a row of frequencies, and so one pair of tables in each forward pass.
+        self.rotaries = tuple(dict.fromkeys(p.rotary for p in layers if not isinstance(p.rotary, NoRotary)))
+        self.rotary_of_layer = {
+            str(i): None if isinstance(p.rotary, NoRotary) else self.rotaries.index(p.rotary)
+            for i, p in enumerate(layers)
+        }
+        frequencies = torch.empty(len(self.rotaries), a.head_dim // 2, dtype=torch.float32)
+        self.register_buffer("rope_frequencies", frequencies, persistent=False)
+        self.set_position(layers, length)
+
+    def set_position(self, layers: Sequence[LayerPosition], length: int) -> None:
+        """Sets scopes, slopes and frequencies for sequences of `length` tokens; shapes and rotary kinds must not change."""
+        self.positions, self.length = tuple(layers), length
+        frequencies = [rope_frequencies(r, self.architecture.head_dim, length) for r in self.rotaries]
+        self.attention_factors = [f.attention_factor for f in frequencies]
+        if frequencies and not self.rope_frequencies.is_meta:
+            self.rope_frequencies.copy_(torch.stack([f.inv_freq for f in frequencies]))
+        for name, attention in self._attentions():
+            attention.set_position(self.positions[int(name)])
+
+    def _attentions(self) -> Iterator[tuple[str, Attention]]:
+        """Layer number and attention, whatever is wrapped around the blocks."""
+        for name, block in self.layers.items():
+            yield name, cast(Attention, block.attention)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_starts: Tensor | None = None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Logits, or with `labels` the sum of the tokens' losses.
+
+        Args:
+            tokens: [B, L] ids, or [B, L, D] activations of the previous pipeline stage.
+            positions: [B, L] or [1, L]; None counts from 0.
+            document_starts: [B, L] row index at which each token's document starts; None is one document a row.
+            labels: [B, L] next tokens, -100 where there is nothing to predict.
+
+        Returns:
+            [B, L, V] logits; a scalar with labels; [B, L, D] activations from a stage without the head.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        h_BLD = tokens
+        if self.tok_embeddings is not None:
+            h_BLD = self.tok_embeddings(tokens)
+            if self.sinusoidal:
+                h_BLD = h_BLD + sinusoidal_embedding(positions, h_BLD.shape[-1]).to(h_BLD.dtype)
+
+        tables: dict[int, tuple[Tensor, Tensor]] = {}
+        for name, block in self.layers.items():
+            row = self.rotary_of_layer[name]
+            if row is not None and row not in tables:
+                frequencies = RopeFrequencies(self.rope_frequencies[row], self.attention_factors[row])
+                tables[row] = rope_tables(positions, frequencies)
+            h_BLD = block(h_BLD, None if row is None else tables[row], document_starts)
+
+        if self.norm is not None:
+            h_BLD = self.norm(h_BLD)
+        if self.output is None:
+            return h_BLD
+        tied = self.tok_embeddings.weight if self.output.weight is None and self.tok_embeddings is not None else None
+        return self.output(h_BLD, labels, tied)
+
+    @torch.no_grad()
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Initialises parameters and buffers in place.
+
+        Each parameter's numbers depend on `init_seed` and its name alone, so that every parallel layout starts from
+        the same weights. Linear layers: normal of std 0.02 truncated at 2; `wo` and `w2` divided by sqrt(2·layers)
+        (by sqrt(2·(layer + 1)) with `depth_init`), so that the residual stream does not grow with depth.
+        """
+        for wrapped_name, parameter in self.named_parameters():
+            name = re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", wrapped_name)
+            if name.endswith("norm.weight"):
+                nn.init.ones_(parameter)
+            else:
+                _fill(parameter, self._init_std(name), _name_seed(self.init_seed, name))
+        if buffer_device is not None:
+            self.rope_frequencies = self.rope_frequencies.to(buffer_device)
+            for _, attention in self._attentions():
+                for name, buffer in list(attention.named_buffers(recurse=False)):
+                    attention.register_buffer(name, buffer.to(buffer_device), persistent=False)
+        self.set_position(self.positions, self.length)
+
+    def _init_std(self, name: str) -> float:
+        a = self.architecture
+        if name.startswith("tok_embeddings"):
+            return a.dim**-0.5 if a.tie_embeddings else 1.0
+        if name.startswith("output"):
+            return a.dim**-0.5
+        if name.endswith(("wo.weight", "w2.weight")):
+            depth = int(name.split(".")[1]) + 1 if a.depth_init else a.n_layers
+            return 0.02 / (2 * depth) ** 0.5
+        return 0.02
+
+
+def _name_seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "big")
+
+
+def _fill(parameter: Tensor, std: float, seed: int) -> None:
+    generator = torch.Generator(parameter.device).manual_seed(seed)
+    full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+    nn.init.trunc_normal_(full, std=std, a=-2 * std, b=2 * std, generator=generator)
+    if isinstance(parameter, DTensor):
+        # Every rank has made the same full tensor and keeps its own part: nothing is sent.
+        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(full)

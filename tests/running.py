@@ -1,0 +1,92 @@
+"""Runs the real `train.py` in processes of its own, as a user would."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+TINY = """
+[architecture]
+vocab_size = 0
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+head_dim = 8
+ffn_dim = 64
+
+[position]
+heads = { kind = "scope" }
+lasp = { s_max = 2.0, anchor_layers = 1 }
+
+[tokenizer]
+kind = "bytes"
+
+[data]
+held_out = 0.05
+
+[training]
+seq_len = 64
+local_batch_size = 4
+global_batch_size = 4
+steps = 12
+mixed_precision_param = "float32"
+
+[activation_checkpoint]
+mode = "none"
+
+[optimizer]
+lr = 1e-2
+
+[lr_scheduler]
+warmup_steps = 2
+
+[checkpoint]
+interval = 3
+
+[validation]
+freq = 6
+steps = 2
+
+[metrics]
+log_freq = 1
+"""
+
+
+def environment() -> dict[str, str]:
+    """One thread a rank: ranks share the machine, and sums keep their order."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def train_command(folder: Path, *options: str, ranks: int = 1, config: str = TINY) -> list[str]:
+    """The command line that trains `config` in run folder `folder`."""
+    path = folder.with_suffix(".toml")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(config)
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    return [*launcher, "train.py", "--job.config_file", str(path), "--job.dump_folder", str(folder), *options]
+
+
+def run(command: list[str], check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs a command from the repository's root; with `check`, a failure shows what it printed."""
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300)
+    if check and done.returncode:
+        raise AssertionError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return done
+
+
+def train(folder: Path, *options: str, **arguments) -> subprocess.CompletedProcess[str]:
+    """Trains to the end."""
+    return run(train_command(folder, *options, **arguments))
+
+
+def metrics(folder: Path, key: str = "loss") -> list[dict]:
+    """The rows of `metrics.jsonl` that have `key`."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if key in row]

@@ -1,0 +1,191 @@
+"""Whole runs: data parallelism, resuming, signals, and how a run refuses or stops."""
+
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoints.model_dir import load_model
+from data.tokenizer import load_tokenizer_dir
+from tests.running import ROOT, environment, metrics, run, train, train_command
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train") / "one"
+    train(folder)
+    return folder
+
+
+def weights(folder):
+    return load_file(folder / "model" / "model.safetensors")
+
+
+def assert_same_weights(a, b):
+    a, b = weights(a), weights(b)
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_a_run_leaves_what_it_promises(undisturbed):
+    losses = [row["loss"] for row in metrics(undisturbed)]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 0.5
+    validation = [row["val_loss"] for row in metrics(undisturbed, "val_loss")]
+    assert len(validation) == 3  # before, at 6, after
+    assert validation[-1] < validation[0]
+    assert sorted(p.name for p in (undisturbed / "checkpoint").iterdir()) == ["step-12", "step-9"]  # keep_latest_k = 2
+    assert list((undisturbed / "tb").glob("events.*"))
+    assert (undisturbed / "config.toml").is_file()
+    model, config = load_model(undisturbed / "model")
+    assert config.trained_length == 64
+    assert config.position.heads.kind == "scope"
+    tokenizer = load_tokenizer_dir(undisturbed / "model")
+    assert tokenizer.vocab_size <= config.architecture.vocab_size
+    assert model(torch.tensor([tokenizer.encode("import os")])).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1"],
+        ["--parallelism.data_parallel_shard_degree", "2"],
+        # Two micro-batches a rank: accumulation under DDP, whose ranks exchange gradients once.
+        ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1",
+         "--training.local_batch_size", "1"],
+        ["--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "1"],
+    ],
+    ids=["ddp", "fsdp", "ddp-accumulation", "fsdp-accumulation"],
+)  # fmt: skip
+def test_two_ranks_equal_one_process(undisturbed, tmp_path, options):
+    defaults = ["--training.local_batch_size", "2"]
+    train(tmp_path / "two", *defaults, *options, ranks=2)
+    for a, b in zip(metrics(undisturbed), metrics(tmp_path / "two"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
+        assert b["tokens"] == a["tokens"]
+    for a, b in zip(metrics(undisturbed, "val_loss"), metrics(tmp_path / "two", "val_loss"), strict=True):
+        assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-5)
+
+
+def test_killed_three_times_and_resumed_ends_with_the_same_weights(undisturbed, tmp_path):
+    folder, rng = tmp_path / "killed", random.Random(0)
+    command = train_command(folder)
+    for _ in range(3):
+        # Somewhere in training or saving: a moment after a step that is drawn at random.
+        steps = len(metrics(folder)) if (folder / "metrics.jsonl").is_file() else 0
+        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
+        target = steps + rng.randint(1, 3)
+        while process.poll() is None and not ((folder / "metrics.jsonl").is_file() and len(metrics(folder)) >= target):
+            time.sleep(0.005)
+        time.sleep(rng.random() * 0.05)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    train(folder)
+    assert_same_weights(undisturbed, folder)
+    # Steps that ran twice are reported once, with the same losses.
+    assert [row["step"] for row in metrics(folder)] == list(range(1, 13))
+    assert [row["loss"] for row in metrics(folder)] == [row["loss"] for row in metrics(undisturbed)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, number):
+    folder = tmp_path / "stopped"
+    command = train_command(folder, "--checkpoint.interval", "1000")
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+    while not (folder / "metrics.jsonl").is_file() or len(metrics(folder)) < 3:
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, printed = process.communicate()
+    assert process.returncode == 75
+    assert "goes on from there" in printed
+    (saved,) = (folder / "checkpoint").iterdir()
+    assert (saved / "farsight.json").is_file()
+    train(folder, "--checkpoint.interval", "1000")
+    assert_same_weights(undisturbed, folder)
+
+
+def test_resume_on_another_number_of_ranks(undisturbed, tmp_path):
+    folder = tmp_path / "moved"
+    process = subprocess.Popen(train_command(folder), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
+    while not (folder / "checkpoint" / "step-3" / ".metadata").is_file():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    process.communicate()
+    two = ["--training.local_batch_size", "2", "--parallelism.data_parallel_shard_degree", "2"]
+    train(folder, *two, ranks=2)
+    for a, b in zip(metrics(undisturbed), metrics(folder), strict=True):
+        assert b["step"] == a["step"]
+        assert b["tokens"] == a["tokens"]
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
+
+
+def test_a_start_that_was_interrupted_while_saving_first_still_starts_from_its_weights(undisturbed, tmp_path):
+    folder = tmp_path / "second"
+    (folder / "checkpoint" / "step-3").mkdir(parents=True)
+    (folder / "checkpoint" / "step-3" / "__0_0.distcp").write_bytes(b"half")
+    train(folder, "--checkpoint.initial_load_path", str(undisturbed / "model"), "--training.steps", "4")
+    first = metrics(undisturbed, "val_loss")
+    assert metrics(folder, "val_loss")[0]["val_loss"] == pytest.approx(first[-1]["val_loss"], rel=1e-6)
+
+
+def test_an_optimizer_can_be_carried_over(undisturbed, tmp_path):
+    start = str(undisturbed / "checkpoint" / "step-12")
+    carried = [
+        "--checkpoint.initial_load_path", start, "--checkpoint.no_initial_load_model_only",
+        "--checkpoint.exclude_from_loading", "dataloader,lr_scheduler,train_state",
+    ]  # fmt: skip
+    constant = ["--training.steps", "3", "--lr_scheduler.warmup_steps", "0", "--checkpoint.interval", "2"]
+    train(tmp_path / "carried", *carried, *constant)
+    train(tmp_path / "reset", "--checkpoint.initial_load_path", start, *constant)
+    carried_losses, reset_losses = ([r["loss"] for r in metrics(tmp_path / n)] for n in ("carried", "reset"))
+    assert carried_losses[0] == reset_losses[0]  # the same weights and the same first batch
+    assert carried_losses[1] != reset_losses[1]  # other moments
+    assert [r["step"] for r in metrics(tmp_path / "carried")] == [1, 2, 3]
+
+
+def test_a_non_finite_loss_stops_before_the_optimizer_step(undisturbed, tmp_path):
+    broken = tmp_path / "broken"
+    import shutil
+
+    shutil.copytree(undisturbed / "model", broken)
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
+    from safetensors.torch import save_file
+
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    command = train_command(
+        tmp_path / "run", "--checkpoint.initial_load_path", str(broken), "--validation.no_enable", "--checkpoint.interval", "1"
+    )
+    done = run(command, check=False)
+    assert done.returncode == 3
+    assert "step 1" in done.stderr
+    assert "micro-batch 0 of 1 on rank 0" in done.stderr
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    (kept,) = (tmp_path / "run" / "non_finite").iterdir()
+    assert load_file(kept)["input"].shape == (4, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--training.seq_length", "3"], "Did you mean 'seq_len'"),
+        (["--parallelism.context_parallel_degree", "2"], "context_parallel_degree = 2 is not supported"),
+        (["--checkpoint.initial_load_path", "no/such/dir"], "no/such/dir does not exist"),
+        (["--architecture.vocab_size", "100"], "vocab_size = 100 is less than the tokenizer's"),
+        (["--data.sources", "[{ kind = 'jsonl', path = 'no/such.jsonl' }]"], "no/such.jsonl"),
+        (["--position.lasp.anchor_layers", "9"], "anchor_layers"),
+    ],
+)
+def test_refusals_end_with_two_and_no_traceback(tmp_path, options, says):
+    ranks = 2 if "parallel" in options[0] else 1
+    done = run(train_command(tmp_path / "run", *options, ranks=ranks), check=False)
+    assert done.returncode == (2 if ranks == 1 else 1)  # torchrun's own status is 1
+    assert says in done.stderr
+    if ranks == 1:
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,488 @@
+"""Farsight's entry: trains a model from a TOML config, on one process or under torchrun.
+
+    python train.py                                             the quickstart recipe, on a CPU in a few minutes
+    python train.py --job.config_file configs/X.toml [--section.key value …]
+    torchrun --nproc_per_node 8 train.py --job.config_file configs/X.toml
+
+It reads top to bottom: what is built, one training step, the loop, and how a run ends.
+"""
+
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.optimizer import build_optimizers
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.protocols.model import BaseModelArgs
+from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
+from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
+from torchtitan.train import Trainer as TitanTrainer
+
+from checkpoints.convert import checkpoint_to_model_dir
+from checkpoints.manager import RunCheckpoints
+from configs.help import help_text
+from configs.load import ConfigError, load_config, to_toml
+from configs.schema import JobConfig
+from data.loader import build_loader, build_validation_loader
+from data.sources import DataError
+from data.tokenizer import Tokenizer, load_tokenizer
+from launch.metrics import RunMetrics
+from launch.tokenizer import prepare_tokenizer
+from model.build import ModelConfig, build_model
+from model.flops import attention_flops_per_pair, batch_pairs, matmul_flops_per_token
+from model.layers import describe
+from parallel.device import prepare_device
+from parallel.parallelize import parallelize, release_gathered
+
+logger = logging.getLogger("farsight")
+
+EXIT_CONFIG = 2
+"""The configuration or the data can't be used."""
+EXIT_NON_FINITE = 3
+"""The loss or the gradients were not finite; the weights are those before the step."""
+EXIT_INTERRUPTED = 75
+"""SIGTERM or SIGINT: a checkpoint was saved, and the same command goes on from it."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient norm that is not a number."""
+
+
+class Interrupted(Exception):  # noqa: N818  it is how a run may end, and no error
+    """A signal asked the run to stop, and its state is saved."""
+
+
+# ── What is built ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class ModelArgs(BaseModelArgs):
+    """The model config in the form torchtitan passes to the functions of its TrainSpec."""
+
+    config: ModelConfig | None = None
+
+    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        self.config = ModelConfig.from_job(job_config)
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        assert self.config is not None
+        parameters = sum(p.numel() for p in model.parameters())
+        # Of one row that is a single document; a step counts the pairs of its own batch.
+        a, layers = self.config.architecture, self.config.layers()
+        pairs = batch_pairs(layers, torch.arange(seq_len)[None])
+        return parameters, matmul_flops_per_token(a) + attention_flops_per_pair(a.head_dim) * pairs // seq_len
+
+
+def register(config: JobConfig) -> None:
+    """Makes `model.name = "farsight"` known to torchtitan."""
+    _extra_train_specs.pop("farsight", None)  # a second run in one process registers again
+    register_train_spec(
+        "farsight",
+        TrainSpec(
+            model_cls=lambda args: build_model(args.config),  # type: ignore[arg-type]
+            model_args={config.model.flavor: ModelArgs()},
+            parallelize_fn=parallelize,
+            pipelining_fn=None,
+            build_optimizers_fn=build_optimizers,
+            build_lr_schedulers_fn=build_lr_schedulers,
+            build_dataloader_fn=lambda dp_world_size, dp_rank, tokenizer, job_config: build_loader(
+                job_config, tokenizer, dp_rank, dp_world_size
+            ),
+            build_tokenizer_fn=build_tokenizer,  # type: ignore[arg-type]
+            # The model returns the summed loss itself, so that logits never exist all at once.
+            build_loss_fn=lambda job_config, **_: lambda loss_sum, labels: loss_sum,
+            build_validator_fn=lambda **parts: Validator(**parts),
+            build_metrics_processor_fn=RunMetrics,
+        ),
+    )
+
+
+def build_tokenizer(config: JobConfig) -> Tokenizer:
+    """The run's tokenizer, trained on its data if the config names none; settles the model's vocabulary size.
+
+    Raises:
+        ConfigError: the tokenizer has ids that the embedding lacks.
+    """
+    trained = Path(config.job.dump_folder) / "tokenizer"
+    if dist.get_rank() == 0:
+        prepare_tokenizer(config, trained)
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    if not config.tokenizer.path and config.tokenizer.kind != "bytes":
+        config.tokenizer = replace(config.tokenizer, path=str(trained))
+    tokenizer = load_tokenizer(config.tokenizer)
+    vocab_size = config.architecture.vocab_size
+    if not vocab_size:
+        # A multiple of 64 divides evenly over tensor-parallel ranks and suits the matrix units.
+        config.architecture = replace(config.architecture, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
+    elif tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"architecture.vocab_size = {vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; "
+            "set it to 0 to take the tokenizer's."
+        )
+    return tokenizer
+
+
+# ── The trainer ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Trainer(TitanTrainer):
+    """torchtitan's Trainer, with what it gets wrong put right.
+
+    Gradients are normalised by the global batch's tokens under DDP too; a non-finite loss stops the run before the
+    optimizer step; a run that is told to stop saves first; and the metrics count what heads really see.
+    """
+
+    checkpointer: RunCheckpoints
+    metrics_processor: RunMetrics  # type: ignore[assignment]
+
+    def __init__(self, config: JobConfig) -> None:
+        prepare_device()
+        register(config)
+        super().__init__(config)  # type: ignore[arg-type]
+        self.checkpointer.close()
+        self.checkpointer = RunCheckpoints(
+            config,
+            dataloader=self.dataloader,
+            model_parts=self.model_parts,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            states={"train_state": self},
+        )
+        a = config.architecture
+        self.layers = ModelConfig.from_job(config).layers()
+        self.matmul_flops = matmul_flops_per_token(a)
+        self.pair_flops = attention_flops_per_pair(a.head_dim)
+        dims = self.parallel_dims
+        # DDP averages over its ranks where the loss is already a share of the global batch: undo that here.
+        self.loss_copies = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
+        self.stop_signal: int | None = None
+        self.tokens_logged = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Step and tokens of all ranks together, so that a run may resume on another number of them."""
+        return {"step": self.step, "tokens_seen": self.ntokens_seen * self._data_ranks()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = state_dict["step"]
+        self.ntokens_seen = state_dict["tokens_seen"] // self._data_ranks()
+
+    # One step ────────────────────────────────────────────────────────────────────────────────────
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, Tensor], labels: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
+        """Positions, document starts and labels go to every part of the model."""
+        extra: dict[str, Tensor | None] = {
+            "positions": input_dict["positions"],
+            "document_starts": input_dict["document_starts"],
+        }
+        if not self.job_config.data.mask_documents:
+            extra["document_starts"] = None
+        return input_dict["input"], labels, {}, {**extra, "labels": labels}
+
+    def forward_backward_step(
+        self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
+    ) -> Tensor:
+        """Runs a micro-batch; returns its share of the global batch's mean loss."""
+        inputs, labels, _, kwargs = self.post_dataloading_process(input_dict, labels)
+        with self.train_context(), self.maybe_enable_amp:
+            loss_sum = self.model_parts[0](inputs, **kwargs)
+            loss = loss_sum * (self.loss_copies / global_valid_tokens)
+        loss.backward()
+        return loss.detach() / self.loss_copies
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
+        """One optimizer step over the global batch.
+
+        Raises:
+            NonFiniteError: before the optimizer has changed anything.
+        """
+        micro_batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
+        valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in micro_batches)
+        global_valid_tokens = self._sum_over_data_ranks(torch.tensor(float(valid), device=self.device))
+
+        self.optimizers.zero_grad()
+        losses = []
+        for number, (input_dict, labels) in enumerate(micro_batches):
+            self._sync_gradients(last=number == len(micro_batches) - 1)
+            on_device = {k: v.to(self.device, non_blocking=True) for k, v in input_dict.items()}
+            losses.append(
+                self.forward_backward_step(
+                    input_dict=on_device,
+                    labels=labels.to(self.device, non_blocking=True),
+                    global_valid_tokens=global_valid_tokens,
+                )
+            )
+            pairs = batch_pairs(self.layers, input_dict["positions"].expand(labels.shape))
+            self.metrics_processor.count(self.matmul_flops * labels.numel() + self.pair_flops * pairs)
+
+        loss = float(self._sum_over_data_ranks(torch.stack(losses).sum()))
+        grad_norm = float(
+            dist_utils.clip_grad_norm_(
+                [p for part in self.model_parts for p in part.parameters()],
+                self.job_config.training.max_norm,
+                foreach=True,
+            )
+        )
+        if not (torch.isfinite(torch.tensor([loss, grad_norm])).all()):
+            self._report_non_finite(loss, grad_norm, losses, micro_batches)
+        self.checkpointer.maybe_wait_for_staging()
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        self.optimizers.step()
+        self.lr_schedulers.step()
+
+        self.metrics_processor.advance()
+        if self.metrics_processor.should_log(self.step):
+            tokens = self.ntokens_seen * self._data_ranks()
+            self.metrics_processor.log_step(self.step, loss, grad_norm, lr, tokens, tokens - self.tokens_logged)
+            self.tokens_logged = tokens
+
+    def _data_ranks(self) -> int:
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+
+    def _sum_over_data_ranks(self, value: Tensor) -> Tensor:
+        if self.parallel_dims.dp_enabled:
+            dist.all_reduce(value, group=self.parallel_dims.get_mesh("batch").get_group())
+        return value
+
+    def _sync_gradients(self, last: bool) -> None:
+        """DDP exchanges gradients once a step and not after every micro-batch."""
+        if self.loss_copies > 1 and self.gradient_accumulation_steps > 1:
+            self.model_parts[0].set_requires_gradient_sync(last)  # type: ignore[operator]
+
+    def _report_non_finite(
+        self, loss: float, grad_norm: float, losses: list[Tensor], micro_batches: list[tuple[dict[str, Tensor], Tensor]]
+    ) -> None:
+        """Names the step and the micro-batch, keeps the batch for a closer look, and stops every rank."""
+        rank = dist.get_rank()
+        bad = [i for i, value in enumerate(losses) if not torch.isfinite(value)]
+        where = f"micro-batch {', '.join(map(str, bad))} of {len(losses)} on rank {rank}" if bad else "no single loss"
+        if bad or rank == 0:
+            folder = Path(self.job_config.job.dump_folder) / "non_finite"
+            folder.mkdir(parents=True, exist_ok=True)
+            inputs, labels = micro_batches[bad[0] if bad else 0]
+            path = folder / f"step-{self.step}-rank-{rank}.safetensors"
+            save_file({**{k: v.contiguous() for k, v in inputs.items()}, "labels": labels.contiguous()}, path)
+            logger.error(f"step {self.step}: not finite in {where}; the batch is kept in {path}")
+        raise NonFiniteError(
+            f"step {self.step}: loss {loss}, gradient norm {grad_norm}: stopped before the optimizer step. "
+            "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or look at the batch that was kept."
+        )
+
+    # The loop ────────────────────────────────────────────────────────────────────────────────────
+
+    def train(self) -> None:
+        """Trains from the newest checkpoint, or from the start, to the last step.
+
+        Raises:
+            Interrupted: a signal came, and a checkpoint is saved.
+        """
+        config, metrics = self.job_config, self.metrics_processor
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self.checkpointer.load(step=config.checkpoint.load_step)
+        self.tokens_logged = self.ntokens_seen * self._data_ranks()
+        self._save_run_files()
+        metrics.start(self.step)
+        if self.step == 0:
+            self._validate()
+        profiling: dict[str, Any] = {"global_step": self.step, "base_folder": config.job.dump_folder}
+        with (
+            maybe_enable_profiling(config.profiling, **profiling) as torch_profiler,
+            maybe_enable_memory_snapshot(config.profiling, **profiling) as memory_profiler,
+        ):
+            assert self.dataloader is not None
+            data_iterator = self.batch_generator(self.dataloader)
+            while self.step < config.training.steps:
+                self.step += 1
+                self.gc_handler.run(self.step)
+                self.train_step(data_iterator)
+                last = self.step == config.training.steps
+                if last or self.step % config.validation.freq == 0:
+                    self._validate()
+                stopping = self._stopping()
+                started = time.perf_counter()
+                self.checkpointer.save(self.step, last_step=last or stopping)
+                metrics.pause(time.perf_counter() - started)
+                for profiler in (torch_profiler, memory_profiler):
+                    if profiler:
+                        profiler.step()
+                if stopping and not last:
+                    raise Interrupted
+                if self.step == 1 and dist.get_world_size() > 1:
+                    # The first step compiles and connects; from here on a silent rank shows sooner.
+                    timeout = timedelta(seconds=config.comm.train_timeout_seconds)
+                    dist_utils.set_pg_timeouts(timeout, self.parallel_dims)
+        self._export()
+
+    def _validate(self) -> None:
+        if self.job_config.validation.enable:
+            started = time.perf_counter()
+            self.validator.validate(self.model_parts, self.step)
+            self.metrics_processor.pause(time.perf_counter() - started)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self.stop_signal is not None:
+            raise KeyboardInterrupt  # a second signal does not wait for the step to end
+        self.stop_signal = number
+        logger.info(f"{signal.Signals(number).name}: stopping after this step; a second signal stops at once")
+
+    def _stopping(self) -> bool:
+        """Whether any rank was told to stop: the scheduler's signal may reach only some of them."""
+        flag = torch.tensor(float(self.stop_signal is not None), device=self.device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def _save_run_files(self) -> None:
+        if dist.get_rank() != 0:
+            return
+        folder = Path(self.job_config.job.dump_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.toml").write_text(to_toml(self.job_config), encoding="utf-8")
+        self.tokenizer.save(folder / "tokenizer")  # type: ignore[union-attr]
+
+    def _export(self) -> None:
+        """Writes the run's model directory from its last checkpoint, which works the same under every layout."""
+        saved = self.checkpointer.last_saved()
+        if saved is None:
+            logger.warning("checkpoint.enable is false: no model directory is written")
+        elif dist.get_rank() == 0:
+            out = Path(self.job_config.job.dump_folder) / "model"
+            checkpoint_to_model_dir(saved, out)
+            logger.info(f"model directory: {out}")
+        if dist.get_world_size() > 1:
+            dist.barrier()
+
+
+@dataclass
+class Validator:
+    """Mean loss over the same held-out batches each time, whatever the number of ranks."""
+
+    job_config: JobConfig
+    dp_world_size: int
+    dp_rank: int
+    tokenizer: Any
+    parallel_dims: Any
+    metrics_processor: RunMetrics
+    validation_context: Any
+    maybe_enable_amp: Any
+    loss_fn: Any = None
+    pp_schedule: Any = None
+    pp_has_first_stage: bool | None = None
+    pp_has_last_stage: bool | None = None
+    batches: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.batches = build_validation_loader(self.job_config, self.tokenizer, self.dp_rank, self.dp_world_size)
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        (model,) = model_parts
+        device = self.metrics_processor.device
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        model.eval()
+        for input_dict, labels in self.batches:
+            starts = input_dict["document_starts"].to(device) if self.job_config.data.mask_documents else None
+            with self.validation_context(), self.maybe_enable_amp:
+                loss_sum = model(
+                    input_dict["input"].to(device),
+                    positions=input_dict["positions"].to(device),
+                    document_starts=starts,
+                    labels=labels.to(device),
+                )
+            total += torch.stack([loss_sum.double(), (labels != IGNORE_INDEX).sum().to(device).double()])
+        model.train()
+        release_gathered(model)
+        if self.parallel_dims.dp_enabled:
+            dist.all_reduce(total, group=self.parallel_dims.get_mesh("batch").get_group())
+        self.metrics_processor.log_validation(step, float(total[0] / total[1]), int(total[1]))
+
+
+# ── How a run starts and ends ─────────────────────────────────────────────────────────────────────────
+
+
+def start_logging() -> None:
+    """Plain lines from rank 0, warnings from every rank; the engine's remarks about itself are left out."""
+    rank = os.environ.get("RANK", "0")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == "0" else f"[rank {rank}] %(message)s"))
+    handler.addFilter(lambda record: not record.getMessage().startswith(ENGINE_REMARKS))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.INFO if rank == "0" else logging.WARNING)
+    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+ENGINE_REMARKS = (
+    "[GC]", "Peak flops undefined", "Peak FLOPS used", "Error running lspci", "Starting job", "ENV[", "Checkpoint",
+    "Destroying the purge thread", "Saving the checkpoint", "Saving a full checkpoint", "Finished saving",
+    "Finished loading", "CPU memory usage", "CPU capacity", "Building farsight", "Synchronizing and adjusting timeout",
+    "Mixed precision training is handled", "Building device mesh", "Successfully created meshes", "Trainer is initialized",
+)  # fmt: skip
+
+
+def pretrain(config: JobConfig) -> int:
+    """Runs one training stage; returns the exit status."""
+    trainer: Trainer | None = None
+    try:
+        layers = ModelConfig.from_job(config).layers()  # refused here, before processes connect
+        trainer = Trainer(config)
+        logger.info(describe(layers))
+        trainer.train()
+    except (ConfigError, DataError) as error:
+        logger.error(str(error))
+        return EXIT_CONFIG
+    except NonFiniteError as error:
+        logger.error(str(error))
+        return EXIT_NON_FINITE
+    except Interrupted:
+        assert trainer is not None
+        logger.info(f"stopped after step {trainer.step}; the same command goes on from there")
+        return EXIT_INTERRUPTED
+    finally:
+        if trainer is not None:
+            trainer.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "pretrain"
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        print(help_text([a for a in arguments if not a.startswith("-")]))
+        return 0
+    start_logging()
+    try:
+        if command != "pretrain":
+            raise ConfigError(f"{command!r} is not a command; use pretrain (the default).")
+        if not arguments:
+            from launch.recipe import main as run_recipe
+
+            return run_recipe(["configs/quickstart.toml"])
+        return pretrain(load_config(arguments))
+    except ConfigError as error:
+        logger.error(str(error))
+        return EXIT_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
