@@ -328,6 +328,8 @@ class Trainer(TitanTrainer):
                     # The first step compiles and connects; from here on a silent rank shows sooner.
                     timeout = timedelta(seconds=config.comm.train_timeout_seconds)
                     dist_utils.set_pg_timeouts(timeout, self.parallel_dims)
+        for source, reasons in self.dataloader.skipped.items():  # type: ignore[attr-defined]
+            logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self._export()
 
     def _validate(self) -> None:
@@ -458,6 +460,8 @@ def pretrain(config: JobConfig) -> int:
         return EXIT_INTERRUPTED
     finally:
         if trainer is not None:
+            if trainer.dataloader is not None:
+                trainer.dataloader.close()  # type: ignore[attr-defined]  # its thread reads ahead
             trainer.close()
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -75,6 +75,8 @@ class RunCheckpoints(CheckpointManager):
         if not resumes and self.initial_load_path:
             self._prepare_initial_load(Path(self.initial_load_path))
         if resumes:
+            found = self._find_load_step() if step == -1 else step
+            self.states["dataloader"].check_checkpoint(self._create_checkpoint_id(found))
             # Meant for the start from another run; a run that resumes itself needs all of its state.
             self.exclude_from_loading = []
         # Both are for a start, and torchtitan warns when they are set while resuming, as they always are.

@@ -75,6 +75,7 @@ class Loader(BaseDataLoader):
         self._micro_batch_size = micro_batch_size
         self._global_batch_size = global_batch_size
         self._config = config
+        self._reports_passes = split == "train"  # a few held-out documents are passed over again and again
         self._sources = open_sources(config, split)
         self._mixed = [
             MixedSource(share, source, tokenizer, vocab_size)
@@ -186,7 +187,7 @@ class Loader(BaseDataLoader):
 
     def _report_passes(self, epochs: list[int]) -> None:
         for source, before, now in zip(self._sources, self._epochs, epochs, strict=True):
-            if now > before:
+            if now > before and self._reports_passes:
                 skipped = f"; rows skipped so far: {dict(source.skipped)}" if source.skipped else ""
                 logger.info("%s: pass %d over it begins%s", source.name, now + 1, skipped)
         self._epochs = epochs

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from checkpoints.model_dir import load_model
 from configs.schema import JobConfig
-from data.sources import open_source
+from data.sources import open_sources
 from data.tokenizer import load_tokenizer_dir
 from evals.perplexity import encode_file, perplexity_by_length
 
@@ -21,12 +21,9 @@ def write_held_out(config: JobConfig, path: Path, tokens: int) -> Path:
     """Writes held-out documents of the data into one file, at least `tokens` tokens of them where there are so many."""
     if path.is_file():
         return path
-    sources = [
-        open_source(s, config.data.held_out, "validation", config.data.seed, config.data.on_bad_row).documents()
-        for s in config.data.sources
-    ]
+    sources = open_sources(config.data, "validation")
     texts, size = [], 0
-    for document in itertools.chain(*sources):
+    for document in itertools.chain.from_iterable(source.documents() for source in sources):
         texts.append(document.text)
         size += len(document.text)
         if size > 5 * tokens:  # no tokenizer takes more than a few characters a token for long

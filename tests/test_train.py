@@ -160,7 +160,12 @@ def test_a_non_finite_loss_stops_before_the_optimizer_step(undisturbed, tmp_path
 
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     command = train_command(
-        tmp_path / "run", "--checkpoint.initial_load_path", str(broken), "--validation.no_enable", "--checkpoint.interval", "1"
+        tmp_path / "run",
+        "--checkpoint.initial_load_path",
+        str(broken),
+        "--validation.no_enable",
+        "--checkpoint.interval",
+        "1",
     )
     done = run(command, check=False)
     assert done.returncode == 3
