@@ -436,7 +436,7 @@ ENGINE_REMARKS = (
     "[GC]", "Peak flops undefined", "Peak FLOPS used", "Error running lspci", "Starting job", "ENV[", "Checkpoint",
     "Destroying the purge thread", "Saving the checkpoint", "Saving a full checkpoint", "Finished saving",
     "Finished loading", "CPU memory usage", "CPU capacity", "Building farsight", "Synchronizing and adjusting timeout",
-    "Mixed precision training is handled", "Building device mesh", "Successfully created meshes", "Trainer is initialized",
+    "Mixed precision training is handled", "loading from HF", "Loading the checkpoint", "Warmup (", "generated new font", "Building device mesh", "Successfully created meshes", "Trainer is initialized",
 )  # fmt: skip
 
 

@@ -78,7 +78,8 @@ def size_file(flavor: str) -> Path:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """A TOML file merged over the file its top-level `base` names (a path relative to it)."""
+    """A TOML file merged over what its top-level `base` names: a path relative to it, or a list of them, later over
+    earlier."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -86,12 +87,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"There is no config file {path}.{nearest(str(path), siblings)}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    base = values.pop("base", None)
-    if base is None:
-        return values
-    if not isinstance(base, str):
-        raise ConfigError(f"{path}: base = {base!r} must be the path of a TOML file, relative to this one.")
-    return merge(read_toml(path.parent / base), values)
+    bases = values.pop("base", [])
+    bases = [bases] if isinstance(bases, str) else bases
+    if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
+        raise ConfigError(f"{path}: base = {bases!r} must name TOML files by paths relative to this one.")
+    below: dict[str, Any] = {}
+    for base in bases:
+        below = merge(below, read_toml(path.parent / base))
+    return merge(below, values)
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -1,110 +1,146 @@
-"""Cross-entropy of an output head without ever holding all its logits.
+"""Cross-entropy of a language-model head without its logits: they exist for one chunk of tokens at a time.
 
-Logits of 128k tokens over a vocabulary of 128,256 would take 67 GB in fp32. Here they exist one chunk of tokens at a
-time, and where gradients are wanted they are taken in the same pass, so that no chunk is computed twice.
+At 128k tokens and a vocabulary of 128k, fp32 logits take 64 GiB and their gradient as much again. Here each chunk's
+logits become its loss and its gradients at once, in the forward pass; the backward only scales what was kept, one
+[T, D] and one [V, D]. As in Liger-Kernel's fused linear cross-entropy (arXiv:2410.10989) and torchtune's chunked loss.
 
-Shapes: T tokens, D model dimension, V vocabulary.
+Shape suffixes: T tokens, D model dim, V vocabulary.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-ACCELERATOR_LOGITS = 2**25
-"""Logits a chunk on an accelerator: large enough for its matrix units."""
-CPU_LOGITS = 2**20
-"""Logits a chunk on a CPU: 4 MB, which stay in the cache between the passes over them."""
+CHUNK_LOGITS = 32 * 2**20
+"""Logits of a chunk on an accelerator: 128 MiB in fp32, enough rows to fill it."""
+CHUNK_LOGITS_CPU = 2**20
+"""On a CPU: what stays in cache between the matrix product and the softmax."""
 
 
 def chunked_cross_entropy(
     h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = 0, ignore_index: int = -100
 ) -> Tensor:
-    """Sum over tokens of the cross-entropy of `h @ weight.T` against `labels`.
+    """Sum over tokens of the cross-entropy of `h_TD @ weight_VD.T` with the labels, for next-token training.
 
     Args:
-        h_TD: hidden states; fp32, bf16, fp16 or fp64.
-        weight_VD: output head.
-        labels_T: integer class ids, `ignore_index` where a token does not count.
-        chunk_tokens: tokens whose logits exist at once; 0 picks by device.
+        h_TD: hidden states [T, D]; bf16, fp16, fp32 or fp64.
+        weight_VD: the output projection [V, D].
+        labels_T: integer token ids [T], 0 to V - 1, or `ignore_index` for tokens that do not count.
+        chunk_tokens: tokens whose logits exist at once; 0 picks 32M logits a chunk, 1M on a CPU (its cache).
+        ignore_index: the label of tokens without loss.
 
     Returns:
-        A scalar, fp32 (fp64 for fp64 inputs). Its gradients may be taken once.
+        The sum, a scalar in fp32 (fp64 for fp64): divide it by the number of tokens that count. 0 if none does.
+        Softmax is fp32; matrix products are in the autocast dtype where autocast is on. Gradients of the weight are
+        summed in fp32. Not differentiable twice.
 
     Raises:
-        ValueError: shapes that do not fit, or (checked where that costs no synchronisation) a label outside the
-            vocabulary.
-
-    Matrix products run in the inputs' dtype, or autocast's; softmax and the sum of the weight's gradient are in fp32.
+        ValueError: on shapes or dtypes that do not fit, and on a CPU on labels outside the vocabulary.
     """
-    T, V = h_TD.shape[0], weight_VD.shape[0]
-    if h_TD.ndim != 2 or weight_VD.ndim != 2 or h_TD.shape[1] != weight_VD.shape[1] or labels_T.shape != (T,):
-        shapes = f"h {tuple(h_TD.shape)}, weight {tuple(weight_VD.shape)}, labels {tuple(labels_T.shape)}"
-        raise ValueError(f"chunked_cross_entropy takes h [T, D], weight [V, D] and labels [T]; these are {shapes}")
+    if h_TD.dim() != 2 or weight_VD.dim() != 2 or h_TD.shape[1] != weight_VD.shape[1]:
+        raise ValueError(
+            f"h_TD is {list(h_TD.shape)} and weight_VD {list(weight_VD.shape)}: pass [T, D] and [V, D] of one D"
+        )
+    if labels_T.shape != h_TD.shape[:1] or labels_T.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"labels_T is {list(labels_T.shape)} of {labels_T.dtype}: pass one int64 id a token, [{h_TD.shape[0]}]"
+        )
     if chunk_tokens < 0:
-        raise ValueError(f"chunk_tokens = {chunk_tokens} must be positive, or 0 to let it be picked")
-    if labels_T.device.type == "cpu":
-        outside = (labels_T != ignore_index) & ((labels_T < 0) | (labels_T >= V))
-        if outside.any():
-            raise ValueError(f"label {int(labels_T[outside][0])} is outside the vocabulary of {V}")
-    needs_grad = torch.is_grad_enabled() and (h_TD.requires_grad or weight_VD.requires_grad)
-    if h_TD.device.type == "cpu" or not needs_grad:
-        # Tokens that do not count cost nothing. On an accelerator in training, finding them would stop its queue.
-        counted = labels_T != ignore_index
-        if not counted.all():
-            h_TD, labels_T = h_TD[counted], labels_T[counted]
-    chunk = chunk_tokens or max((CPU_LOGITS if h_TD.device.type == "cpu" else ACCELERATOR_LOGITS) // V, 64)
+        raise ValueError(f"chunk_tokens is {chunk_tokens}: set it to 1 or more, or to 0 to have it picked")
     device = h_TD.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else h_TD.dtype
-    return _ChunkedCrossEntropy.apply(h_TD, weight_VD, labels_T.long(), chunk, ignore_index, dtype, needs_grad)
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    elif h_TD.dtype == weight_VD.dtype:
+        dtype = h_TD.dtype
+    else:
+        raise ValueError(
+            f"h_TD is {h_TD.dtype} and weight_VD {weight_VD.dtype}: cast one to the other, or turn autocast on"
+        )
+    if not chunk_tokens:
+        chunk_tokens = max(1, (CHUNK_LOGITS_CPU if device == "cpu" else CHUNK_LOGITS) // weight_VD.shape[0])
+    grad_h = torch.is_grad_enabled() and h_TD.requires_grad
+    grad_weight = torch.is_grad_enabled() and weight_VD.requires_grad
+    return _loss_op(h_TD, weight_VD, labels_T, chunk_tokens, ignore_index, dtype, grad_h, grad_weight)[0]
 
 
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        h_TD: Tensor,
-        weight_VD: Tensor,
-        labels_T: Tensor,
-        chunk: int,
-        ignore_index: int,
-        dtype: torch.dtype,
-        needs_grad: bool,
-    ) -> Tensor:
-        ctx.dtypes = h_TD.dtype, weight_VD.dtype
-        with torch.autocast(h_TD.device.type, enabled=False):
-            h_TD, weight_VD = h_TD.to(dtype), weight_VD.to(dtype)
-            wide = torch.promote_types(dtype, torch.float32)
-            loss = torch.zeros((), dtype=wide, device=h_TD.device)
-            dh_TD = torch.empty_like(h_TD) if needs_grad else None
-            dw_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_grad else None
-            for h, labels, start in zip(
-                h_TD.split(chunk), labels_T.split(chunk), range(0, max(len(h_TD), 1), chunk), strict=True
-            ):
-                logits = (h @ weight_VD.T).to(wide)
-                counted = labels != ignore_index
-                classes = labels.clamp(min=0)[:, None]
-                lse = logits.logsumexp(-1)
-                loss += ((lse - logits.gather(1, classes)[:, 0]) * counted).sum()
-                if dh_TD is None or dw_VD is None:
-                    continue
-                # d loss / d logits = softmax − one-hot, in the logits' own memory.
-                d = logits.sub_(lse[:, None]).exp_()
-                d.scatter_add_(1, classes, torch.full_like(classes, -1, dtype=wide))
-                d = d.mul_(counted[:, None]).to(dtype)
-                torch.mm(d, weight_VD, out=dh_TD[start : start + chunk])
-                if dtype == wide:
-                    dw_VD.addmm_(d.T, h)
-                else:
-                    dw_VD += d.T @ h
-        ctx.gradients = dh_TD, dw_VD
-        return loss
+def loss_and_grads(
+    h_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    chunk_tokens: int,
+    ignore_index: int,
+    dtype: torch.dtype,
+    grad_h: bool,
+    grad_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss, and its gradients by h and weight where asked for, else empty tensors."""
+    wide = torch.promote_types(dtype, torch.float32)
+    (T, D), V = h_TD.shape, weight_VD.shape[0]
+    loss = torch.zeros((), dtype=wide, device=h_TD.device)
+    dh_TD = torch.zeros((T, D) if grad_h else 0, dtype=h_TD.dtype, device=h_TD.device)
+    dw_VD = torch.zeros((V, D) if grad_weight else 0, dtype=wide, device=h_TD.device)
+    counts_T = labels_T != ignore_index
+    kept = None  # rows that count, where it is cheap to know them and some do not
+    if h_TD.device.type == "cpu":
+        _check_labels(labels_T, counts_T, V)
+        kept = None if counts_T.all() else counts_T.nonzero().squeeze(-1)
+    rows = T if kept is None else len(kept)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
-        if ctx.gradients is None:
-            raise RuntimeError("chunked_cross_entropy: gradients were taken already; compute the loss again")
-        dh_TD, dw_VD = ctx.gradients
-        ctx.gradients = None  # scaled in place, to hold no second copy of a gradient as large as the head
-        return dh_TD.mul_(grad).to(ctx.dtypes[0]), dw_VD.mul_(grad).to(ctx.dtypes[1]), *[None] * 5
+    with torch.autocast(h_TD.device.type, enabled=False):
+        weight = weight_VD.to(dtype)
+        for start in range(0, rows, chunk_tokens):
+            chunk = slice(start, min(start + chunk_tokens, rows))
+            pick = chunk if kept is None else kept[chunk]
+            h, counts = h_TD[pick].to(dtype), counts_T[pick].unsqueeze(-1)
+            labels = labels_T[pick].long().unsqueeze(-1).where(counts, 0)
+            log_p = (h @ weight.T).to(wide).log_softmax(dim=-1)
+            loss -= log_p.gather(1, labels).where(counts, 0).sum()
+            if not (grad_h or grad_weight):
+                continue
+            # Softmax minus the one-hot label; rows of ignored labels are zero.
+            dlogits = log_p.exp_().scatter_add_(1, labels, -counts.to(wide))
+            if kept is None and h_TD.device.type != "cpu":
+                dlogits *= counts
+            dlogits = dlogits.to(dtype)
+            if grad_h:
+                dh_TD[pick] = (dlogits @ weight).to(dh_TD.dtype)
+            if grad_weight and dtype == wide:
+                dw_VD.addmm_(dlogits.T, h)
+            elif grad_weight:
+                dw_VD += dlogits.T @ h
+    return loss, dh_TD, dw_VD.to(weight_VD.dtype)
+
+
+_loss_op = torch.library.custom_op("farsight::chunked_cross_entropy", loss_and_grads, mutates_args=())
+
+
+@_loss_op.register_fake
+def _(h, weight, labels, chunk_tokens, ignore_index, dtype, grad_h, grad_weight):
+    loss = h.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
+    return loss, h.new_empty(h.shape if grad_h else 0), weight.new_empty(weight.shape if grad_weight else 0)
+
+
+def _keep_grads(ctx, inputs, output) -> None:
+    _, dh, dw = output
+    ctx.grad_h, ctx.grad_weight = inputs[-2:]
+    ctx.set_materialize_grads(False)  # dh and dw have no gradients of their own: don't fill zeros for them
+    ctx.save_for_backward(dh, dw)
+
+
+def _scale_grads(ctx, dloss, _dh, _dw):
+    dh, dw = ctx.saved_tensors
+    dh = (dh * dloss).to(dh.dtype) if ctx.grad_h and dloss is not None else None
+    dw = (dw * dloss).to(dw.dtype) if ctx.grad_weight and dloss is not None else None
+    return dh, dw, None, None, None, None, None, None
+
+
+_loss_op.register_autograd(_scale_grads, setup_context=_keep_grads)
+
+
+def _check_labels(labels_T: Tensor, counts_T: Tensor, vocabulary: int) -> None:
+    outside = counts_T & ((labels_T < 0) | (labels_T >= vocabulary))
+    if outside.any():
+        token = int(outside.nonzero()[0])
+        raise ValueError(
+            f"labels_T[{token}] is {int(labels_T[token])}, outside the vocabulary of {vocabulary}: "
+            "the tokenizer and the model's vocabulary size do not match, or ignore_index is another"
+        )

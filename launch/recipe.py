@@ -123,7 +123,7 @@ def _stage(
     root = Path(recipe.folder) / recipe.name
     config.job.dump_folder = str(root / name)
     config.job.description = f"{recipe.name}, stage {number + 1}: {name}"
-    if not config.tokenizer.path:
+    if not config.tokenizer.path and config.tokenizer.kind != "bytes":
         config.tokenizer = dataclasses.replace(config.tokenizer, path=str(root / "tokenizer"))
     start = config.checkpoint
     if last is None:

@@ -28,6 +28,7 @@ def write_held_out(config: JobConfig, path: Path, tokens: int) -> Path:
         size += len(document.text)
         if size > 5 * tokens:  # no tokenizer takes more than a few characters a token for long
             break
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(texts), encoding="utf-8")
     return path
 

@@ -70,7 +70,7 @@ def saved_ops() -> set:
     """Operators whose results selective checkpointing keeps, because they cost the most to run again."""
     return {
         torch.ops.aten.mm.default,
-        torch.ops.farsight.banded_attention_forward.default,
+        torch.ops.farsight.banded_attention.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         # The absolute maximum scales a float8 cast.
         torch.ops.aten.max.default,

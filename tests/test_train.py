@@ -73,6 +73,22 @@ def test_two_ranks_equal_one_process(undisturbed, tmp_path, options):
         assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--activation_checkpoint.mode", "full"],
+        ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op",
+         "--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager"],
+    ],
+    ids=["recomputed", "selective-compiled"],
+)  # fmt: skip
+def test_recomputation_and_compilation_change_no_losses(undisturbed, tmp_path, options):
+    train(tmp_path / "run", *options)
+    for a, b in zip(metrics(undisturbed), metrics(tmp_path / "run"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
+
+
 def test_killed_three_times_and_resumed_ends_with_the_same_weights(undisturbed, tmp_path):
     folder, rng = tmp_path / "killed", random.Random(0)
     command = train_command(folder)

@@ -116,6 +116,7 @@ def _(do, q, k, v, o, lse, scopes, documents, slopes, q_offset, scale):
 
 def _save_for_backward(ctx, inputs, output) -> None:
     q, k, v, scopes, documents, slopes, ctx.q_offset, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, scopes, documents, slopes)
 
 
@@ -125,6 +126,11 @@ def _backward(ctx, do, _dlse):
 
 
 banded_forward.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+def _has_fused_kernel(device: torch.device) -> bool:
+    """Whether a tile of any size is computed without storing its scores, and its log-sum-exp returned."""
+    return device.type == "cpu"
 
 
 class _Band:
@@ -144,8 +150,7 @@ class _Band:
         scopes = scopes_N.tolist()
         slopes = None if alibi_slopes_N is None else alibi_slopes_N.tolist()
         semantics.check_values(scopes, document_starts_BL)
-        # A kernel that computes a tile of any size in O(L) memory and returns its log-sum-exp: PyTorch has it for CPUs.
-        self.fused = q_BLNH.device.type == "cpu"
+        self.fused = _has_fused_kernel(q_BLNH.device)
         shape = Shape(
             batch=q_BLNH.shape[0],
             kv_group=q_BLNH.shape[2] // k_BLKH.shape[2],

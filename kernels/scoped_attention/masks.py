@@ -97,7 +97,9 @@ def _band_mask(
     if slopes is not None:
         bias = semantics.alibi_bias(before, key, torch.tensor(slopes, dtype=dtype, device=device)[:, None])
     by_distance = torch.where(seen, bias, -torch.inf)
-    return by_distance.unfold(-1, before + after, 1).flip(1).unsqueeze(0)
+    last_row_first = by_distance.unfold(-1, before + after, 1)
+    # Not flip(), which would return it transposed: the fused kernel then copies the mask for every batch row and head.
+    return last_row_first.index_select(1, torch.arange(rows - 1, -1, -1, device=device)).unsqueeze(0)
 
 
 _cached_band_mask: Callable[..., Tensor] = lru_cache(maxsize=128)(_band_mask)
