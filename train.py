@@ -14,6 +14,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -163,6 +164,8 @@ class Trainer(TitanTrainer):
             lr_schedulers=self.lr_schedulers,
             states={"train_state": self},
         )
+        if config.training.mixed_precision_param == "float32":
+            self.maybe_enable_amp = nullcontext()  # autocast knows no fp32, and would warn at every step
         a = config.architecture
         self.layers = ModelConfig.from_job(config).layers()
         self.matmul_flops = matmul_flops_per_token(a)
@@ -481,7 +484,7 @@ def main(arguments: list[str]) -> int:
         if not arguments:
             from launch.recipe import main as run_recipe
 
-            return run_recipe(["configs/quickstart.toml"])
+            return run_recipe([str(Path(__file__).parent / "configs" / "quickstart.toml")])
         return pretrain(load_config(arguments))
     except ConfigError as error:
         logger.error(str(error))

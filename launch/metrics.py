@@ -182,8 +182,8 @@ def _cut_after(path: Path, step: int) -> None:
             figures = json.loads(line)
         except json.JSONDecodeError:
             continue  # the line that was being written when the process was killed
-        # The validation at `step` ran before the checkpoint or after it: it is kept, and not run again.
-        if figures["step"] <= step:
+        # A validation comes before the checkpoint of its step, so it is kept; but step 0 runs its own again.
+        if 0 < step >= figures["step"]:
             kept.append(line)
     text = "".join(f"{line}\n" for line in kept)
     part = path.with_suffix(".part")

@@ -1,7 +1,9 @@
 """The tokenizer of a run: the one its config names, or a sentencepiece model trained once on the run's own data."""
 
 import logging
+import os
 import shutil
+import socket
 from pathlib import Path
 
 from configs.schema import JobConfig
@@ -22,7 +24,12 @@ def prepare_tokenizer(config: JobConfig, directory: Path) -> None:
     if t.kind in ("bytes", "huggingface") or (t.path and Path(t.path) != directory) or directory.is_dir():
         return
     logger.info(f"training a sentencepiece tokenizer of {t.vocab_size} pieces into {directory}")
-    part = directory.with_name(directory.name + ".part")  # an interrupted training leaves no tokenizer behind
-    shutil.rmtree(part, ignore_errors=True)
+    # An interrupted training leaves no half a tokenizer, and of several nodes that train the same one, one puts it there.
+    part = directory.with_name(f"{directory.name}.{socket.gethostname()}.{os.getpid()}")
     train_sentencepiece(sample_texts(config.data, TRAINING_BYTES), t.vocab_size, part)
-    part.rename(directory)
+    try:
+        part.rename(directory)
+    except OSError:
+        if not directory.is_dir():
+            raise
+        shutil.rmtree(part)

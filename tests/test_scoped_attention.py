@@ -275,7 +275,9 @@ def test_compiles_whole_and_logs_its_pick_once(monkeypatch, caplog):
     found = o, *torch.autograd.grad(o, qkv, do)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    assert [r.getMessage() for r in caplog.records] == ["attention backend for float32 on cpu: banded"]
+    assert [r.getMessage() for r in caplog.records if r.name == "farsight.kernels"] == [
+        "attention backend for float32 on cpu: banded"
+    ]
 
 
 def test_selective_checkpointing_saves_the_op(monkeypatch):
@@ -323,9 +325,8 @@ def test_memory_is_linear_in_tokens(kind):
         }[kind]
         return peak_bytes(lambda: with_grads(qkv, do, [20, L // 3, L], **options))
 
-    short, long = peak(2048), peak(8192)
-    assert short > 0
-    assert long <= 4.6 * short
+    short, long = peak(4096), peak(8192)
+    assert 0 < long <= 2.2 * short
     assert long < 8192 * 8192 * 4  # less than the scores of one head
 
 

@@ -17,11 +17,13 @@ from functools import lru_cache
 CALL_NS = 400_000.0
 PAIR_NS = 1.0
 PAIR_NS_PER_HEAD_DIM = 0.31
-CHUNKS = (32, 64, 128, 256, 512, 1024)
+CHUNKS = (32, 64, 128, 256, 512)
 ONE_CHUNK = 512  # Up to so many queries one tile may cover them all: its mask is bounded by this, squared.
 LEAST_SPLIT = 512  # Causal triangles are not split below so many rows: the fused kernel steps over keys by 512.
 WIDE_IN_DOCUMENTS = 128  # From this scope on, key blocks of earlier documents are skipped chunk by chunk.
-KEYS_A_CALL = 4  # Blocks of one call hold at most so many times the sequence's keys, which keeps memory linear.
+# Blocks of one call hold at most so many times the sequence's keys, and scores, where stored, of at most ONE_CHUNK rows
+# of them: memory stays linear.
+KEYS_A_CALL = 4
 
 
 class Mask(Enum):
@@ -140,6 +142,8 @@ def _spans(scope: int, equal: bool, chunk: int, shape: Shape, heads: int) -> Ite
         token += rows
     keys = chunk + scope - 1
     a_call = max(shape.threads, KEYS_A_CALL * end // keys)
+    if not shape.fused:
+        a_call = max(1, min(a_call, ONE_CHUNK * end // (chunk * keys)))
     while end - token >= chunk:
         count = min((end - token) // chunk, a_call)
         yield Tile(token, chunk, token - scope + 1, keys, Mask.BAND, count, key_step=chunk)
