@@ -8,7 +8,9 @@ It reads top to bottom: what is built, one training step, the loop, and how a ru
 """
 
 import logging
+import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -41,12 +43,13 @@ from configs.schema import JobConfig
 from data.loader import build_loader, build_validation_loader
 from data.sources import DataError
 from data.tokenizer import Tokenizer, load_tokenizer
+from launch.files import lock_run_folder, write_text
 from launch.metrics import RunMetrics
-from launch.tokenizer import prepare_tokenizer
+from launch.tokenizer import prepare_tokenizer, tokenizer_of
 from model.build import ModelConfig, build_model
 from model.flops import attention_flops_per_pair, batch_pairs, matmul_flops_per_token
 from model.layers import describe
-from parallel.device import prepare_device
+from parallel.device import prepare_device, wait_for_rank_zero
 from parallel.parallelize import parallelize, release_gathered
 
 logger = logging.getLogger("farsight")
@@ -119,10 +122,11 @@ def build_tokenizer(config: JobConfig) -> Tokenizer:
         ConfigError: the tokenizer has ids that the embedding lacks.
     """
     trained = Path(config.job.dump_folder) / "tokenizer"
+    if not config.tokenizer.path and config.tokenizer.kind != "bytes" and config.checkpoint.initial_load_path:
+        config.tokenizer = replace(config.tokenizer, path=str(tokenizer_of(Path(config.checkpoint.initial_load_path))))
     if dist.get_rank() == 0:
         prepare_tokenizer(config, trained)
-    if dist.get_world_size() > 1:
-        dist.barrier()
+    wait_for_rank_zero()
     if not config.tokenizer.path and config.tokenizer.kind != "bytes":
         config.tokenizer = replace(config.tokenizer, path=str(trained))
     tokenizer = load_tokenizer(config.tokenizer)
@@ -174,7 +178,8 @@ class Trainer(TitanTrainer):
         # DDP averages over its ranks where the loss is already a share of the global batch: undo that here.
         self.loss_copies = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
         self.stop_signal: int | None = None
-        self.tokens_logged = 0
+        self.stop_asked_at = 0.0
+        self.tokens_logged, self.flops = 0, 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Step and tokens of all ranks together, so that a run may resume on another number of them."""
@@ -232,7 +237,7 @@ class Trainer(TitanTrainer):
                 )
             )
             pairs = batch_pairs(self.layers, input_dict["positions"].expand(labels.shape))
-            self.metrics_processor.count(self.matmul_flops * labels.numel() + self.pair_flops * pairs)
+            self.flops += self.matmul_flops * labels.numel() + self.pair_flops * pairs
 
         loss = float(self._sum_over_data_ranks(torch.stack(losses).sum()))
         grad_norm = float(
@@ -242,7 +247,7 @@ class Trainer(TitanTrainer):
                 foreach=True,
             )
         )
-        if not (torch.isfinite(torch.tensor([loss, grad_norm])).all()):
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._report_non_finite(loss, grad_norm, losses, micro_batches)
         self.checkpointer.maybe_wait_for_staging()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
@@ -252,8 +257,10 @@ class Trainer(TitanTrainer):
         self.metrics_processor.advance()
         if self.metrics_processor.should_log(self.step):
             tokens = self.ntokens_seen * self._data_ranks()
-            self.metrics_processor.log_step(self.step, loss, grad_norm, lr, tokens, tokens - self.tokens_logged)
-            self.tokens_logged = tokens
+            # Ranks hold other documents, and so see other numbers of pairs.
+            flops = float(self._sum_over_data_ranks(torch.tensor(self.flops, dtype=torch.float64, device=self.device)))
+            self.metrics_processor.log_step(self.step, loss, grad_norm, lr, tokens, tokens - self.tokens_logged, flops)
+            self.tokens_logged, self.flops = tokens, 0.0
 
     def _data_ranks(self) -> int:
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
@@ -311,6 +318,7 @@ class Trainer(TitanTrainer):
         ):
             assert self.dataloader is not None
             data_iterator = self.batch_generator(self.dataloader)
+            first = True
             while self.step < config.training.steps:
                 self.step += 1
                 self.gc_handler.run(self.step)
@@ -327,9 +335,9 @@ class Trainer(TitanTrainer):
                         profiler.step()
                 if stopping and not last:
                     raise Interrupted
-                if self.step == 1 and dist.get_world_size() > 1:
+                if first and dist.get_world_size() > 1:
                     # The first step compiles and connects; from here on a silent rank shows sooner.
-                    timeout = timedelta(seconds=config.comm.train_timeout_seconds)
+                    first, timeout = False, timedelta(seconds=config.comm.train_timeout_seconds)
                     dist_utils.set_pg_timeouts(timeout, self.parallel_dims)
         for source, reasons in self.dataloader.skipped.items():  # type: ignore[attr-defined]
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
@@ -342,10 +350,13 @@ class Trainer(TitanTrainer):
             self.metrics_processor.pause(time.perf_counter() - started)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self.stop_signal is not None:
-            raise KeyboardInterrupt  # a second signal does not wait for the step to end
-        self.stop_signal = number
-        logger.info(f"{signal.Signals(number).name}: stopping after this step; a second signal stops at once")
+        now = time.monotonic()
+        if self.stop_signal is None:
+            self.stop_signal, self.stop_asked_at = number, now
+            logger.info(f"{signal.Signals(number).name}: stopping after this step; Ctrl-C stops at once")
+        elif number == signal.SIGINT and now - self.stop_asked_at > 1:
+            # Launchers often send a signal twice; only a person presses the keys again.
+            raise KeyboardInterrupt
 
     def _stopping(self) -> bool:
         """Whether any rank was told to stop: the scheduler's signal may reach only some of them."""
@@ -359,20 +370,25 @@ class Trainer(TitanTrainer):
             return
         folder = Path(self.job_config.job.dump_folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.toml").write_text(to_toml(self.job_config), encoding="utf-8")
-        self.tokenizer.save(folder / "tokenizer")  # type: ignore[union-attr]
+        write_text(folder / "config.toml", to_toml(self.job_config))
+        tokenizer = folder / "tokenizer"
+        if tokenizer != Path(self.job_config.tokenizer.path):
+            part = folder / "tokenizer.part"
+            shutil.rmtree(part, ignore_errors=True)
+            self.tokenizer.save(part)  # type: ignore[union-attr]
+            shutil.rmtree(tokenizer, ignore_errors=True)
+            part.rename(tokenizer)
 
     def _export(self) -> None:
         """Writes the run's model directory from its last checkpoint, which works the same under every layout."""
-        saved = self.checkpointer.last_saved()
+        saved = self.checkpointer.saved(self.step)
         if saved is None:
-            logger.warning("checkpoint.enable is false: no model directory is written")
+            logger.warning(f"step {self.step} has no checkpoint, so no model directory is written (see [checkpoint])")
         elif dist.get_rank() == 0:
             out = Path(self.job_config.job.dump_folder) / "model"
             checkpoint_to_model_dir(saved, out)
             logger.info(f"model directory: {out}")
-        if dist.get_world_size() > 1:
-            dist.barrier()
+        wait_for_rank_zero()
 
 
 @dataclass
@@ -427,7 +443,7 @@ def start_logging() -> None:
     rank = os.environ.get("RANK", "0")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == "0" else f"[rank {rank}] %(message)s"))
-    handler.addFilter(lambda record: not record.getMessage().startswith(ENGINE_REMARKS))
+    handler.addFilter(lambda record: record.name != "root" or not record.getMessage().startswith(ENGINE_REMARKS))
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.INFO if rank == "0" else logging.WARNING)
@@ -439,36 +455,44 @@ ENGINE_REMARKS = (
     "[GC]", "Peak flops undefined", "Peak FLOPS used", "Error running lspci", "Starting job", "ENV[", "Checkpoint",
     "Destroying the purge thread", "Saving the checkpoint", "Saving a full checkpoint", "Finished saving",
     "Finished loading", "CPU memory usage", "CPU capacity", "Building farsight", "Synchronizing and adjusting timeout",
-    "Mixed precision training is handled", "loading from HF", "Loading the checkpoint", "Warmup (", "generated new font", "Building device mesh", "Successfully created meshes", "Trainer is initialized",
+    "Mixed precision training is handled", "loading from HF", "Loading the checkpoint", "generated new font", "Building device mesh", "Successfully created meshes", "Trainer is initialized",
 )  # fmt: skip
 
 
 def pretrain(config: JobConfig) -> int:
     """Runs one training stage; returns the exit status."""
     trainer: Trainer | None = None
+    status = EXIT_CONFIG
     try:
         layers = ModelConfig.from_job(config).layers()  # refused here, before processes connect
+        if os.environ.get("RANK", "0") == "0":
+            lock_run_folder(Path(config.job.dump_folder))
         trainer = Trainer(config)
         logger.info(describe(layers))
         trainer.train()
+        status = 0
     except (ConfigError, DataError) as error:
         logger.error(str(error))
-        return EXIT_CONFIG
     except NonFiniteError as error:
         logger.error(str(error))
-        return EXIT_NON_FINITE
+        status = EXIT_NON_FINITE
     except Interrupted:
         assert trainer is not None
-        logger.info(f"stopped after step {trainer.step}; the same command goes on from there")
-        return EXIT_INTERRUPTED
+        goes_on = trainer.checkpointer.saved(trainer.step) is not None
+        logger.info(
+            f"stopped after step {trainer.step}; "
+            + ("the same command goes on from there" if goes_on else "nothing was saved (see [checkpoint])")
+        )
+        status = EXIT_INTERRUPTED
     finally:
         if trainer is not None:
             if trainer.dataloader is not None:
                 trainer.dataloader.close()  # type: ignore[attr-defined]  # its thread reads ahead
             trainer.close()
-        if dist.is_initialized():
+        # After an error on this rank alone, the others are inside a collective, and taking leave could wait for them.
+        if status != EXIT_CONFIG and dist.is_initialized():
             dist.destroy_process_group()
-    return 0
+    return status
 
 
 def main(arguments: list[str]) -> int:
@@ -482,6 +506,8 @@ def main(arguments: list[str]) -> int:
         if command != "pretrain":
             raise ConfigError(f"{command!r} is not a command; use pretrain (the default).")
         if not arguments:
+            if os.environ.get("WORLD_SIZE", "1") != "1":
+                raise ConfigError("Under torchrun, name a config: --job.config_file configs/X.toml.")
             from launch.recipe import main as run_recipe
 
             return run_recipe([str(Path(__file__).parent / "configs" / "quickstart.toml")])

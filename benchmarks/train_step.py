@@ -124,6 +124,7 @@ def copy_weights(source: TitanTrainer, target: train.Trainer) -> None:
 
 def measure(rounds: int, rows: int, seq_len: int, dtype: str) -> dict[str, Any]:
     """Takes `rounds` steps of each in turn, after one that counts for correctness only."""
+    train.start_logging()
     prepare_device()
     tokens = rows * seq_len
     losses: dict[str, list[float]] = {"torchtitan": [], "farsight": []}
@@ -162,7 +163,7 @@ def measure(rounds: int, rows: int, seq_len: int, dtype: str) -> dict[str, Any]:
         for name, values in speeds.items()
     ]
     ratio = rows_out[1]["tokens_per_second"] / rows_out[0]["tokens_per_second"]
-    shape = {"seq_len": seq_len, "rows": rows, "dtype": dtype, "rounds": rounds}
+    shape = {"seq_len": seq_len, "batch": rows, "dtype": dtype, "rounds": rounds}
     versions = {"torch": torch.__version__, "torchtitan": torchtitan.__version__, "threads": torch.get_num_threads()}
     return {"rows": rows_out, "ratio": ratio, **shape, **versions}
 
@@ -172,7 +173,7 @@ def _record_losses(trainer: Any, losses: list[float]) -> None:
 
     def recording(**arguments: Any) -> torch.Tensor:
         loss = run(**arguments)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
         return loss
 
     trainer.forward_backward_step = recording

@@ -107,10 +107,12 @@ def main(arguments: list[str] | None = None) -> None:
     dtype = DTYPES.get(options.dtype)
     try:
         if options.direction == "to-hf":
+            if options.out.exists() and not (options.out / CONFIG).is_file() and any(options.out.iterdir()):
+                raise ConfigError(f"{options.out} exists and is no model directory of ours; name a new folder.")
             checkpoint_to_model_dir(options.source, options.out, dtype)
         else:
             model_dir_to_checkpoint(options.source, options.out, dtype or torch.float32)
-    except ConfigError as error:
+    except ValueError as error:  # ConfigError, and the tokenizer's
         sys.exit(str(error))
     print(options.out)
 

@@ -5,6 +5,7 @@
 - What to start from may be a model directory or a checkpoint, told apart by looking.
 """
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -75,24 +76,55 @@ class RunCheckpoints(CheckpointManager):
         if not resumes and self.initial_load_path:
             self._prepare_initial_load(Path(self.initial_load_path))
         if resumes:
-            found = self._find_load_step() if step == -1 else step
-            self.states["dataloader"].check_checkpoint(self._create_checkpoint_id(found))
-            # Meant for the start from another run; a run that resumes itself needs all of its state.
-            self.exclude_from_loading = []
-        # Both are for a start, and torchtitan warns when they are set while resuming, as they always are.
-        self.initial_load_path = None if resumes else self.initial_load_path
-        return super().load(step)
+            step = self._step_to_resume(step)
+            self.states["dataloader"].check_checkpoint(self._create_checkpoint_id(step))
+            # Both are for the start from another run; a run that resumes itself needs all of its state.
+            self.exclude_from_loading, self.initial_load_path = [], None
+            return super().load(step)
+        # Another run's optimizer brings its moments, and with them its learning rate and weight decay: ours stay.
+        groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
+        settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        loaded = super().load(step)
+        groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
+        for group, own in zip(groups, settings, strict=True):
+            group.update(own)
+        return loaded
+
+    def _step_to_resume(self, asked: int) -> int:
+        """The step to go on from, which has to be the newest: a run does not write over its own later steps."""
+        steps = sorted(int(path.name.removeprefix("step-")) for path in Path(self.folder).glob("step-*"))
+        if asked not in (-1, *steps):
+            raise ConfigError(
+                f"checkpoint.load_step = {asked}: {self.folder} holds steps {', '.join(map(str, steps))}."
+            )
+        if not steps or asked not in (-1, steps[-1]):
+            raise ConfigError(
+                f"checkpoint.load_step = {asked}, but {self.folder} goes on to step {steps[-1] if steps else 'none'}. "
+                "To go back, name the earlier step in checkpoint.initial_load_path of a run in another job.dump_folder, "
+                "or remove the later steps."
+            )
+        saved = ModelConfig.load(Path(self._create_checkpoint_id(steps[-1])) / CONFIG)
+        self._refuse_another_model(saved, self._create_checkpoint_id(steps[-1]))
+        return steps[-1]
+
+    def _refuse_another_model(self, saved: ModelConfig, where: str) -> None:
+        """What weights depend on may not change: their shapes, and which head has which scope."""
+        theirs, ours = saved.architecture, self.model_config.architecture
+        if dataclasses.replace(theirs, depth_init=ours.depth_init) != ours:
+            raise ConfigError(f"{where} holds another architecture:\n  there: {theirs}\n  here:  {ours}")
+        layouts = [getattr(c.position.heads, "layout", None) for c in (saved, self.model_config)]
+        if None not in layouts and layouts[0] != layouts[1]:
+            raise ConfigError(
+                f"{where} was trained with position.heads.layout = {layouts[0]!r}, here it is {layouts[1]!r}: "
+                "the heads would change places. Set it back."
+            )
 
     def _prepare_initial_load(self, start: Path) -> None:
         if not start.is_dir():
             raise ConfigError(f"checkpoint.initial_load_path = {start} does not exist.")
         self.initial_load_in_hf = not (start / COMPLETE).is_file()
         source = read_model_config(start)
-        if source.architecture != self.model_config.architecture:
-            raise ConfigError(
-                f"checkpoint.initial_load_path = {start} holds another architecture:\n"
-                f"  there: {source.architecture}\n  here:  {self.model_config.architecture}"
-            )
+        self._refuse_another_model(source, f"checkpoint.initial_load_path = {start}")
         if self.initial_load_in_hf:
             check_tensors(start, source)
 
@@ -107,10 +139,16 @@ class RunCheckpoints(CheckpointManager):
         if last_step:
             self._purge_stale_checkpoints()
 
-    def last_saved(self) -> Path | None:
-        """The newest complete checkpoint of the run, if there is one."""
-        step = self._find_load_step() if self.enable else -1
-        return None if step == -1 else Path(self._create_checkpoint_id(step))
+    def saved(self, step: int) -> Path | None:
+        """The complete checkpoint of a step, if there is one."""
+        folder = Path(self._create_checkpoint_id(step)) if self.enable else None
+        return folder if folder is not None and (folder / COMPLETE).is_file() else None
+
+    def close(self) -> None:
+        """Waits for a save that is under way, then ends the threads."""
+        if getattr(self, "save_future", None) is not None:
+            self._async_wait()
+        super().close()
 
 
 def discard_incomplete(folder: Path) -> None:

@@ -16,15 +16,12 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tomli_w
 
+from configs.check import ConfigError, check, training_steps
 from configs.schema import JobConfig
 
 T = TypeVar("T")
 
 SIZES = Path(__file__).parent / "sizes"
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message names the option, its value and what to set instead."""
 
 
 class _Raw(str):
@@ -43,6 +40,8 @@ def load_config(arguments: Sequence[str]) -> JobConfig:
     options = parse_options(arguments)
     config_file = options.get("job", {}).get("config_file")
     values = read_toml(Path(config_file)) if config_file else {}
+    if "stages" in values:
+        raise ConfigError(f"{config_file} is a recipe of several stages: python -m launch.recipe {config_file}")
     return build_config(merge(values, options))
 
 
@@ -287,49 +286,6 @@ def nearest(name: str, known: Sequence[str], say_known: bool = True) -> str:
     if match:
         return f" Did you mean {match[0]!r}?"
     return f" Known: {', '.join(known)}." if say_known and known else ""
-
-
-# ── Checks across fields ──────────────────────────────────────────────────────────────────────────────
-
-
-def check(config: JobConfig) -> None:
-    """Refuses settings that contradict each other, naming both sides."""
-    a, t = config.architecture, config.training
-    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim"):
-        if getattr(a, name) < 1:
-            raise ConfigError(f"architecture.{name} = {getattr(a, name)} must be at least 1.")
-    if a.vocab_size < 0:
-        raise ConfigError(f"architecture.vocab_size = {a.vocab_size} must be 0 (the tokenizer's) or more.")
-    if a.n_heads % a.n_kv_heads:
-        raise ConfigError(
-            f"architecture.n_heads = {a.n_heads} must be a multiple of architecture.n_kv_heads = {a.n_kv_heads}."
-        )
-    if a.head_dim % 2:
-        raise ConfigError(f"architecture.head_dim = {a.head_dim} must be even: RoPE rotates pairs.")
-    if t.seq_len < 1 or t.local_batch_size < 1:
-        raise ConfigError(
-            f"training.seq_len = {t.seq_len} and local_batch_size = {t.local_batch_size} must be positive."
-        )
-    if t.tokens and t.global_batch_size < 1:
-        raise ConfigError(
-            f"training.tokens = {t.tokens:g} needs training.global_batch_size, to know how many steps it is."
-        )
-    if config.checkpoint.keep_latest_k == 1:
-        raise ConfigError(
-            "checkpoint.keep_latest_k = 1 would leave nothing to resume from while a save is under way; set 2."
-        )
-    if config.lr_scheduler.warmup_steps > (steps := training_steps(config)):
-        raise ConfigError(
-            f"lr_scheduler.warmup_steps = {config.lr_scheduler.warmup_steps} exceeds the {steps} training steps."
-        )
-
-
-def training_steps(config: JobConfig) -> int:
-    """Steps of the run: from `training.tokens` where given (rounded up), else `training.steps`."""
-    t = config.training
-    if not t.tokens:
-        return t.steps
-    return -(-int(t.tokens) // (t.global_batch_size * t.seq_len))
 
 
 # ── Writing ──────────────────────────────────────────────────────────────────────────────────

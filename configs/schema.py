@@ -390,6 +390,12 @@ class Validation(titan.Validation):
 
 
 @dataclass
+class Compile(titan.job_config.Compile):
+    components: list[str] = field(default_factory=lambda: ["model"])
+    """What `torch.compile` takes; "model" compiles block by block."""
+
+
+@dataclass
 class Debug(titan.Debug):
     seed: int | None = 0
     """Seeds the initial weights."""
@@ -406,6 +412,7 @@ class JobConfig(titan.JobConfig):
     metrics: Metrics = field(default_factory=Metrics)
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
+    compile: Compile = field(default_factory=Compile)
     architecture: Architecture = field(default_factory=Architecture)
     position: Position = field(default_factory=Position)
     attention: Attention = field(default_factory=Attention)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from configs import schema
-from data.documents import DataError, Document, DocumentLane, DocumentSource
+from data.documents import DataError, Document, DocumentLane, DocumentSource, Split
 from data.order import hash64
 from data.sources import open_sources
 from data.tokenizer import Tokenizer
@@ -132,9 +132,9 @@ class Mixture:
         return {"drawn": self._drawn.copy(), "readers": [reader.state() for reader in self._readers]}
 
 
-def sample_texts(config: schema.Data, max_bytes: int) -> Iterator[str]:
-    """Training texts of the mixture, by weight in bytes, until there are `max_bytes` or each source was read once."""
-    sources = open_sources(config, "train")
+def sample_texts(config: schema.Data, max_bytes: int, split: Split = "train") -> Iterator[str]:
+    """Texts of one side of the mixture, by weight in bytes, until there are `max_bytes` or each source was read once."""
+    sources = open_sources(config, split)
     readers = {i: source.lane(0, 1) for i, source in enumerate(sources)}
     given = [0.0] * len(sources)
     total = 0

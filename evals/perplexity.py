@@ -27,6 +27,7 @@ from configs.schema import Scope
 from data.tokenizer import load_tokenizer_dir
 from model.build import ModelConfig, set_length
 from model.llama import Llama
+from parallel.device import default_device
 
 TARGETS = 256
 """Tokens at the end of each window that count."""
@@ -39,15 +40,8 @@ def window_nll(model: Llama, tokens: torch.Tensor, length: int, windows: int = 0
         model: set for this length.
         tokens: [n] ids.
         windows: at most this many; 0 takes all.
-
-    Raises:
-        ConfigError: fewer tokens than one window.
     """
-    if length < 2:
-        raise ConfigError(f"--lengths {length}: a window needs at least 2 tokens.")
     rows = tokens[: len(tokens) // length * length].view(-1, length)
-    if len(rows) == 0:
-        raise ConfigError(f"The data has {len(tokens):,} tokens, fewer than one window of {length:,}.")
     rows = rows[:windows] if windows else rows
     device = next(model.parameters()).device
     total, count = 0.0, 0
@@ -71,19 +65,27 @@ def perplexity_by_length(
         {"lengths": {length: perplexity}}, as the model was trained; with scopes that can grow, and a length beyond the
         trained one, also {"lengths_scope_length": …} with scopes that grow.
     """
-    result: dict[str, dict[str, float]] = {}
-    for key, scope_max in (("lengths", None), ("lengths_scope_length", "length")):
-        variant = config if scope_max is None else _with_scope_max(config, scope_max)
-        if variant is None or (scope_max and max(lengths) <= config.trained_length):
-            continue
-        figures = {}
-        for length in lengths:
-            set_length(model, variant, length)
-            total, count = window_nll(model, tokens, length, windows)
-            figures[str(length)] = math.exp(min(total / count, 700))
-        result[key] = figures
+    for length in lengths:  # before hours are spent on the others
+        if not 2 <= length <= len(tokens):
+            raise ConfigError(f"length {length:,}: a window needs at least 2 tokens, and the data has {len(tokens):,}.")
+    result = {"lengths": {str(n): _perplexity(model, config, tokens, n, windows) for n in lengths}}
+    grown = _with_scope_max(config, "length")
+    if grown is not None and any(n > config.trained_length for n in lengths):
+        # Up to the trained length the scopes are the same.
+        result["lengths_scope_length"] = {
+            str(n): _perplexity(model, grown, tokens, n, windows)
+            if n > config.trained_length
+            else result["lengths"][str(n)]
+            for n in lengths
+        }
     set_length(model, config, config.trained_length)
     return result
+
+
+def _perplexity(model: Llama, config: ModelConfig, tokens: torch.Tensor, length: int, windows: int) -> float:
+    set_length(model, config, length)
+    total, count = window_nll(model, tokens, length, windows)
+    return math.exp(min(total / count, 700))
 
 
 def _with_scope_max(config: ModelConfig, scope_max: Any) -> ModelConfig | None:
@@ -121,8 +123,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     options = parser.parse_args(arguments)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device = options.device or accelerator or "cpu"
+    device = options.device or default_device()
+    if options.windows < 0:
+        parser.error(f"--windows {options.windows} must be 0 (all) or more")
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
     try:
         model, config = load_model(options.model_dir, device=device, dtype=getattr(torch, options.dtype))
         tokens = encode_file(options.data, load_tokenizer_dir(options.model_dir))

@@ -46,7 +46,7 @@ class RunMetrics:
         self.ntokens_since_last_log = 0
         self.writes = torch.distributed.get_rank() == 0
         self.folder = Path(config.job.dump_folder)
-        self._flops, self._paused, self._since = 0.0, 0.0, time.perf_counter()
+        self._paused, self._since = 0.0, time.perf_counter()
         self._bar: tqdm | None = None
         self._tensorboard: SummaryWriter | None = None
         self._jsonl: Any = None
@@ -62,17 +62,13 @@ class RunMetrics:
         self._jsonl = path.open("a", encoding="utf-8")
         if self.config.metrics.enable_tensorboard:
             folder = self.folder / self.config.metrics.save_tb_folder
-            self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+            self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
         if sys.stderr.isatty():
             total = self.config.training.steps
             self._bar = tqdm(total=total, initial=step, unit="step", desc=self.folder.name, dynamic_ncols=True)
 
     def should_log(self, step: int) -> bool:
         return step == 1 or step % self.config.metrics.log_freq == 0 or step == self.config.training.steps
-
-    def count(self, flops: float) -> None:
-        """Adds the FLOPs that this rank's step took."""
-        self._flops += flops
 
     def advance(self) -> None:
         if self._bar is not None:
@@ -82,16 +78,19 @@ class RunMetrics:
         """Takes time spent on validation or saving out of the speed figures."""
         self._paused += seconds
 
-    def log_step(self, step: int, loss: float, grad_norm: float, lr: float, tokens_seen: int, step_tokens: int) -> None:
+    def log_step(
+        self, step: int, loss: float, grad_norm: float, lr: float, tokens_seen: int, step_tokens: int, flops: float
+    ) -> None:
         """Reports a step.
 
         Args:
             loss: mean over the global batch's tokens.
             tokens_seen: tokens of all ranks since the run began.
             step_tokens: tokens of all ranks since the last report.
+            flops: what they took, of all ranks.
         """
         seconds = max(time.perf_counter() - self._since - self._paused, 1e-9)
-        tflops = self._flops * self.world_size / seconds / 1e12
+        tflops = flops / seconds / 1e12
         figures: dict[str, Any] = {
             "step": step,
             "loss": loss,
@@ -106,7 +105,7 @@ class RunMetrics:
         }
         if self.peak_flops:
             figures["mfu"] = tflops * 1e12 / (self.peak_flops * self.world_size)
-        self._flops, self._paused, self._since = 0.0, 0.0, time.perf_counter()
+        self._paused, self._since = 0.0, time.perf_counter()
         self.data_loading_times.clear()
         self.ntokens_since_last_log = 0
         self._write("train", step, figures)

@@ -13,8 +13,10 @@ form --section.key value change all stages.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import logging
+import os
 import re
 import shlex
 import signal
@@ -26,8 +28,10 @@ from typing import Any, Literal
 
 from configs.load import ConfigError, build_config, from_dict, merge, parse_options, read_toml, to_toml
 from configs.schema import JobConfig
+from data.tokenizer import load_tokenizer
+from launch.files import write_text
 from launch.summary import report, write_held_out
-from launch.tokenizer import prepare_tokenizer
+from launch.tokenizer import prepare_tokenizer, tokenizer_of
 from model.build import ModelConfig, count_parameters
 
 logger = logging.getLogger("farsight")
@@ -114,7 +118,13 @@ def _stage(
             raise ConfigError(f"optimizer_state = {optimizer!r} must be 'reset' or 'carry'.")
         if last is None and optimizer == "carry":
             raise ConfigError("optimizer_state = 'carry' on the first stage, which has none to carry over.")
-        config = build_config(merge(merge(shared, entry), overrides))
+        values = merge(merge(shared, entry), overrides)
+        for section, key in (("job", "dump_folder"), ("checkpoint", "initial_load_path")):
+            if key in values.get(section, {}):
+                raise ConfigError(
+                    f"{section}.{key} is the recipe's to set; use recipe.folder, recipe.name, recipe.start."
+                )
+        config = build_config(values)
     except ConfigError as error:
         raise ConfigError(f"stage {number} ({name or 'unnamed'}): {error}") from error
     name = name or f"{number + 1}-{config.training.seq_len}"
@@ -123,6 +133,10 @@ def _stage(
     root = Path(recipe.folder) / recipe.name
     config.job.dump_folder = str(root / name)
     config.job.description = f"{recipe.name}, stage {number + 1}: {name}"
+    if not config.checkpoint.enable or config.checkpoint.load_only:
+        raise ConfigError("checkpoint.enable = false or load_only: a stage hands its checkpoint on to the next.")
+    if recipe.start and not config.tokenizer.path:
+        config.tokenizer = dataclasses.replace(config.tokenizer, path=str(tokenizer_of(Path(recipe.start))))
     if not config.tokenizer.path and config.tokenizer.kind != "bytes":
         config.tokenizer = dataclasses.replace(config.tokenizer, path=str(root / "tokenizer"))
     start = config.checkpoint
@@ -131,7 +145,7 @@ def _stage(
     elif optimizer == "reset":
         start.initial_load_path = str(last.model_dir)
     else:
-        start.initial_load_path = str(last.folder / "checkpoint" / f"step-{last.config.training.steps}")
+        start.initial_load_path = str(last.folder / start.folder / f"step-{last.config.training.steps}")
         start.initial_load_model_only = False
         start.exclude_from_loading = CARRY_EXCLUDES
     return Stage(name, optimizer, config)
@@ -141,6 +155,7 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
     """Runs the stages that are not finished and reports on all; returns the first exit status that is not 0."""
     root = stages[0].folder.parent
     prepare_tokenizer(stages[0].config, root / "tokenizer")
+    load_tokenizer(stages[0].config.tokenizer)  # refused here, before data are read
     data = Path(recipe.perplexity_data) if recipe.perplexity_data else None
     if recipe.perplexity_lengths and data is None:
         longest = max(s.config.training.seq_len for s in stages) * max(recipe.perplexity_lengths)
@@ -149,6 +164,8 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
         label = f"stage {number + 1}/{len(stages)}: {stage.name}"
         if stage.finished:
             logger.info(f"{label} is finished")
+            if (stage.folder / "stage.toml").read_text(encoding="utf-8") != to_toml(stage.config):
+                logger.warning(f"its settings have changed since; remove {stage.folder} to train it again")
         else:
             t = stage.config.training
             logger.info(f"\n{label}: {t.steps:,} steps of {t.seq_len:,} tokens")
@@ -162,22 +179,49 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
 def _run(stage: Stage, launcher: list[str]) -> int:
     stage.folder.mkdir(parents=True, exist_ok=True)
     path = stage.folder / "stage.toml"
-    path.write_text(to_toml(stage.config), encoding="utf-8")
+    write_text(path, to_toml(stage.config))
     train = str(Path(__file__).parent.parent / "train.py")
-    process = subprocess.Popen([*launcher, train, "--job.config_file", str(path)])
+    # torchrun gives workers 30 s to end after a signal, which is less than a large model takes to save.
+    environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600", **os.environ}
+    process: subprocess.Popen | None = None
 
     def forward(number: int, frame: Any) -> None:
-        process.send_signal(number)
+        if process is not None:
+            process.send_signal(number)
 
     # The stage saves and stops; then this process returns its status. A terminal's Ctrl-C reaches both anyway.
     before = {
         n: signal.signal(n, forward if n == signal.SIGTERM else signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)
     }
     try:
+        command = [*launcher, train, "--job.config_file", str(path)]
+        process = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
         return process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _end_with_parent() -> None:
+    """Has Linux send this process SIGTERM when its parent dies, so that a killed recipe leaves no stage behind."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+
+
+def check_processes(stages: list[Stage], processes: int) -> None:
+    """Refuses stages whose global batch does not divide over the processes.
+
+    Raises:
+        ConfigError: naming the stage and its batch.
+    """
+    for stage in stages:
+        t = stage.config.training
+        if t.global_batch_size > 0 and t.global_batch_size % (t.local_batch_size * processes):
+            raise ConfigError(
+                f"stage {stage.name}: training.global_batch_size = {t.global_batch_size} is not a multiple of "
+                f"local_batch_size = {t.local_batch_size} times {processes} processes."
+            )
 
 
 def plan_table(stages: list[Stage]) -> str:
@@ -216,6 +260,8 @@ def main(arguments: list[str] | None = None) -> int:
         launcher += ["-m", "torch.distributed.run", *shlex.split(given)]
     try:
         recipe, stages = load_recipe(options.recipe, parse_options(rest))
+        if not options.torchrun:
+            check_processes(stages, options.nproc)
         if options.dry_run:
             print(plan_table(stages))
             return 0

@@ -1,35 +1,35 @@
 """What a recipe leaves for a person: `summary.json`, a table, and a picture of its loss curves."""
 
-import itertools
 import json
+import logging
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from checkpoints.model_dir import load_model
 from configs.schema import JobConfig
-from data.sources import open_sources
+from data.mixture import sample_texts
 from data.tokenizer import load_tokenizer_dir
 from evals.perplexity import encode_file, perplexity_by_length
+from launch.files import write_text
+from parallel.device import default_device
 
 if TYPE_CHECKING:
     from launch.recipe import Recipe, Stage
+
+
+logger = logging.getLogger("farsight")
 
 
 def write_held_out(config: JobConfig, path: Path, tokens: int) -> Path:
     """Writes held-out documents of the data into one file, at least `tokens` tokens of them where there are so many."""
     if path.is_file():
         return path
-    sources = open_sources(config.data, "validation")
-    texts, size = [], 0
-    for document in itertools.chain.from_iterable(source.documents() for source in sources):
-        texts.append(document.text)
-        size += len(document.text)
-        if size > 5 * tokens:  # no tokenizer takes more than a few characters a token for long
-            break
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(texts), encoding="utf-8")
+    # No tokenizer takes more than a few bytes a token for long.
+    write_text(path, "\n".join(sample_texts(config.data, 5 * tokens, "validation")))
     return path
 
 
@@ -44,13 +44,14 @@ def report(recipe: "Recipe", stages: Sequence["Stage"], root: Path, data: Path |
     for number, stage in enumerate(stages):
         entry = stage_summary(stage)
         old = known[number] if number < len(known) else {}
-        if old.get("train_loss") == entry["train_loss"] and old.get("perplexity"):
-            entry["perplexity"] = old["perplexity"]
-        elif data is not None:
-            entry |= _perplexity(recipe, stage, data)
+        asked = [str(data), list(recipe.perplexity_lengths), recipe.perplexity_windows]
+        if old.get("train_loss") == entry["train_loss"] and old.get("perplexity_of") == asked:
+            entry |= {key: value for key, value in old.items() if key.startswith("perplexity")}
+        elif data is not None and recipe.perplexity_lengths:
+            entry |= _perplexity(recipe, stage, data) | {"perplexity_of": asked}
         entries.append(entry)
     summary = {"model_dir": str(stages[-1].model_dir), "stages": entries}
-    path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(summary, indent=2) + "\n")
     draw_losses(stages, root / "loss.png")
     print(summary_table(entries))
     print(f"loss curves: {root / 'loss.png'}   figures: {path}")
@@ -80,10 +81,14 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 def _perplexity(recipe: "Recipe", stage: "Stage", data: Path) -> dict[str, Any]:
-    model, config = load_model(stage.model_dir)
+    device = default_device()
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model, config = load_model(stage.model_dir, device=device, dtype=dtype)
     tokens = encode_file(data, load_tokenizer_dir(stage.model_dir))
-    length = stage.config.training.seq_len
-    lengths = [m * length for m in recipe.perplexity_lengths if m * length <= len(tokens)]
+    asked = [multiple * stage.config.training.seq_len for multiple in recipe.perplexity_lengths]
+    lengths = [length for length in asked if length <= len(tokens)]
+    if len(lengths) < len(asked):
+        logger.warning(f"{data} has {len(tokens):,} tokens: perplexity at {max(asked):,} is left out")
     figures = perplexity_by_length(model, config, tokens, lengths, recipe.perplexity_windows)
     grown = figures.get("lengths_scope_length")
     return {"perplexity": figures["lengths"]} | ({"perplexity_scope_length": grown} if grown else {})

@@ -6,6 +6,7 @@ import shutil
 import socket
 from pathlib import Path
 
+from configs.load import ConfigError
 from configs.schema import JobConfig
 from data.mixture import sample_texts
 from data.tokenizer import train_sentencepiece
@@ -13,6 +14,18 @@ from data.tokenizer import train_sentencepiece
 logger = logging.getLogger("farsight")
 
 TRAINING_BYTES = 4_000_000
+
+
+def tokenizer_of(start: Path) -> Path:
+    """The tokenizer that belongs to a model directory or a checkpoint of ours.
+
+    Raises:
+        ConfigError: there is none; weights mean nothing with another tokenizer's ids.
+    """
+    for directory in (start, start.parent.parent / "tokenizer"):
+        if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            return directory
+    raise ConfigError(f"{start} has no tokenizer.json or tokenizer.model: name its tokenizer in tokenizer.path.")
 
 
 def prepare_tokenizer(config: JobConfig, directory: Path) -> None:

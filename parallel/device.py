@@ -8,11 +8,15 @@ import os
 import resource
 import sys
 import types
+from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torchtitan.tools import utils as titan_utils
 
 GIB = 1024**3
+A100_FLOPS = 312e12
+"""What torchtitan answers for a device that it does not know."""
 
 
 def prepare_device() -> torch.device:
@@ -53,7 +57,24 @@ def peak_flops(device: torch.device) -> float | None:
     """Peak bf16 FLOP/s of the accelerator; None where no figure is known, as on a CPU."""
     if device.type == "cpu":
         return None
-    return titan_utils.get_peak_flops(titan_utils.device_module.get_device_name(device))
+    name = titan_utils.device_module.get_device_name(device)
+    flops = titan_utils.get_peak_flops(name)
+    return None if flops == A100_FLOPS and "A100" not in name else flops
+
+
+def default_device() -> torch.device:
+    """The accelerator if there is one, else the CPU."""
+    if torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.device("cpu")
+
+
+def wait_for_rank_zero() -> None:
+    """A barrier for work that rank 0 does alone and that may take hours: the usual groups' timeouts do not bound it."""
+    if dist.get_world_size() > 1:
+        group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
+        dist.barrier(group)
+        dist.destroy_process_group(group)
 
 
 def _cpu_module() -> types.SimpleNamespace:

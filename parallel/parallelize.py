@@ -85,6 +85,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],
+            # Activations are in param_dtype from the embedding on; casting inputs would only round the RoPE tables.
+            cast_forward_inputs=False,
         ),
     }
     if config.training.enable_cpu_offload:

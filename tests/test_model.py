@@ -278,3 +278,25 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     files[1].unlink()
     with pytest.raises(ConfigError, match=f"{files[1].name}, which is missing"):
         load_model(tmp_path / "m")
+
+
+def test_rope_tables_stay_fp32_under_fsdp_in_bf16():
+    """FSDP casts what goes into a block unless it is told not to; bf16 tables would be wrong beyond a few hundred tokens."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    import model.attention as attention
+    from parallel.parallelize import apply_fsdp
+
+    job = build_config({"architecture": dataclasses.asdict(SMALL), "training": {"seq_len": 16}})
+    model = fresh_model(ModelConfig.from_job(job))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    seen, rotate = [], attention.rotate
+    try:
+        apply_fsdp(model, init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)), job)
+        attention.rotate = lambda x, cos, sin: (seen.append((x.dtype, cos.dtype, sin.dtype)), rotate(x, cos, sin))[1]
+        model(torch.arange(16)[None], labels=torch.arange(16)[None]).backward()
+    finally:
+        attention.rotate = rotate
+        dist.destroy_process_group()
+    assert set(seen) == {(torch.bfloat16, torch.float32, torch.float32)}

@@ -63,8 +63,8 @@ def test_windows_and_targets(text, tokenizer_dir):
     assert count == 3 * 256  # the incomplete fourth window is dropped
     _, count = window_nll(model, tokens, 100, windows=2)
     assert count == 2 * 99
-    with pytest.raises(ConfigError, match="fewer than one window of 600"):
-        window_nll(model, tokens[:599], 600)
+    with pytest.raises(ConfigError, match=r"length 600.*has 599"):
+        perplexity_by_length(model, config, tokens[:599], [64, 600])
 
 
 def test_scopes_past_the_trained_length_are_reported_both_ways(text, tokenizer_dir):

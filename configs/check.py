@@ -1,0 +1,120 @@
+"""Settings that fit their types and still cannot be used: out of range, at odds with each other, or of no effect here."""
+
+import dataclasses
+import functools
+
+from configs.schema import JobConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message names the option, its value and what to set instead."""
+
+
+def check(config: JobConfig) -> None:
+    """Refuses settings that contradict each other, naming both sides."""
+    a, t = config.architecture, config.training
+    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim"):
+        if getattr(a, name) < 1:
+            raise ConfigError(f"architecture.{name} = {getattr(a, name)} must be at least 1.")
+    if a.vocab_size < 0:
+        raise ConfigError(f"architecture.vocab_size = {a.vocab_size} must be 0 (the tokenizer's) or more.")
+    if a.n_heads % a.n_kv_heads:
+        raise ConfigError(
+            f"architecture.n_heads = {a.n_heads} must be a multiple of architecture.n_kv_heads = {a.n_kv_heads}."
+        )
+    if a.head_dim % 2:
+        raise ConfigError(f"architecture.head_dim = {a.head_dim} must be even: RoPE rotates pairs.")
+    if t.seq_len < 1 or t.local_batch_size < 1:
+        raise ConfigError(
+            f"training.seq_len = {t.seq_len} and local_batch_size = {t.local_batch_size} must be positive."
+        )
+    if t.tokens and t.global_batch_size < 1:
+        raise ConfigError(
+            f"training.tokens = {t.tokens:g} needs training.global_batch_size, to know how many steps it is."
+        )
+    if config.checkpoint.keep_latest_k == 1:
+        raise ConfigError(
+            "checkpoint.keep_latest_k = 1 would leave nothing to resume from while a save is under way; set 2."
+        )
+    _check_ranges(config)
+    _check_unsupported(config)
+
+
+def _check_ranges(config: JobConfig) -> None:
+    positive = {
+        "training.steps": training_steps(config),
+        "training.max_norm": config.training.max_norm,
+        "validation.freq": config.validation.freq,
+        "metrics.log_freq": config.metrics.log_freq,
+        "checkpoint.interval": config.checkpoint.interval,
+        "optimizer.lr": config.optimizer.lr,
+    }
+    for name, value in positive.items():
+        if value <= 0:
+            raise ConfigError(f"{name} = {value} must be more than 0.")
+    if config.training.global_batch_size == 0 or config.training.tokens < 0:
+        raise ConfigError(
+            "training.global_batch_size must be positive, or -1 for local_batch_size × ranks; tokens 0 or more."
+        )
+    if config.optimizer.name not in ("Adam", "AdamW"):
+        raise ConfigError(f"optimizer.name = {config.optimizer.name!r} must be 'AdamW' or 'Adam'.")
+    s, steps = config.lr_scheduler, training_steps(config)
+    total = s.total_steps or steps
+    if total < steps:
+        raise ConfigError(f"lr_scheduler.total_steps = {total} is less than the {steps} training steps.")
+    if s.warmup_steps > total:
+        raise ConfigError(f"lr_scheduler.warmup_steps = {s.warmup_steps} exceeds the schedule's {total} steps.")
+
+
+# Options of torchtitan that mean nothing here, or would do harm: what to set instead.
+_UNSUPPORTED = {
+    "training.dataset": "name sources in [data]",
+    "training.dataset_path": "name sources in [data]",
+    "training.dataloader": "the loader reads ahead by itself",
+    "validation.dataset": "validation takes held-out documents of [data]",
+    "validation.dataset_path": "validation takes held-out documents of [data]",
+    "validation.dataloader": "the loader reads ahead by itself",
+    "model.name": 'leave it at "farsight"',
+    "model.hf_assets_path": "use tokenizer.path, and checkpoint.initial_load_path for weights",
+    "model.tokenizer_path": "use tokenizer.path",
+    "metrics.enable_wandb": "read metrics.jsonl or TensorBoard's files",
+    "metrics.save_for_all_ranks": "figures are those of all ranks together",
+    "metrics.disable_color_printing": "nothing is printed in colour",
+    "checkpoint.last_save_model_only": "model/ is written anyway, and a run that is stopped has to save all of its state",
+    "checkpoint.last_save_in_hf": "model/ is written anyway",
+    "checkpoint.export_dtype": "use `python -m checkpoints.convert to-hf … --dtype`",
+    "checkpoint.create_seed_checkpoint": "initial weights are the same on every layout without one",
+    "checkpoint.initial_load_in_hf": "name the directory in checkpoint.initial_load_path; what it is, is seen",
+    "checkpoint.initial_load_in_hf_quantized": "quantised weights are not read",
+    "optimizer.early_step_in_backward": "a step has to wait for the finite check and for clipping",
+    "comm.mode": "use torchrun",
+    "fault_tolerance": "runs resume from checkpoints",
+    "memory_estimation": "it is torchtitan's own tool, for its own models",
+    "parallelism.tensor_parallel_degree": "use data parallelism",
+    "parallelism.pipeline_parallel_degree": "use data parallelism",
+    "parallelism.context_parallel_degree": "use data parallelism",
+    "parallelism.expert_parallel_degree": "these models have no experts",
+}
+
+
+def _check_unsupported(config: JobConfig) -> None:
+    plain = JobConfig()
+    for name, instead in _UNSUPPORTED.items():
+        value, default = (functools.reduce(getattr, name.split("."), c) for c in (config, plain))
+        if value != default:
+            shown = f" = {value!r}" if not dataclasses.is_dataclass(value) else ""
+            raise ConfigError(f"{name}{shown} is not supported: {instead}.")
+    if set(config.compile.components) - {"model"}:
+        raise ConfigError(f'compile.components = {config.compile.components}: only ["model"] is compiled.')
+    if config.training.enable_cpu_offload and config.parallelism.data_parallel_shard_degree == 1:
+        raise ConfigError(
+            "training.enable_cpu_offload needs FSDP: set parallelism.data_parallel_shard_degree to -1 or more than 1."
+        )
+
+
+def training_steps(config: JobConfig) -> int:
+    """Steps of the run: from `training.tokens` where given (rounded up), else `training.steps`."""
+    t = config.training
+    if not t.tokens:
+        return t.steps
+    return -(-int(t.tokens) // (t.global_batch_size * t.seq_len))
