@@ -139,7 +139,8 @@ def measure(rounds: int, rows: int, seq_len: int, dtype: str) -> dict[str, Any]:
             _record_losses(trainer, losses[name])
         speeds: dict[str, list[float]] = {name: [] for name in trainers}
         for step in tqdm(range(rounds + 1), unit="round", disable=not sys.stderr.isatty()):
-            for name, trainer in trainers.items():
+            # Who goes first alternates: what one leaves in caches and allocator is the other's to find.
+            for name, trainer in sorted(trainers.items(), reverse=step % 2 == 1):
                 trainer.step += 1
                 started = time.perf_counter()
                 trainer.train_step(iterators[name])

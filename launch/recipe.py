@@ -54,8 +54,8 @@ class Recipe:
     """Perplexity after each stage, at these multiples of its sequence length; empty measures none."""
     perplexity_data: str = ""
     """Text file to measure it on; empty takes held-out documents of the data."""
-    perplexity_windows: int = 8
-    """At most this many windows at each length; 0 takes the whole file."""
+    perplexity_tokens: int = 2**20
+    """Tokens of it that are read, the same ones at every length; 0 takes the whole file."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,11 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
     load_tokenizer(stages[0].config.tokenizer)  # refused here, before data are read
     data = Path(recipe.perplexity_data) if recipe.perplexity_data else None
     if recipe.perplexity_lengths and data is None:
-        longest = max(s.config.training.seq_len for s in stages) * max(recipe.perplexity_lengths)
-        data = write_held_out(stages[0].config, root / "held_out.txt", longest * max(recipe.perplexity_windows, 1))
+        if not recipe.perplexity_tokens:
+            raise ConfigError(
+                "recipe.perplexity_tokens = 0 needs recipe.perplexity_data; held-out documents have no end."
+            )
+        data = write_held_out(stages[0].config, root / "held_out.txt", recipe.perplexity_tokens)
     for number, stage in enumerate(stages):
         label = f"stage {number + 1}/{len(stages)}: {stage.name}"
         if stage.finished:

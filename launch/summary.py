@@ -44,7 +44,7 @@ def report(recipe: "Recipe", stages: Sequence["Stage"], root: Path, data: Path |
     for number, stage in enumerate(stages):
         entry = stage_summary(stage)
         old = known[number] if number < len(known) else {}
-        asked = [str(data), list(recipe.perplexity_lengths), recipe.perplexity_windows]
+        asked = [str(data), list(recipe.perplexity_lengths), recipe.perplexity_tokens]
         if old.get("train_loss") == entry["train_loss"] and old.get("perplexity_of") == asked:
             entry |= {key: value for key, value in old.items() if key.startswith("perplexity")}
         elif data is not None and recipe.perplexity_lengths:
@@ -63,11 +63,14 @@ def stage_summary(stage: "Stage") -> dict[str, Any]:
     rows = read_metrics(stage.folder)
     train = [row for row in rows if "loss" in row]
     validation = [row for row in rows if "val_loss" in row]
+    fifth = max(1, len(train) // 5)
+    ends = [statistics.fmean(row["loss"] for row in rows) for rows in (train[:1], train[-fifth:])]
     return {
         "name": stage.name,
         "seq_len": stage.config.training.seq_len,
         "steps": stage.config.training.steps,
-        "train_loss": [train[0]["loss"], train[-1]["loss"]],
+        # A batch is small: the last loss is the mean over the last fifth of the logged steps.
+        "train_loss": ends,
         "val_loss": [validation[0]["val_loss"], validation[-1]["val_loss"]] if validation else [],
         # The first step also warms up the machine.
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in train[1:] or train),
@@ -84,12 +87,12 @@ def _perplexity(recipe: "Recipe", stage: "Stage", data: Path) -> dict[str, Any]:
     device = default_device()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model, config = load_model(stage.model_dir, device=device, dtype=dtype)
-    tokens = encode_file(data, load_tokenizer_dir(stage.model_dir))
+    tokens = encode_file(data, load_tokenizer_dir(stage.model_dir))[: recipe.perplexity_tokens or None]
     asked = [multiple * stage.config.training.seq_len for multiple in recipe.perplexity_lengths]
     lengths = [length for length in asked if length <= len(tokens)]
     if len(lengths) < len(asked):
         logger.warning(f"{data} has {len(tokens):,} tokens: perplexity at {max(asked):,} is left out")
-    figures = perplexity_by_length(model, config, tokens, lengths, recipe.perplexity_windows)
+    figures = perplexity_by_length(model, config, tokens, lengths)
     grown = figures.get("lengths_scope_length")
     return {"perplexity": figures["lengths"]} | ({"perplexity_scope_length": grown} if grown else {})
 

@@ -3,13 +3,12 @@
 torchtitan counts full attention for every head; with scopes that would flatter the MFU several times over.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from configs.schema import Architecture
+from kernels.scoped_attention.semantics import visible_pairs_at_positions
 from model.layers import LayerPosition
 
 
@@ -32,15 +31,6 @@ def batch_pairs(layers: Sequence[LayerPosition], positions_BL: Tensor) -> int:
     """Query-key pairs that the heads of all layers see in a batch.
 
     Args:
-        positions_BL: each token's distance from the start of its document; it sees min(scope, position + 1) tokens.
+        positions_BL: each token's distance from the start of its document.
     """
-    scopes = Counter(scope for layer in layers for scope in layer.scopes)
-    depth_counts = torch.bincount(positions_BL.flatten().long() + 1)
-    depths = torch.arange(depth_counts.numel())
-    tokens_upto, depth_upto = depth_counts.cumsum(0), (depth_counts * depths).cumsum(0)
-    deepest, tokens = depth_counts.numel() - 1, int(tokens_upto[-1])
-    pairs = 0
-    for scope, heads in scopes.items():
-        s = min(scope, deepest)
-        pairs += heads * (int(depth_upto[s]) + s * (tokens - int(tokens_upto[s])))
-    return pairs
+    return visible_pairs_at_positions((scope for layer in layers for scope in layer.scopes), positions_BL)

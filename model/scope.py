@@ -27,6 +27,7 @@ from functools import cache
 from typing import Literal, assert_never
 
 from configs.schema import Dense, Heads, Scope, SlidingWindow
+from kernels.scoped_attention.semantics import visible_pairs
 
 DENSE_SCOPE = 2**31 - 1
 """Scope of a head that sees every earlier token: the largest that an int32 holds."""
@@ -77,7 +78,7 @@ def layout_order(layout: Layout, heads: int, kv_heads: int) -> tuple[int, ...]:
             groups = _digit_reversed(range(kv_heads))
             return tuple(group + kv_heads * step for group in groups for step in range(group_size))
         case "group_balanced":
-            pairs = [visible_pairs(_LAYOUT_LENGTH, scope) for scope in geometric_scopes(_LAYOUT_LENGTH, heads)]
+            pairs = [visible_pairs([scope], _LAYOUT_LENGTH) for scope in geometric_scopes(_LAYOUT_LENGTH, heads)]
             cost = [sum(pairs[group * group_size : (group + 1) * group_size]) for group in range(kv_heads)]
             groups = _dealt(list(range(kv_heads)), cost)
             return tuple(group * group_size + step for group in groups for step in range(group_size))
@@ -116,18 +117,12 @@ def head_scopes(heads: Heads, n_heads: int, n_kv_heads: int, trained_length: int
             assert_never(heads)
 
 
-def visible_pairs(length: int, scope: int) -> int:
-    """Query–key pairs that a head of this scope computes in one causal sequence: sum over t of min(t + 1, S)."""
-    scope = min(scope, length)  # a window is cut at the start of the sequence
-    return scope * (scope + 1) // 2 + (length - scope) * scope
-
-
 def cost_ratio(length: int, scopes: tuple[int, ...]) -> float:
     """Attention work of dense heads over that of these scopes, in causal pairs: how many times less is computed.
 
     Exact, unlike the paper's Eq. 5, which forgets that wide windows are cut at the sequence start.
     """
-    return len(scopes) * visible_pairs(length, length) / sum(visible_pairs(length, scope) for scope in scopes)
+    return visible_pairs([length] * len(scopes), length) / visible_pairs(scopes, length)
 
 
 def _smallest_factor(n: int) -> int:

@@ -212,7 +212,8 @@ def test_rotation_and_gradients_equal_transformers(llama_rotary, batch):
     assert tables[0].shape == (batch, 50, 32)
 
     for x, mine, other in zip((q_BLNH, k_BLKH), ours, theirs, strict=True):
-        assert torch.equal(mine, other)
+        # A multiply-add rounds once where transformers rounds twice.
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-6)
         out_grad = torch.randn_like(mine)
         (my_grad,) = torch.autograd.grad(mine, x, out_grad)
         (other_grad,) = torch.autograd.grad(other, x, out_grad)

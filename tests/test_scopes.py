@@ -8,6 +8,7 @@ import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from configs.schema import Dense, Scope, SlidingWindow
+from kernels.scoped_attention.semantics import visible_pairs
 from model.alibi import alibi_slopes
 from model.scope import (
     DENSE_SCOPE,
@@ -15,7 +16,6 @@ from model.scope import (
     geometric_scopes,
     head_scopes,
     layout_order,
-    visible_pairs,
 )
 
 LENGTHS = [4096, 32768, 131072, 262144]
@@ -65,7 +65,7 @@ def test_visible_pairs_counts_the_mask():
     for length in (1, 2, 7, 16):
         for scope in (1, 2, 5, 16, 17, DENSE_SCOPE):
             mask = sum(t - scope < i <= t for t in range(length) for i in range(length))  # Eq. 2
-            assert visible_pairs(length, scope) == mask
+            assert visible_pairs([scope], length) == mask
 
 
 @pytest.mark.parametrize(("length", "ratio"), zip(LENGTHS, ["5.10", "6.25", "7.00", "7.36"], strict=True))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import semantics
 from .masks import Masks
-from .tiles import Mask, Shape, Tile, plan
+from .tiles import Mask, Shape, Tile, document_chunks, plan
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -48,7 +48,7 @@ def banded_forward(
     q_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, Lq, N, H] in q's dtype, and the log-sum-exp of each row's scores [B, Lq, N] in fp32 (fp64 for fp64)."""
+    """Output [B, Lq, N, H] in q's dtype, and the log-sum-exp of each row's scores [B, Lq, N], fp32 (fp64 for fp64)."""
     q, k, v = (_widened(x) for x in (q_BLNH, k_BLKH, v_BLKH))
     band = _Band(q, k, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)
     if band.one_call:
@@ -103,7 +103,10 @@ def banded_backward(
     for tile in band.tiles:
         dq, dk, dv = band.attend_backward(tile, do, q, k, v, o, lse_BLN)
         dq_rows = band.rows(tile, dq_BLNH)
-        dq_rows.add_(dq) if tile.merges else dq_rows.copy_(dq)
+        if tile.merges:
+            dq_rows.add_(dq)
+        else:
+            dq_rows.copy_(dq)
         _add_keys(tile, dk_BLKH, dk)
         _add_keys(tile, dv_BLKH, dv)
     return dq_BLNH.to(q_BLNH.dtype), dk_BLKH.to(k_BLKH.dtype), dv_BLKH.to(v_BLKH.dtype)
@@ -147,7 +150,7 @@ class _Band:
         scale: float,
     ) -> None:
         self.q_offset, self.scale = q_offset, scale
-        scopes = scopes_N.tolist()
+        scopes = tuple(scopes_N.tolist())
         slopes = None if alibi_slopes_N is None else alibi_slopes_N.tolist()
         semantics.check_values(scopes, document_starts_BL)
         self.fused = _has_fused_kernel(q_BLNH.device)
@@ -161,7 +164,11 @@ class _Band:
             fused=self.fused,
             biased=alibi_slopes_N is not None,
         )
-        starts = None if document_starts_BL is None else (lambda token: document_starts_BL[:, token].tolist())
+        starts = None
+        if document_starts_BL is not None:
+            begins, ends = zip(*document_chunks(shape), strict=True)
+            columns = [*begins, *(end - 1 for end in ends)]
+            starts = tuple(map(tuple, document_starts_BL[:, columns].T.tolist()))
         self.tiles = plan(scopes, shape, starts)
         self.masks = Masks(self.tiles, scopes, slopes, document_starts_BL, q_BLNH.dtype, q_BLNH.device)
         self.one_call = len(self.tiles) == 1 and self.tiles[0].count == 1 and self.tiles[0].keys == shape.end
@@ -177,10 +184,7 @@ class _Band:
         mask = self._mask(tile, q)
         if self.fused:
             return _flash(q, k, v, 0.0, tile.mask is Mask.CAUSAL, attn_mask=mask, scale=self.scale)
-        s = self._scores(q, k, mask)
-        lse = s.logsumexp(dim=-1, keepdim=True)
-        o = s.sub_(lse).exp_() @ v
-        return o.view(q.shape), lse.view(q.shape[:-1])
+        return _products(q, k, v, mask, self.scale)
 
     def attend_backward(
         self,
@@ -199,22 +203,39 @@ class _Band:
         if self.fused:
             causal = tile.mask is Mask.CAUSAL
             return _flash_backward(do, q, k, v, o, lse.squeeze(-1), 0.0, causal, attn_mask=mask, scale=self.scale)
-        p = self._scores(q, k, mask).sub_(_by_kv_head(lse, k)).exp_()
-        delta = _by_kv_head((do * o).sum(dim=-1, keepdim=True), k)
-        do, q_rows = _by_kv_head(do, k), _by_kv_head(q, k)
-        ds = (do @ v.transpose(-1, -2)).sub_(delta).mul_(p).mul_(self.scale)
-        return (ds @ k).view(q.shape), ds.transpose(-1, -2) @ q_rows, p.transpose(-1, -2) @ do
+        return _products_backward(do, q, k, v, o, lse, mask, self.scale)
 
     def _mask(self, tile: Tile, q: Tensor) -> Tensor | None:
         mask = self.masks(tile)
         return None if mask is None else mask.expand(*q.shape[:3], tile.keys)
 
-    def _scores(self, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """[M, X of the keys, rows, W]; the query heads of a key-value head are further rows of one product."""
-        s = _by_kv_head(q * self.scale, k) @ k.transpose(-1, -2)
-        if mask is not None:
-            s.view(*q.shape[:3], k.shape[2]).add_(mask)
-        return s
+
+def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """A tile without a fused kernel: its scores exist, so that the plan keeps them few."""
+    with torch.autocast(q.device.type, enabled=False):
+        s = _scores(q, k, mask, scale)
+        lse = s.logsumexp(dim=-1, keepdim=True)
+        o = s.sub_(lse).exp_() @ v
+    return o.view(q.shape), lse.view(q.shape[:-1])
+
+
+def _products_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):
+        p = _scores(q, k, mask, scale).sub_(_by_kv_head(lse, k)).exp_()
+        delta = _by_kv_head((do * o).sum(dim=-1, keepdim=True), k)
+        do, q_rows = _by_kv_head(do, k), _by_kv_head(q, k)
+        ds = (do @ v.transpose(-1, -2)).sub_(delta).mul_(p).mul_(scale)
+        return (ds @ k).view(q.shape), ds.transpose(-1, -2) @ q_rows, p.transpose(-1, -2) @ do
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """[M, X of the keys, rows, W]; the query heads of a key-value head are further rows of one product."""
+    s = _by_kv_head(q * scale, k) @ k.transpose(-1, -2)
+    if mask is not None:
+        s.view(*q.shape[:3], k.shape[2]).add_(mask)
+    return s
 
 
 def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
@@ -222,7 +243,7 @@ def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _widened(x: Tensor) -> Tensor:
-    """In fp32 at least, each head's row contiguous. Half precision is widened on entry: its CPU kernel is slower than fp32's."""
+    """In fp32 at least, each head's row contiguous. In half precision the CPU kernel is slower, its backward tenfold."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -252,9 +273,10 @@ def _blocks(tile: Tile, x: Tensor, first: int, rows: int, step: int, first_head:
 def _add_keys(tile: Tile, total_BLKH: Tensor, part: Tensor) -> None:
     """Add a tile's gradient [M, X, W, H] into that of all keys. Its blocks overlap; what is added at once must not."""
     step, first = tile.key_step, tile.first_key
-    if tile.count == 1 or step == 0:
-        blocks = _keys(tile, total_BLKH)
-        blocks[0].add_(part.sum(0)) if tile.count > 1 else blocks.add_(part)  # many blocks of rows, the same keys
+    if tile.count == 1:
+        _keys(tile, total_BLKH).add_(part)
+    elif step == 0:  # blocks of rows over the same keys
+        _keys(tile, total_BLKH)[0].add_(part.sum(0))
     elif tile.keys > step * tile.count:
         blocks = _keys(tile, total_BLKH)
         for block in range(tile.count):

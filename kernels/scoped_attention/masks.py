@@ -13,7 +13,7 @@ from torch import Tensor
 from . import semantics
 from .tiles import Mask, Tile
 
-CACHED_ELEMENTS = 2**18  # Small masks are kept from call to call: a short step would spend its time building them.
+CACHED_ELEMENTS = 2**20  # Small masks are kept from call to call: a short step would spend its time building them.
 
 
 class Masks:
@@ -90,7 +90,7 @@ def _band_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """[1, heads, rows, before + after], row 0 at key `before`: found for each distance once, then laid out row by row."""
+    """[1, heads, rows, before + after], row 0 at key `before`: found once for each distance, laid out row by row."""
     key = torch.arange(1 - rows, before + after, device=device)  # seen from row 0, all distances that occur
     seen = semantics.visible(torch.tensor(before, device=device), key, torch.tensor(scopes, device=device)[:, None])
     bias = torch.zeros((), dtype=dtype, device=device)
@@ -102,7 +102,7 @@ def _band_mask(
     return last_row_first.index_select(1, torch.arange(rows - 1, -1, -1, device=device)).unsqueeze(0)
 
 
-_cached_band_mask: Callable[..., Tensor] = lru_cache(maxsize=128)(_band_mask)
+_cached_band_mask: Callable[..., Tensor] = lru_cache(maxsize=32)(_band_mask)
 
 
 def _in_document(tile: Tile, document_starts_BL: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ Token t of a head with scope S, in a document that starts at token d, sees the t
 and nothing else. A scope counts the token itself, so that S = 1 sees only itself and S >= t + 1 sees all before it.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,8 +67,22 @@ def visible_pairs_in_documents(scopes: Sequence[int] | Tensor, document_starts_B
     """As `visible_pairs`, for a batch of packed rows: the sum over rows, heads and queries of min(S, t - start + 1)."""
     scopes = scopes.tolist() if isinstance(scopes, Tensor) else scopes
     tokens = torch.arange(document_starts_BL.shape[1], device=document_starts_BL.device)
-    age_BL = (tokens - document_starts_BL.long() + 1)[:, q_offset:]
-    return sum(int(age_BL.clamp(max=int(s)).sum()) for s in scopes)
+    return visible_pairs_at_positions(scopes, (tokens - document_starts_BL.long())[:, q_offset:])
+
+
+def visible_pairs_at_positions(scopes: Iterable[int], positions: Tensor) -> int:
+    """Query-key pairs of all heads, from the queries' positions in their documents: the sum of min(S, position + 1).
+
+    Linear in the number of positions, whatever the number of scopes.
+    """
+    counts = torch.bincount(positions.flatten().long() + 1)  # tokens that would see n others, itself included
+    seen_upto = (counts * torch.arange(counts.numel(), device=counts.device)).cumsum(0).tolist()
+    tokens_upto = counts.cumsum(0).tolist()
+    pairs = 0
+    for scope, heads in Counter(scopes).items():
+        cut = min(scope, counts.numel() - 1)
+        pairs += heads * (seen_upto[cut] + cut * (tokens_upto[-1] - tokens_upto[cut]))
+    return pairs
 
 
 def check_values(scopes: Sequence[int], document_starts_BL: Tensor | None) -> None:

@@ -7,7 +7,7 @@ Tokens are numbered from the first key; queries are the tokens `first` to `end -
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
@@ -17,13 +17,15 @@ from functools import lru_cache
 CALL_NS = 400_000.0
 PAIR_NS = 1.0
 PAIR_NS_PER_HEAD_DIM = 0.31
+PAIR_NS_OF_DOCUMENTS = 5.0  # to build a mask for each block
 CHUNKS = (32, 64, 128, 256, 512)
-ONE_CHUNK = 512  # Up to so many queries one tile may cover them all: its mask is bounded by this, squared.
+ONE_CHUNK = 256  # Up to so many queries one tile may cover them all, with a mask of that, squared, for each head.
 LEAST_SPLIT = 512  # Causal triangles are not split below so many rows: the fused kernel steps over keys by 512.
 WIDE_IN_DOCUMENTS = 128  # From this scope on, key blocks of earlier documents are skipped chunk by chunk.
-# Blocks of one call hold at most so many times the sequence's keys, and scores, where stored, of at most ONE_CHUNK rows
-# of them: memory stays linear.
+# What keeps memory linear: blocks of one call hold at most so many times the sequence's keys, and where each stores its
+# scores or mask, at most those of so many rows over all keys.
 KEYS_A_CALL = 4
+STORED_ROWS_A_CALL = 128
 
 
 class Mask(Enum):
@@ -69,19 +71,29 @@ class Shape:
     threads: int
     fused: bool  # a kernel computes CAUSAL and FULL tiles of any size without storing scores
     biased: bool  # ALiBi: every tile needs its mask
+    documents: bool = False  # every block needs its own mask
 
     def cost(self, tiles: Sequence[Tile]) -> float:
         """Nanoseconds, roughly; short blocks are less efficient and add to the keys' gradients more often."""
-        pair = (PAIR_NS + PAIR_NS_PER_HEAD_DIM * self.head_dim) / self.threads
+        pair = PAIR_NS + PAIR_NS_PER_HEAD_DIM * self.head_dim + PAIR_NS_OF_DOCUMENTS * self.documents
+        pair /= self.threads
         return sum(CALL_NS + tile.pairs * pair * (1 + 20 / tile.rows) for tile in tiles)
 
 
-def plan(scopes: Sequence[int], shape: Shape, starts: Callable[[int], list[int]] | None = None) -> tuple[Tile, ...]:
-    """Tiles for all heads. `starts(t)` gives each batch row's document start at token t; None is no documents."""
+def document_chunks(shape: Shape) -> list[tuple[int, int]]:
+    """First token and end of the chunks in which heads with wide scopes are planned if there are documents."""
+    chunk = 128 if shape.end - shape.first <= 2048 else 256
+    return [(token, min(token + chunk, shape.end)) for token in range(shape.first, shape.end, chunk)]
+
+
+@lru_cache(maxsize=64)  # all layers of a step have the same documents, forward and backward
+def plan(scopes: tuple[int, ...], shape: Shape, starts: tuple[tuple[int, ...], ...] | None = None) -> tuple[Tile, ...]:
+    """Tiles for all heads. `starts` has the document starts of each batch row, at the first token of every document
+    chunk, then at the last token of every one; None is no documents."""
     scopes = tuple(min(s, shape.end) for s in scopes)
-    if starts is None or max(starts(shape.end - 1)) == 0:
+    if starts is None or max(starts[-1]) == 0:
         return _plan_bands(scopes, shape, 0, len(scopes))
-    masked = replace(shape, biased=True)
+    masked = replace(shape, biased=True, documents=True)
     tiles: list[Tile] = []
     for wide, run in itertools.groupby(range(len(scopes)), lambda head: scopes[head] >= WIDE_IN_DOCUMENTS):
         heads = list(run)
@@ -93,7 +105,6 @@ def plan(scopes: Sequence[int], shape: Shape, starts: Callable[[int], list[int]]
     return tuple(tiles)
 
 
-@lru_cache(maxsize=256)
 def _plan_bands(scopes: tuple[int, ...], shape: Shape, first_head: int, end_head: int) -> tuple[Tile, ...]:
     """Neighbouring heads share tiles where computing all at the widest scope costs less than another call."""
     tiles: list[Tile] = []
@@ -101,7 +112,7 @@ def _plan_bands(scopes: tuple[int, ...], shape: Shape, first_head: int, end_head
     for head in range(first_head + 1, end_head):
         alone = _band_tiles(scopes, head, head + 1, shape)
         merged = _band_tiles(scopes, start, head + 1, shape)
-        if merged and shape.cost(merged) <= shape.cost(best) + shape.cost(alone):
+        if shape.cost(merged) <= shape.cost(best) + shape.cost(alone):
             best = merged
         else:
             tiles += best
@@ -110,11 +121,11 @@ def _plan_bands(scopes: tuple[int, ...], shape: Shape, first_head: int, end_head
 
 
 def _band_tiles(scopes: tuple[int, ...], first_head: int, end_head: int, shape: Shape) -> list[Tile]:
-    """The cheapest tiles for neighbouring heads. Unequal scopes go together only in chunks as long as the widest."""
+    """The cheapest tiles for neighbouring heads: over the keys of the widest, masked for the others."""
     group = scopes[first_head:end_head]
     scope, equal = max(group), len(set(group)) == 1
     queries = shape.end - shape.first
-    chunks = {c for c in CHUNKS if c < queries} | {min(queries, ONE_CHUNK)}
+    chunks = {c for c in CHUNKS if c < queries} | ({queries} if queries <= ONE_CHUNK else set())
     plans = [
         [
             tile
@@ -122,9 +133,8 @@ def _band_tiles(scopes: tuple[int, ...], first_head: int, end_head: int, shape: 
             for tile in _over_heads(span, first_head, end_head, shape)
         ]
         for chunk in chunks
-        if equal or scope - 1 <= chunk
     ]
-    return min(plans, key=shape.cost, default=[])
+    return min(plans, key=shape.cost)
 
 
 def _spans(scope: int, equal: bool, chunk: int, shape: Shape, heads: int) -> Iterator[Tile]:
@@ -141,9 +151,10 @@ def _spans(scope: int, equal: bool, chunk: int, shape: Shape, heads: int) -> Ite
         yield Tile(token, rows, 0, token + rows, Mask.BAND)
         token += rows
     keys = chunk + scope - 1
-    a_call = max(shape.threads, KEYS_A_CALL * end // keys)
-    if not shape.fused:
-        a_call = max(1, min(a_call, ONE_CHUNK * end // (chunk * keys)))
+    a_call = KEYS_A_CALL * end // keys
+    if shape.documents or not shape.fused:
+        a_call = min(a_call, STORED_ROWS_A_CALL * end // (chunk * keys))
+    a_call = max(a_call, shape.threads)
     while end - token >= chunk:
         count = min((end - token) // chunk, a_call)
         yield Tile(token, chunk, token - scope + 1, keys, Mask.BAND, count, key_step=chunk)
@@ -153,14 +164,12 @@ def _spans(scope: int, equal: bool, chunk: int, shape: Shape, heads: int) -> Ite
 
 
 def _plan_documents(
-    scopes: tuple[int, ...], shape: Shape, starts: Callable[[int], list[int]], heads: list[int]
+    scopes: tuple[int, ...], shape: Shape, starts: tuple[tuple[int, ...], ...], heads: list[int]
 ) -> list[Tile]:
     """Wide heads, chunk by chunk: keys begin at the chunk's earliest document, per batch row where that saves more."""
-    chunk = 128 if shape.end - shape.first <= 2048 else 256
+    chunks = document_chunks(shape)
     found: list[Tile] = []
-    for token in range(shape.first, shape.end, chunk):
-        end = min(token + chunk, shape.end)
-        begin, last = starts(token), starts(end - 1)
+    for (token, end), begin, last in zip(chunks, starts[: len(chunks)], starts[len(chunks) :], strict=True):
 
         def tiles(first_batch: int, end_batch: int, token=token, end=end, begin=begin, last=last) -> list[Tile]:
             earliest, latest = min(begin[first_batch:end_batch]), max(last[first_batch:end_batch])
