@@ -135,7 +135,7 @@ def _stage(
     config.job.description = f"{recipe.name}, stage {number + 1}: {name}"
     if not config.checkpoint.enable or config.checkpoint.load_only:
         raise ConfigError("checkpoint.enable = false or load_only: a stage hands its checkpoint on to the next.")
-    if recipe.start and not config.tokenizer.path:
+    if recipe.start and not config.tokenizer.path and config.tokenizer.kind != "bytes":
         config.tokenizer = dataclasses.replace(config.tokenizer, path=str(tokenizer_of(Path(recipe.start))))
     if not config.tokenizer.path and config.tokenizer.kind != "bytes":
         config.tokenizer = dataclasses.replace(config.tokenizer, path=str(root / "tokenizer"))

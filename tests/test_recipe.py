@@ -119,15 +119,19 @@ def test_refusals(text, says, tmp_path):
 
 
 def test_stages_start_from_each_other(tmp_path):
-    path = tmp_path / "r.toml"
+    path, there = tmp_path / "r.toml", tmp_path / "there"
+    there.mkdir()
     path.write_text(
-        '[recipe]\nstart = "there"\n[[stages]]\nname = "a"\ntraining = { steps = 300 }\n'
+        f'[recipe]\nstart = "{there}"\n[[stages]]\nname = "a"\ntraining = {{ steps = 300 }}\n'
         '[[stages]]\nname = "b"\noptimizer_state = "carry"\n[[stages]]\nname = "c"\n'
     )
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        load_recipe(path, {})  # weights mean nothing with another tokenizer's ids
+    (there / "tokenizer.json").touch()
     _, (a, b, c) = load_recipe(path, {"training": {"seq_len": 32}})
-    assert a.config.checkpoint.initial_load_path == "there"
+    assert a.config.checkpoint.initial_load_path == str(there)
     assert b.config.checkpoint.initial_load_path == "runs/r/a/checkpoint/step-300"
     assert b.config.checkpoint.initial_load_model_only is False
     assert c.config.checkpoint.initial_load_path == "runs/r/b/model"
     assert [s.config.training.seq_len for s in (a, b, c)] == [32] * 3
-    assert Path(c.config.tokenizer.path) == Path("runs/r/tokenizer")
+    assert [Path(s.config.tokenizer.path) for s in (a, b, c)] == [there] * 3
