@@ -9,8 +9,9 @@ export OMP_NUM_THREADS ?= 2
 quickstart: setup
 	$(BIN)/python train.py
 
+# Two workers of one thread each: most tests start processes or wait, and threads that outnumber cores wait for each other.
 test: setup
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
 lint: setup
 	$(BIN)/ruff check .

@@ -6,7 +6,7 @@ Shapes: B batch, L sequence, D model, V vocabulary, H head dimension.
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,20 @@ from model.rope import RopeFrequencies, rope_frequencies, rope_tables
 from model.sinusoidal import sinusoidal_embedding
 
 
+class _SwiGlu(torch.autograd.Function):
+    """silu(a) · b. Keeps a and b alone, a third less than autograd would: silu(a) costs little to compute again."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return F.silu(a).mul_(b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * b, a), F.silu(a).mul_(grad)
+
+
 class FeedForward(nn.Module):
     """SwiGLU: w2(silu(w1 x) · w3 x)."""
 
@@ -31,7 +45,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+        return self.w2(_SwiGlu.apply(self.w1(x_BLD), self.w3(x_BLD)))
 
 
 class Block(nn.Module):

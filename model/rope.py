@@ -74,29 +74,32 @@ def rope_frequencies(rotary: Rotary, head_dim: int, length: int) -> RopeFrequenc
 
 
 def rope_tables(positions_BL: Tensor, frequencies: RopeFrequencies) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, attention factor included: two fp32 tensors [B, L, F].
+    """The two factors of `rotate` for every position, attention factor included: fp32 [B, L, H] each.
+
+    The first repeats the angles' cosines for both halves of a head, the second their sines, negative in the first
+    half: made once for all the layers that rotate alike, so that no layer has to.
 
     `positions_BL` holds integers, from 0, exact up to 2^24; [1, L] where all sequences share their positions.
-    The tables are half as wide as transformers', which repeats each angle for both dimensions of a pair.
     """
     inv_freq_F = frequencies.inv_freq.to(positions_BL.device)
     angles_BLF = positions_BL[..., None].float() * inv_freq_F
-    return angles_BLF.cos() * frequencies.attention_factor, angles_BLF.sin() * frequencies.attention_factor
+    cos_BLF = angles_BLF.cos() * frequencies.attention_factor
+    sin_BLF = angles_BLF.sin() * frequencies.attention_factor
+    return torch.cat((cos_BLF, cos_BLF), dim=-1), torch.cat((-sin_BLF, sin_BLF), dim=-1)
 
 
-def rotate(x_BLNH: Tensor, cos_BLF: Tensor, sin_BLF: Tensor) -> Tensor:
+def rotate(x_BLNH: Tensor, cos_BLH: Tensor, sin_BLH: Tensor) -> Tensor:
     """Rotate queries or keys (RoFormer, Eq. 34, with half-split pairs); returns x's shape and dtype.
 
-    The tables are `rope_tables`' [B, L, F] (B may be 1), or [B, L, N, F] where each head has its own
+    The tables are `rope_tables`' [B, L, H] (B may be 1), or [B, L, N, H] where each head has its own
     frequencies. The products are taken in fp32 whatever x's dtype is.
     """
-    if cos_BLF.dim() == x_BLNH.dim() - 1:
-        cos_BLF, sin_BLF = cos_BLF.unsqueeze(-2), sin_BLF.unsqueeze(-2)  # the same for all heads
-    # (x1, x2) → (x1·cos − x2·sin, x2·cos + x1·sin), with the halves swapped by a roll: tables are small next to x, and
-    # this passes over x half as often as multiplying the halves apart does.
-    cos_BLH, sin_BLH = torch.cat((cos_BLF, cos_BLF), dim=-1), torch.cat((-sin_BLF, sin_BLF), dim=-1)
+    if cos_BLH.dim() == x_BLNH.dim() - 1:
+        cos_BLH, sin_BLH = cos_BLH.unsqueeze(-2), sin_BLH.unsqueeze(-2)  # the same for all heads
+    # (x1, x2) → (x1·cos − x2·sin, x2·cos + x1·sin), with the halves swapped by a roll: this passes over x half as often
+    # as multiplying the halves apart does.
     x = x_BLNH.float()
-    return torch.addcmul(x * cos_BLH, x.roll(cos_BLF.shape[-1], dims=-1), sin_BLH).to(x_BLNH.dtype)
+    return (x * cos_BLH).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin_BLH).to(x_BLNH.dtype)
 
 
 # ── The frequencies of each kind ──────────────────────────────────────────────────────────────────────

@@ -4,6 +4,7 @@ torchtitan 0.2.2 takes "cuda" where there is no accelerator, and reads memory st
 This module is the one place that touches another library's names to put that right.
 """
 
+import ctypes
 import os
 import resource
 import sys
@@ -17,6 +18,9 @@ from torchtitan.tools import utils as titan_utils
 GIB = 1024**3
 A100_FLOPS = 312e12
 """What torchtitan answers for a device that it does not know."""
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""glibc's malloc.h."""
 
 
 def prepare_device() -> torch.device:
@@ -41,6 +45,7 @@ def prepare_device() -> torch.device:
             module.device_type = "cpu"  # type: ignore[attr-defined]
             if hasattr(module, "device_module"):
                 module.device_module = _cpu_module()  # type: ignore[attr-defined]
+    _keep_freed_memory()
     return torch.device("cpu")
 
 
@@ -75,6 +80,18 @@ def wait_for_rank_zero() -> None:
         group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
         dist.barrier(group)
         dist.destroy_process_group(group)
+
+
+def _keep_freed_memory() -> None:
+    """Has glibc reuse what a step frees instead of handing it back to the kernel.
+
+    By glibc's own thresholds a step's large tensors are mapped and unmapped anew each time, and to zero their pages
+    takes longer than the SiLU that fills them. Does nothing under another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(ctypes.c_int(M_MMAP_THRESHOLD), ctypes.c_int(GIB))
+        mallopt(ctypes.c_int(M_TRIM_THRESHOLD), ctypes.c_int(GIB))
 
 
 def _cpu_module() -> types.SimpleNamespace:

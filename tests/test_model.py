@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from checkpoints.hf_config import from_hf_config, to_hf_config
@@ -29,6 +31,7 @@ from configs.schema import (
 )
 from model.build import ModelConfig, build_model, count_parameters, set_length
 from model.flops import attention_flops_per_pair, batch_pairs, matmul_flops_per_token
+from model.llama import FeedForward
 
 SMALL = Architecture(vocab_size=96, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, norm_eps=1e-5)
 SIZES = Path(__file__).parent.parent / "configs" / "sizes"
@@ -300,3 +303,22 @@ def test_rope_tables_stay_fp32_under_fsdp_in_bf16():
         attention.rotate = rotate
         dist.destroy_process_group()
     assert set(seen) == {(torch.bfloat16, torch.float32, torch.float32)}
+
+
+def test_swiglu_equals_the_formula_and_keeps_two_tensors_of_the_hidden_width():
+    dim, ffn = 8, 20
+    module = FeedForward(dim, ffn)
+    x = torch.randn(2, 5, dim, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        out = module(x)
+    grad = torch.randn_like(out)
+    ours = torch.autograd.grad(out, [x, *module.parameters()], grad)
+    hidden = F.silu(x @ module.w1.weight.T) * (x @ module.w3.weight.T)
+    expected = hidden @ module.w2.weight.T
+    assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    theirs = torch.autograd.grad(expected, [x, module.w1.weight, module.w2.weight, module.w3.weight], grad)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    # silu's input, its factor, and w2's input.
+    assert sum(t.numel() == 2 * 5 * ffn for t in kept) == 3

@@ -209,7 +209,7 @@ def test_rotation_and_gradients_equal_transformers(llama_rotary, batch):
     theirs = apply_rotary_pos_emb(q_BLNH, k_BLKH, cos, sin, unsqueeze_dim=2)
     tables = rope_tables(positions_BL, rope_frequencies(rotary, 64, 32768))
     ours = rotate(q_BLNH, *tables), rotate(k_BLKH, *tables)
-    assert tables[0].shape == (batch, 50, 32)
+    assert tables[0].shape == (batch, 50, 64)
 
     for x, mine, other in zip((q_BLNH, k_BLKH), ours, theirs, strict=True):
         # A multiply-add rounds once where transformers rounds twice.
