@@ -3,23 +3,30 @@
     python -m benchmarks.train_step [--json F]
 
 The model is torchtitan's llama3 `debugmodel` (256 wide, 6 layers, 16 heads, llama3-scaled RoPE, dense attention) at a
-sequence length of 2048. Both trainers live in one process, start from the same weights and take the same steps in
-turn; figures count only if their losses agree on every step.
+sequence length of 2048. Each trainer has a process of its own, as its users have, and takes its steps in turn with the
+others while they wait; all start from the same weights. Figures count only if the losses agree on every step.
+
+On a CPU, ours has the C library keep freed memory for the next step. A second torchtitan has that too, to tell what
+comes of it and what of the rest.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import multiprocessing
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torchtitan
+from safetensors.torch import load_file, save_file
 from torchtitan.config import JobConfig as TitanConfig
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.train import Trainer as TitanTrainer
@@ -29,7 +36,9 @@ import train
 from configs.load import build_config
 from parallel.device import prepare_device
 
+TITAN, TITAN_KEEPING, FARSIGHT = "torchtitan", "torchtitan, keeping memory", "farsight"
 VOCAB = 2048
+WARM_UP = 2
 TOLERANCE = 1e-4
 """Relative; the two sum in different orders."""
 
@@ -111,10 +120,10 @@ def our_trainer(rows: int, seq_len: int, folder: str, dtype: str) -> train.Train
         train.build_loader = build_loader
 
 
-def copy_weights(source: TitanTrainer, target: train.Trainer) -> None:
+def load_titan_weights(model: torch.nn.Module, file: Path) -> None:
     """Gives our model torchtitan's weights: it rotates neighbouring pairs where we rotate halves."""
-    theirs = source.model_parts[0].state_dict()
-    for name, parameter in target.model_parts[0].named_parameters():
+    theirs = load_file(file)
+    for name, parameter in model.named_parameters():
         weight = theirs[name]
         if name.endswith(("wq.weight", "wk.weight")):
             weight = weight.unflatten(0, (-1, 8, 2)).transpose(1, 2).flatten(0, 2)
@@ -122,53 +131,78 @@ def copy_weights(source: TitanTrainer, target: train.Trainer) -> None:
             parameter.copy_(weight)
 
 
-def measure(rounds: int, rows: int, seq_len: int, dtype: str) -> dict[str, Any]:
-    """Takes `rounds` steps of each in turn, after one that counts for correctness only."""
+def work(name: str, rows: int, seq_len: int, folder: str, dtype: str, pipe: Connection) -> None:
+    """One trainer's process: a step, answered with its seconds and loss, for every True that arrives."""
     train.start_logging()
-    prepare_device()
-    tokens = rows * seq_len
-    losses: dict[str, list[float]] = {"torchtitan": [], "farsight": []}
-    with tempfile.TemporaryDirectory() as folder:
-        trainers: dict[str, Any] = {
-            "torchtitan": titan_trainer(rows, seq_len, folder, dtype),
-            "farsight": our_trainer(rows, seq_len, folder, dtype),
-        }
-        copy_weights(trainers["torchtitan"], trainers["farsight"])
-        iterators = {name: t.batch_generator(t.dataloader) for name, t in trainers.items()}
-        for name, trainer in trainers.items():
-            _record_losses(trainer, losses[name])
-        speeds: dict[str, list[float]] = {name: [] for name in trainers}
-        for step in tqdm(range(rounds + 1), unit="round", disable=not sys.stderr.isatty()):
-            # Who goes first alternates: what one leaves in caches and allocator is the other's to find.
-            for name, trainer in sorted(trainers.items(), reverse=step % 2 == 1):
-                trainer.step += 1
-                started = time.perf_counter()
-                trainer.train_step(iterators[name])
-                if step:
-                    speeds[name].append(tokens / (time.perf_counter() - started))
-            ours, theirs = losses["farsight"][-1], losses["torchtitan"][-1]
-            if abs(ours - theirs) > TOLERANCE * abs(theirs):
-                raise RuntimeError(
-                    f"step {step}: losses {ours} and {theirs} differ by more than {TOLERANCE:g} relative"
-                )
-        for trainer in trainers.values():
-            trainer.close()
-        torch.distributed.destroy_process_group()
-    rows_out = [
+    prepare_device(keep_memory=name != TITAN)
+    weights = Path(folder, "weights.safetensors")
+    trainer: Any
+    if name == FARSIGHT:
+        trainer = our_trainer(rows, seq_len, folder, dtype)
+        load_titan_weights(trainer.model_parts[0], weights)
+    else:
+        trainer = titan_trainer(rows, seq_len, folder, dtype)
+        if not weights.exists():
+            save_file(dict(trainer.model_parts[0].named_parameters()), weights)
+    losses: list[float] = []
+    _record_losses(trainer, losses)
+    batches = trainer.batch_generator(trainer.dataloader)
+    pipe.send(torch.get_num_threads())
+    while pipe.recv():
+        trainer.step += 1
+        started = time.perf_counter()
+        trainer.train_step(batches)
+        pipe.send((time.perf_counter() - started, losses[-1]))
+    trainer.close()
+    torch.distributed.destroy_process_group()
+
+
+def measure(rounds: int, rows: int, seq_len: int, dtype: str) -> dict[str, Any]:
+    """Takes `rounds` steps of each in turn, after those that fill the allocators and count for correctness only."""
+    names = (TITAN, TITAN_KEEPING, FARSIGHT)
+    speeds: dict[str, list[float]] = {name: [] for name in names}
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        pipes, threads = {}, 0
+        for name in names:  # one after the other: ours reads the weights that the first has written
+            pipes[name], theirs = context.Pipe()
+            worker = context.Process(target=work, args=(name, rows, seq_len, folder, dtype, theirs), daemon=True)
+            worker.start()
+            stack.callback(worker.join, 30)
+            theirs.close()
+            threads = pipes[name].recv()
+        for step in tqdm(range(WARM_UP + rounds), unit="round", disable=not sys.stderr.isatty()):
+            for name in sorted(names, reverse=step % 2 == 1):
+                pipes[name].send(True)
+                seconds, loss = pipes[name].recv()
+                losses[name].append(loss)
+                if step >= WARM_UP:
+                    speeds[name].append(rows * seq_len / seconds)
+            expected = losses[TITAN][-1]
+            for name in names:
+                if abs(losses[name][-1] - expected) > TOLERANCE * abs(expected):
+                    raise RuntimeError(
+                        f"step {step + 1}: the losses of {TITAN} and {name} are {expected} and {losses[name][-1]}, "
+                        f"which differ by more than {TOLERANCE:g} relative"
+                    )
+        for pipe in pipes.values():
+            pipe.send(False)
+    results = [
         {
             "what": name,
-            "tokens_per_second": statistics.median(values),
-            "spread": max(values) - min(values),
+            "tokens_per_second": statistics.median(speeds[name]),
+            "spread": max(speeds[name]) - min(speeds[name]),
+            "ratio": statistics.median(speeds[FARSIGHT]) / statistics.median(speeds[name]),
+            # Of the two steps of one round: what slows the machine for a while slows both.
+            "paired_ratio": statistics.median(a / b for a, b in zip(speeds[FARSIGHT], speeds[name], strict=True)),
             "losses": losses[name],
         }
-        for name, values in speeds.items()
+        for name in names
     ]
-    ratio = rows_out[1]["tokens_per_second"] / rows_out[0]["tokens_per_second"]
-    # Of the two steps of one round: what slows the machine for a while slows both.
-    paired = statistics.median(ours / theirs for theirs, ours in zip(*speeds.values(), strict=True))
     shape = {"seq_len": seq_len, "batch": rows, "dtype": dtype, "rounds": rounds}
-    versions = {"torch": torch.__version__, "torchtitan": torchtitan.__version__, "threads": torch.get_num_threads()}
-    return {"rows": rows_out, "ratio": ratio, "paired_ratio": paired, **shape, **versions}
+    versions = {"torch": torch.__version__, "torchtitan": torchtitan.__version__, "threads": threads}
+    return {"rows": results, "ratio": results[0]["ratio"], **shape, **versions}
 
 
 def _record_losses(trainer: Any, losses: list[float]) -> None:
@@ -195,10 +229,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     options = parser.parse_args(arguments)
     result = measure(options.rounds, options.rows, options.seq_len, options.dtype)
+    print(f"{'':<32}tokens/s   spread   Farsight is   round by round")
     for row in result["rows"]:
-        print(f"{row['what']:<12}{row['tokens_per_second']:>12,.0f} tokens/s   spread {row['spread']:,.0f}")
-    print(f"ratio {result['ratio']:.3f}   (medians of {options.rounds}, losses equal to {TOLERANCE:g})")
-    print(f"ratio {result['paired_ratio']:.3f}   (median of the rounds' own ratios)")
+        print(
+            f"{row['what']:<28}{row['tokens_per_second']:>12,.0f}{row['spread']:>9,.0f}"
+            f"{row['ratio']:>13.3f}x{row['paired_ratio']:>15.3f}x"
+        )
+    print(f"medians of {options.rounds}; losses equal to {TOLERANCE:g}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 

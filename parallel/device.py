@@ -23,10 +23,13 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """glibc's malloc.h."""
 
 
-def prepare_device() -> torch.device:
+def prepare_device(keep_memory: bool = True) -> torch.device:
     """Points torchtitan at the CPU where there is no accelerator, and fills in a single process's environment.
 
     To be called before the trainer is built; calling it again changes nothing.
+
+    Args:
+        keep_memory: on the CPU, have the C library keep what is freed for the next step.
 
     Returns:
         The device this process trains on.
@@ -45,7 +48,8 @@ def prepare_device() -> torch.device:
             module.device_type = "cpu"  # type: ignore[attr-defined]
             if hasattr(module, "device_module"):
                 module.device_module = _cpu_module()  # type: ignore[attr-defined]
-    _keep_freed_memory()
+    if keep_memory:
+        _keep_freed_memory()
     return torch.device("cpu")
 
 
