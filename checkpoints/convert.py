@@ -8,18 +8,20 @@ checkpoint that a run can start from (`--checkpoint.initial_load_path OUT`); a r
 """
 
 import argparse
+import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from tqdm import tqdm
 
 from checkpoints.manager import COMPLETE
-from checkpoints.model_dir import CONFIG, SHARD_BYTES, load_model, write_model_dir
+from checkpoints.model_dir import CONFIG, SHARD_BYTES, TensorReader, check_tensors, read_model_config, write_model_dir
 from configs.load import ConfigError
 from model.build import ModelConfig, build_model
 
@@ -29,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def checkpoint_to_model_dir(
     checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes a model directory from a DCP checkpoint, holding one output shard's tensors at a time.
+    """Writes a model directory from a DCP checkpoint, holding one tensor at a time.
 
     Args:
         checkpoint: a `step-N` folder with `farsight.json`; the tokenizer is looked for in the run folder above it.
@@ -42,53 +44,74 @@ def checkpoint_to_model_dir(
         if not (checkpoint / name).is_file():
             raise ConfigError(f"{checkpoint} has no {name}: it is not a complete checkpoint folder (step-N).")
     config = ModelConfig.load(checkpoint / CONFIG)
-    tokenizer = checkpoint.parent.parent / "tokenizer"
-    write_model_dir(
-        out,
-        config,
-        _read_tensors(checkpoint, config, shard_bytes),
-        tokenizer_dir=tokenizer if tokenizer.is_dir() else None,
-        dtype=dtype,
-        shard_bytes=shard_bytes,
-    )
-
-
-def _read_tensors(checkpoint: Path, config: ModelConfig, batch_bytes: int) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors in the model's order, read in batches of about `batch_bytes`."""
     metadata: dict[str, Any] = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    tensors = {}
+    for name, shape in _shapes(config).items():
+        if name not in metadata:
+            raise ConfigError(f"{checkpoint} lacks {name}, which its {CONFIG} asks for.")
+        if metadata[name].size != shape:
+            raise ConfigError(f"{checkpoint}: {name} has shape {tuple(metadata[name].size)}, not {tuple(shape)}.")
+        tensors[name] = torch.empty(shape, dtype=metadata[name].properties.dtype, device="meta")
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty_like(tensors[name], device="cpu")
+        dcp.load({name: tensor}, checkpoint_id=checkpoint, no_dist=True)
+        return tensor
+
+    tokenizer = checkpoint.parent.parent / "tokenizer"
+    write_model_dir(out, config, tensors, read, tokenizer if tokenizer.is_dir() else None, dtype, shard_bytes)
+
+
+def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
     with torch.device("meta"):
-        names = [name for name, _ in build_model(config).named_parameters()]
-    if missing := [name for name in names if name not in metadata]:
-        raise ConfigError(f"{checkpoint} lacks {len(missing)} of the model's tensors, among them {missing[0]}.")
-    batch: dict[str, Tensor] = {}
-    size = 0
-    for name in tqdm(names, unit="tensor", desc="convert", disable=not sys.stderr.isatty()):
-        tensor = torch.empty(metadata[name].size, dtype=metadata[name].properties.dtype)
-        nbytes = tensor.numel() * tensor.element_size()
-        if batch and size + nbytes > batch_bytes:
-            yield from _load(batch, checkpoint)
-            batch, size = {}, 0
-        batch[name], size = tensor, size + nbytes
-    yield from _load(batch, checkpoint)
+        return {name: parameter.shape for name, parameter in build_model(config).named_parameters()}
 
 
-def _load(batch: dict[str, Tensor], checkpoint: Path) -> Iterable[tuple[str, Tensor]]:
-    dcp.load(batch, checkpoint_id=checkpoint, no_dist=True)
-    return batch.items()
+def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype | None = torch.float32) -> None:
+    """Writes a weights-only DCP checkpoint from a model directory, holding one tensor at a time.
 
-
-def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype = torch.float32) -> None:
-    """Writes a weights-only DCP checkpoint from a model directory.
+    Args:
+        dtype: of the weights written; None keeps each tensor's own.
 
     Raises:
         ConfigError: not a model directory, or one of a model that can't be built here.
     """
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"{out} exists and is not empty; name a new folder.")
-    model, config = load_model(model_dir, dtype=dtype)
-    out.mkdir(parents=True, exist_ok=True)
-    config.save(out / CONFIG)
-    dcp.save(dict(model.state_dict()), checkpoint_id=out, no_dist=True)
+    config = read_model_config(model_dir)
+    files = check_tensors(model_dir, config)
+    read = TensorReader(files)
+    # Stand-ins without storage, in the order of the files: they tell the planner shapes and dtypes.
+    tensors = {
+        name: torch.empty((), dtype=dtype or read(name).dtype).expand(shape)
+        for name, shape in sorted(_shapes(config).items(), key=lambda item: files[item[0]])
+    }
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    config.save(part / CONFIG)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc="convert", disable=not sys.stderr.isatty()) as bar:
+        planner = _StreamingPlanner(read, tensors, bar.update)
+        writer = dcp.FileSystemWriter(part, thread_count=1)
+        dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)  # type: ignore[arg-type]
+    read.close()
+    if out.exists():
+        out.rmdir()
+    part.rename(out)
+
+
+class _StreamingPlanner(dcp.DefaultSavePlanner):
+    """Reads each tensor when it is written; the writer asks for one after the other."""
+
+    def __init__(self, read: TensorReader, tensors: dict[str, Tensor], progress: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.read, self.tensors, self.progress = read, tensors, progress
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        tensor = self.read(index.fqn).to(self.tensors[index.fqn].dtype)
+        self.progress(tensor.nbytes)
+        return tensor
 
 
 def main(arguments: list[str] | None = None) -> None:

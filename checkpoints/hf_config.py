@@ -1,13 +1,13 @@
 """`config.json` of a model directory, in both directions.
 
 A model whose layers are all dense and rotate alike is a Llama (a Qwen3 with QK-norm) to `transformers`; every other
-one keeps its own model type, and `farsight.json` beside it says what its layers are.
+one has its own model type and carries `modeling_farsight.py`, for which `config.json` gives each layer as numbers.
 """
 
 import dataclasses
 from typing import Any
 
-from configs.load import ConfigError
+from configs.load import ConfigError, from_dict, to_dict
 from configs.schema import (
     Architecture,
     Dense,
@@ -24,8 +24,12 @@ from configs.schema import (
     YarnRope,
 )
 from model.build import ModelConfig
+from model.rope import rope_frequencies
+from model.scope import DENSE_SCOPE
 
 MODEL_TYPE = "farsight"
+MODELING = "modeling_farsight"
+"""Module that goes with a model of that type: a file without our packages."""
 
 
 def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
@@ -53,7 +57,22 @@ def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: in
     }
     rotary = uniform_rotary(config.position)
     if rotary is None:
-        return {"architectures": ["FarsightForCausalLM"], "model_type": MODEL_TYPE, **values}
+        return {
+            "architectures": ["FarsightForCausalLM"],
+            "model_type": MODEL_TYPE,
+            "auto_map": {
+                "AutoConfig": f"{MODELING}.FarsightConfig",
+                "AutoModel": f"{MODELING}.FarsightModel",
+                "AutoModelForCausalLM": f"{MODELING}.FarsightForCausalLM",
+            },
+            **values,
+            "qk_norm": a.qk_norm,
+            "sinusoidal": config.position.embedding == "sinusoidal",
+            "trained_length": config.trained_length,
+            **_resolved_layers(config),
+            # What the numbers above came from: a directory that transformers has saved again still has it.
+            "farsight": to_dict(config),
+        }
     family = "Qwen3" if a.qk_norm else "Llama"
     rope, length = _rope_parameters(rotary, a.head_dim, config.trained_length)
     return {
@@ -71,6 +90,48 @@ def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: in
     }
 
 
+def _resolved_layers(config: ModelConfig) -> dict[str, Any]:
+    """The layers' positions as numbers, as `modeling_farsight.FarsightConfig` takes them."""
+    kinds: list[dict[str, Any]] = []
+    rotaries: list[Rotary] = []
+    layer_kinds = []
+    for layer in config.layers():
+        if not isinstance(layer.rotary, NoRotary) and layer.rotary not in rotaries:
+            rotaries.append(layer.rotary)
+        kind = {
+            "rotary": None if isinstance(layer.rotary, NoRotary) else rotaries.index(layer.rotary),
+            "scopes": None if min(layer.scopes) == DENSE_SCOPE else list(layer.scopes),
+            "scope_ranks": None if layer.scope_ranks is None else list(layer.scope_ranks),
+            "alibi_slopes": None if layer.alibi_slopes is None else list(layer.alibi_slopes),
+        }
+        if kind not in kinds:
+            kinds.append(kind)
+        layer_kinds.append(kinds.index(kind))
+    head_dim, length = config.architecture.head_dim, config.trained_length
+    resolved = [_resolved_rotary(rotary, head_dim, length) for rotary in rotaries]
+    return {"layer_kinds": layer_kinds, "kinds": kinds, "rotaries": resolved}
+
+
+def _resolved_rotary(rotary: Rotary, head_dim: int, length: int) -> dict[str, Any]:
+    frequencies = rope_frequencies(rotary, head_dim, length)
+    values: dict[str, Any] = {"attention_factor": frequencies.attention_factor}
+    match rotary:
+        case DynamicNtkRope():
+            values["dynamic"] = {
+                "theta": rotary.theta, "factor": rotary.factor, "original_length": rotary.original_length,
+            }  # fmt: skip
+        case LongRope():
+            original = rotary.original_length
+            values["longrope"] = {
+                "short_inv_freq": rope_frequencies(rotary, head_dim, original).inv_freq.tolist(),
+                "long_inv_freq": rope_frequencies(rotary, head_dim, original + 1).inv_freq.tolist(),
+                "original_length": original,
+            }
+        case _:
+            values["inv_freq"] = frequencies.inv_freq.tolist()
+    return values
+
+
 def uniform_rotary(position: Position) -> Rotary | None:
     """The one rotation of all layers if nothing else sets them apart from a Llama's, else None."""
     plain = position.embedding == "none" and isinstance(position.bias, NoBias) and isinstance(position.heads, Dense)
@@ -86,6 +147,8 @@ def from_hf_config(values: dict[str, Any]) -> ModelConfig:
         ConfigError: a model or a setting that this code does not build, named.
     """
     family = values.get("model_type")
+    if family == MODEL_TYPE and "farsight" in values:
+        return from_dict(ModelConfig, values["farsight"], "config.json: farsight")
     if family not in ("llama", "qwen3", "mistral"):
         raise ConfigError(f"config.json has model_type {family!r}; llama, mistral and qwen3 models can be read.")
     for name in ("attention_bias", "mlp_bias"):

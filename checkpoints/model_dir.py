@@ -2,15 +2,17 @@
 
 import json
 import shutil
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
-from checkpoints.hf_config import from_hf_config, to_hf_config
+from checkpoints.hf_config import MODEL_TYPE, MODELING, from_hf_config, to_hf_config
 from checkpoints.names import from_hf_name, to_hf_name
 from configs.load import ConfigError
 from data.tokenizer import load_tokenizer_dir
@@ -25,7 +27,8 @@ SHARD_BYTES = 5 * 10**9
 def write_model_dir(
     out: Path,
     config: ModelConfig,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Mapping[str, Tensor],
+    read: Callable[[str], Tensor] | None = None,
     tokenizer_dir: Path | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -33,9 +36,12 @@ def write_model_dir(
     """Writes a model directory; it appears whole or not at all.
 
     Args:
-        tensors: (our parameter name, tensor) pairs, taken one at a time; no more than a shard is held.
+        tensors: parameters by our names, in the order they are written.
+        read: where `tensors` are on the meta device, gives their values, one after the other: no more than one tensor
+            is held.
         tokenizer_dir: files to copy beside the weights.
         dtype: of the weights written; None keeps each tensor's own.
+        shard_bytes: a file grows no larger, unless one tensor is.
     """
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -46,39 +52,62 @@ def write_model_dir(
         tokenizer = load_tokenizer_dir(tokenizer_dir)
         bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
 
-    shards: list[dict[str, Tensor]] = [{}]
-    files: list[list[str]] = []
-    size = total = 0
-    written = torch.float32
-
-    def flush() -> None:
-        save_file(shards[-1], part / f"shard-{len(files)}.safetensors", metadata={"format": "pt"})
-        files.append(list(shards[-1]))
-        shards[-1] = {}
-
-    for name, tensor in tensors:
-        tensor = tensor.detach().to(device="cpu", dtype=dtype).contiguous()
-        nbytes = tensor.numel() * tensor.element_size()
-        if shards[-1] and size + nbytes > shard_bytes:
-            flush()
-            size = 0
-        shards[-1][to_hf_name(name)] = tensor
-        size, total, written = size + nbytes, total + nbytes, tensor.dtype
-    flush()
-
-    names = ["model.safetensors"]
-    if len(files) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-        weight_map = {key: names[i] for i, keys in enumerate(files) for key in keys}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    read = read or tensors.__getitem__
+    tensors = {name: tensor.to(device="meta", dtype=dtype) for name, tensor in tensors.items()}
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    shards: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > shard_bytes:
+            shards.append([])
+        shards[-1].append(name)
+    files = ["model.safetensors"]
+    if len(shards) > 1:
+        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+        weight_map = {to_hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    for i, name in enumerate(names):
-        (part / f"shard-{i}.safetensors").rename(part / name)
-    values = to_hf_config(config, str(written).removeprefix("torch."), bos_id, eos_id)
-    (part / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    with tqdm(
+        total=sum(sizes.values()), unit="B", unit_scale=True, desc="write", disable=not sys.stderr.isatty(), leave=False
+    ) as bar:
+        for file, names in zip(files, shards, strict=True):
+            _write_safetensors(part / file, {n: tensors[n] for n in names}, read, bar.update)
+
+    written = next(reversed(tensors.values())).dtype
+    hf_config = to_hf_config(config, str(written).removeprefix("torch."), bos_id, eos_id)
+    if hf_config["model_type"] == MODEL_TYPE:
+        shutil.copy(Path(__file__).with_name(f"{MODELING}.py"), part)
+    (part / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
     config.save(part / CONFIG)
     shutil.rmtree(out, ignore_errors=True)
     part.rename(out)
+
+
+_SAFETENSORS_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+}  # fmt: skip
+
+
+def _write_safetensors(
+    path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], progress: Callable[[int], Any]
+) -> None:
+    """One safetensors file, a tensor at a time: safetensors' own `save_file` takes them all at once."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[to_hf_name(name)] = {
+            "dtype": _SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end],
+        }  # fmt: skip
+    encoded = json.dumps(header).encode("utf-8")
+    encoded += b" " * (-len(encoded) % 8)  # the format wants the data aligned
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, tensor in tensors.items():
+            value = read(name).detach().to(device="cpu", dtype=tensor.dtype).contiguous()
+            if value.shape != tensor.shape:
+                raise ConfigError(f"{name} has shape {tuple(value.shape)}, expected {tuple(tensor.shape)}.")
+            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
+            progress(value.nbytes)
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -149,6 +178,32 @@ def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Path]:
     return files
 
 
+class TensorReader:
+    """Reads a model directory's tensors by our names, with one file open at a time.
+
+    Args:
+        files: from `check_tensors`.
+    """
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files = files
+        self._path: Path | None = None
+        self._file: Any = None
+
+    def __call__(self, name: str) -> Tensor:
+        if self.files[name] != self._path:
+            self.close()
+            self._path = self.files[name]
+            self._file = safe_open(self._path, framework="pt").__enter__()
+        return self._file.get_tensor(to_hf_name(name))
+
+    def close(self) -> None:
+        """Lets the open file go, and with it the pages that were read."""
+        if self._file is not None:
+            self._file.__exit__(None, None, None)
+        self._path = self._file = None
+
+
 def load_model(
     directory: Path,
     length: int | None = None,
@@ -170,12 +225,10 @@ def load_model(
     for parameter in model.parameters():  # and not model.to(dtype): frequencies and slopes stay in fp32
         parameter.data = parameter.data.to(dtype)
     model.to_empty(device=device)
-    parameters = dict(model.named_parameters())
+    parameters, read = dict(model.named_parameters()), TensorReader(files)
     with torch.no_grad():
-        for path in sorted(set(files.values())):
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118
-                    if (name := from_hf_name(key)) in parameters:
-                        parameters[name].copy_(file.get_tensor(key))
+        for name in sorted(parameters, key=lambda name: files[name]):
+            parameters[name].copy_(read(name))
+    read.close()
     model.set_position(model.positions, model.length)
     return model.eval(), config

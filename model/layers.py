@@ -7,11 +7,11 @@ of the layer's heads. NoPE in every k-th layer is the rule `layers = "k-1::k"` w
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from configs.schema import Alibi, LayerRule, LongRope, NoBias, NoRotary, Position, Rope, Rotary
+from configs.schema import Alibi, LayerRule, LongRope, NoBias, NoRotary, Position, Rope, Rotary, Scope
 from model.alibi import alibi_slopes
 from model.lasp import apply_lasp
 from model.rope import rope_frequencies
-from model.scope import DENSE_SCOPE, head_scopes
+from model.scope import DENSE_SCOPE, head_scopes, layout_order
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class LayerPosition:
     """Tokens that each of the N query heads sees, itself included, in physical head order."""
     alibi_slopes: tuple[float, ...] | None
     """Slope of each query head's −slope · distance, in physical head order; None for no bias."""
+    scope_ranks: tuple[int, ...] | None = None
+    """h of each query head's ceil(T^(h/N)) where T grows with sequences past the trained length, else None."""
 
 
 def resolve_layers(
@@ -70,7 +72,10 @@ def resolve_layers(
                 slopes = tuple(alibi_slopes(n_heads, setting.bias.uniform).tolist())
             case _:
                 assert_never(setting.bias)
-        resolved.append(LayerPosition(rotary, scopes, slopes))
+        ranks = None
+        if isinstance(setting.heads, Scope) and setting.heads.scope_max == "length":
+            ranks = tuple(index + 1 for index in layout_order(setting.heads.layout, n_heads, n_kv_heads))
+        resolved.append(LayerPosition(rotary, scopes, slopes, ranks))
     return tuple(resolved)
 
 

@@ -70,7 +70,7 @@ def test_logits_equal_transformers(rotary, qk_norm, tied, tmp_path):
     architecture = dataclasses.replace(SMALL, qk_norm=qk_norm, tie_embeddings=tied)
     config = ModelConfig(architecture, Position(rotary=rotary), trained_length=64)
     model = fresh_model(config)
-    write_model_dir(tmp_path / "m", config, model.state_dict().items())
+    write_model_dir(tmp_path / "m", config, model.state_dict())
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="eager").eval()
     tokens = torch.randint(96, (2, 60), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -263,7 +263,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
     from safetensors.torch import load_file, save_file
 
     config = ModelConfig(SMALL, Position(), trained_length=64)
-    write_model_dir(tmp_path / "m", config, fresh_model(config).state_dict().items(), shard_bytes=20_000)
+    write_model_dir(tmp_path / "m", config, fresh_model(config).state_dict(), shard_bytes=20_000)
     files = sorted((tmp_path / "m").glob("*.safetensors"))
     assert len(files) > 2
     load_model(tmp_path / "m")

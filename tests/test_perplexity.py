@@ -38,7 +38,7 @@ def text(tmp_path):
 @pytest.mark.parametrize("rotary", [Rope(), YarnRope(factor=4.0, original_length=256)], ids=["rope", "yarn"])
 def test_equals_a_loop_over_transformers(rotary, tmp_path, tokenizer_dir, text):
     config = ModelConfig(BYTES, Position(rotary=rotary), trained_length=256)
-    write_model_dir(tmp_path / "m", config, fresh_model(config).state_dict().items(), tokenizer_dir)
+    write_model_dir(tmp_path / "m", config, fresh_model(config).state_dict(), tokenizer_dir=tokenizer_dir)
     main([str(tmp_path / "m"), "--data", str(text), "--lengths", "128", "512", "--json", str(tmp_path / "f.json")])
     figures = json.loads((tmp_path / "f.json").read_text())
 

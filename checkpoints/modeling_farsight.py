@@ -1,0 +1,333 @@
+"""A decoder whose layers and heads may each know position in their own way, for `transformers`.
+
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+
+Needs `torch` and `transformers` and nothing else. `config.json` holds what each layer does, resolved to numbers: how many
+tokens a head sees (its scope), its ALiBi slope, and how fast a layer's queries and keys turn (RoPE, if any).
+
+Attention goes through the queries in blocks and gives each group of heads of equal scope the keys within its reach, so
+time and memory follow what the heads see. Rows may be padded on either side, told by `attention_mask`.
+
+Shapes: B batch, L queries, T keys, D model, N query heads, K key/value heads, H head dimension.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+QUERY_BLOCK = 512
+"""Queries that one call of the attention kernel takes where heads have scopes or slopes."""
+
+
+class FarsightConfig(PreTrainedConfig):
+    """Shapes and, for each layer, its position.
+
+    Args:
+        layer_kinds: for each layer, its row in `kinds`.
+        kinds: `rotary` (a row of `rotaries`, or None), `scopes` (tokens that each of the N heads sees, itself included;
+            None sees all), `scope_ranks` (None, or h for each head: past `trained_length` its scope is the length to
+            the power of h / N, rounded up) and `alibi_slopes` (one for each head, or None).
+        rotaries: `inv_freq` (radians per token, H/2 of them) and `attention_factor`; or, where they depend on the
+            length, `dynamic` (theta, factor, original_length) or `longrope` (short and long `inv_freq`,
+            original_length).
+        sinusoidal: add the sinusoidal embedding to the tokens'.
+        qk_norm: RMSNorm over each head's queries and keys.
+        trained_length: of the sequences in the last stage of training.
+    """
+
+    model_type = "farsight"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  as transformers declares it
+
+    def __init__(
+        self,
+        vocab_size=32000,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=2048,
+        initializer_range=0.02,
+        use_cache=True,
+        qk_norm=False,
+        sinusoidal=False,
+        trained_length=2048,
+        layer_kinds=(0,),
+        kinds=({"rotary": None, "scopes": None, "scope_ranks": None, "alibi_slopes": None},),
+        rotaries=(),
+        tie_word_embeddings=False,
+        **more,
+    ):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_hidden_layers = num_hidden_layers
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_key_value_heads
+        self.head_dim = head_dim
+        self.rms_norm_eps = rms_norm_eps
+        self.max_position_embeddings = max_position_embeddings
+        self.initializer_range = initializer_range
+        self.use_cache = use_cache
+        self.qk_norm = qk_norm
+        self.sinusoidal = sinusoidal
+        self.trained_length = trained_length
+        self.layer_kinds = list(layer_kinds)
+        self.kinds = list(kinds)
+        self.rotaries = list(rotaries)
+        super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
+
+
+def rope_tables(rotary, head_dim, length, positions_BL):
+    """cos and sin of a layer's angles at each position, both halves of a head: fp32 [B, 1, L, H]."""
+    device = positions_BL.device
+    if "dynamic" in rotary:  # NTK-aware scaling whose factor grows with the sequence
+        settings = rotary["dynamic"]
+        original, factor = settings["original_length"], settings["factor"]
+        growth = factor * max(length, original) / original - (factor - 1)
+        theta = settings["theta"] * growth ** (head_dim / (head_dim - 2))
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+        inv_freq = (1.0 / theta**exponents).to(device)
+    else:
+        if "longrope" in rotary:
+            settings = rotary["longrope"]
+            values = settings["long_inv_freq" if length > settings["original_length"] else "short_inv_freq"]
+        else:
+            values = rotary["inv_freq"]
+        inv_freq = torch.tensor(values, dtype=torch.float32, device=device)
+    angles = positions_BL[:, None, :, None].float() * inv_freq
+    cos, sin = angles.cos() * rotary["attention_factor"], angles.sin() * rotary["attention_factor"]
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(x_BNLH, cos, sin):
+    x = x_BNLH.float()
+    return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x_BNLH.dtype)
+
+
+def sinusoidal_embedding(positions_BL, dim):
+    """Sines on even dimensions and cosines on odd ones, fp32 [B, L, D]; angles in fp64, for large positions."""
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions_BL.device) / dim
+    angles = positions_BL[..., None].double() * torch.exp(-math.log(10000.0) * exponents)
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2).float()
+
+
+def head_scopes(kind, trained_length, length):
+    """Tokens that each head sees in a sequence of `length`; None where all see all."""
+    ranks, scopes = kind["scope_ranks"], kind["scopes"]
+    if ranks is None or length <= trained_length:
+        return scopes
+    longest, grown = max(length, *scopes), []
+    for rank in ranks:
+        scope = max(1, int(longest ** (rank / len(ranks))) - 1)
+        while scope ** len(ranks) < longest**rank:  # in whole numbers: a float power may land just above one
+            scope += 1
+        grown.append(scope)
+    return grown
+
+
+def attend(q_BNLH, k_BKTH, v_BKTH, scopes, slopes, valid_BT):
+    """Causal attention of the last L of T tokens; a head sees `scopes[head]` tokens, itself included.
+
+    `valid_BT` is False at padding, None without any. Returns [B, N, L, H].
+    """
+    (N, L), (K, T) = q_BNLH.shape[1:3], k_BKTH.shape[1:3]
+    plain = valid_BT is None and slopes is None and (scopes is None or min(scopes) >= T)
+    if plain and L in (1, T):
+        return F.scaled_dot_product_attention(q_BNLH, k_BKTH, v_BKTH, is_causal=L > 1, enable_gqa=N != K)
+    scopes = [T] * N if scopes is None else [min(scope, T) for scope in scopes]
+    heads_of = {}
+    for head, scope in enumerate(scopes):
+        heads_of.setdefault(scope, []).append(head)
+    device = q_BNLH.device
+    out = torch.empty_like(q_BNLH)
+    for scope, heads in heads_of.items():
+        every = len(heads) == N
+        q = q_BNLH if every else q_BNLH[:, heads]
+        kv = [head // (N // K) for head in heads]
+        k, v = k_BKTH[:, kv], v_BKTH[:, kv]
+        slope = None if slopes is None else torch.tensor([slopes[head] for head in heads], device=device)
+        parts = []
+        for start in range(0, L, QUERY_BLOCK):
+            stop = min(start + QUERY_BLOCK, L)
+            first, last = max(0, T - L + start - scope + 1), T - L + stop  # keys in reach of the block
+            queries = torch.arange(T - L + start, last, device=device)[:, None]
+            distance = queries - torch.arange(first, last, device=device)
+            mask = (distance >= 0) & (distance < scope)
+            if valid_BT is not None:
+                # Padding sees itself: a row without any key would turn into NaN and spread from there.
+                mask = (mask & valid_BT[:, None, None, first:last]) | (distance == 0)
+            if slope is not None:
+                bias = -slope[:, None, None] * distance.float()
+                mask = bias.masked_fill(~mask, float("-inf")).to(q.dtype)
+            parts.append(
+                F.scaled_dot_product_attention(
+                    q[:, :, start:stop], k[:, :, first:last], v[:, :, first:last], attn_mask=mask
+                )
+            )
+        result = torch.cat(parts, dim=2)
+        if every:
+            return result
+        out = out.index_copy(1, torch.tensor(heads, device=device), result)
+    return out
+
+
+class FarsightAttention(nn.Module):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.layer, self.head_dim, self.trained_length = layer, config.head_dim, config.trained_length
+        self.kind = config.kinds[config.layer_kinds[layer]]
+        query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, query, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, key, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, key, bias=False)
+        self.o_proj = nn.Linear(query, config.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x, tables, valid, length, past_key_values):
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if self.kind["rotary"] is not None:
+            cos, sin = tables[self.kind["rotary"]]
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if past_key_values is not None:
+            k, v = past_key_values.update(k, v, self.layer)
+        scopes = head_scopes(self.kind, self.trained_length, length)
+        out = attend(q, k, v, scopes, self.kind["alibi_slopes"], valid)
+        return self.o_proj(out.transpose(1, 2).flatten(-2))
+
+
+class FarsightMLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class FarsightDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config, layer):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = FarsightAttention(config, layer)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = FarsightMLP(config)
+
+    def forward(self, x, tables, valid, length, past_key_values=None):
+        x = x + self.self_attn(self.input_layernorm(x), tables, valid, length, past_key_values)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class FarsightPreTrainedModel(PreTrainedModel):
+    config_class = FarsightConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["FarsightDecoderLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+
+
+class FarsightModel(FarsightPreTrainedModel):
+    """The decoder without its head. Nothing but weights is kept: tables and scopes are made in `forward`."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(FarsightDecoderLayer(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **_,
+    ):
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass input_ids or inputs_embeds, one of the two")
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise ValueError(
+                f"attention_mask has {attention_mask.dim()} dimensions; pass [batch, tokens], 1 for a token"
+            )
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        config: FarsightConfig = self.config
+        use_cache = config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None and not (self.gradient_checkpointing and self.training):
+            past_key_values = DynamicCache()
+        seen = past_key_values.get_seq_length() if isinstance(past_key_values, Cache) else 0
+        total = seen + x.shape[1]
+        valid = None
+        if attention_mask is not None:
+            valid = attention_mask[:, :total].bool()
+            valid = None if valid.all() else valid
+        if position_ids is None:
+            if valid is None:
+                position_ids = torch.arange(seen, total, device=x.device)[None]
+            else:
+                position_ids = (valid.long().cumsum(-1) - 1).clamp_min(0)[:, seen:]
+        length = int(position_ids.max()) + 1
+        if config.sinusoidal:
+            x = x + sinusoidal_embedding(position_ids, x.shape[-1]).to(x.dtype)
+        tables = [rope_tables(rotary, config.head_dim, length, position_ids) for rotary in config.rotaries]
+        for layer in self.layers:
+            x = layer(x, tables, valid, length, past_key_values=past_key_values)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+
+
+class FarsightForCausalLM(FarsightPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = FarsightModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **more,
+    ):
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+        )
+        keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, keep])
+        loss = None
+        if labels is not None:
+            counted = {name: more[name] for name in ("num_items_in_batch",) if name in more}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)

@@ -1,0 +1,169 @@
+"""Exported models against ours, in a process that cannot import our packages.
+
+The mechanisms that `transformers` lacks travel as `modeling_farsight.py`. Everything about them is computed there by
+`transformers`' own loading and `generate`, and compared here with our model's logits.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from checkpoints.model_dir import load_model, read_model_config, write_model_dir
+from configs.schema import (
+    Alibi,
+    Architecture,
+    DynamicNtkRope,
+    Lasp,
+    LayerRule,
+    NoRotary,
+    Position,
+    Scope,
+    SlidingWindow,
+    YarnRope,
+)
+from model.build import ModelConfig, build_model, set_length
+
+SHAPE = {"vocab_size": 96, "dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "head_dim": 8, "ffn_dim": 96}
+TRAINED = 48
+MIXED = Position(
+    heads=Scope(),
+    rules=(
+        LayerRule(layers="1", rotary=NoRotary(), bias=Alibi()),
+        LayerRule(layers="2", heads=SlidingWindow(window=5)),
+        LayerRule(layers="3", rotary=DynamicNtkRope(factor=2.0, original_length=64)),
+    ),
+)
+POSITIONS = {
+    "scope_sorted": Position(heads=Scope(layout="sorted"), rotary=NoRotary()),
+    "scope_interleaved": Position(heads=Scope(layout="interleaved"), rotary=NoRotary()),
+    "scope_group_balanced": Position(heads=Scope(layout="group_balanced"), rotary=NoRotary()),
+    "scope_lasp": Position(heads=Scope(), lasp=Lasp(anchor_layers=2)),
+    "lasp_yarn": Position(rotary=YarnRope(factor=4.0, original_length=16), lasp=Lasp(anchor_layers=2)),
+    "alibi": Position(rotary=NoRotary(), bias=Alibi()),
+    "nope": Position(rotary=NoRotary()),
+    "sinusoidal": Position(rotary=NoRotary(), embedding="sinusoidal"),
+    "sliding_window": Position(heads=SlidingWindow(window=7)),
+    "mixed": MIXED,
+    "growing_scopes": Position(heads=Scope(scope_max="length"), rotary=NoRotary()),
+}
+
+LOADER = """
+import importlib.util, sys, torch
+for name in ("model", "kernels", "configs", "checkpoints", "farsight"):
+    assert importlib.util.find_spec(name) is None, name
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+directory, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32).eval()
+tokens = torch.randint(96, (2, 60), generator=torch.Generator().manual_seed(1))
+result = {}
+with torch.no_grad():
+    for length in (40, 60):
+        result[f"logits_{length}"] = model(tokens[:, :length]).logits.contiguous()
+    def generate(ids, attention_mask=None, **more):
+        # Without a mask, generate would take token 0 for padding.
+        mask = torch.ones_like(ids) if attention_mask is None else attention_mask
+        limits = dict(do_sample=False, max_new_tokens=12, min_new_tokens=12, pad_token_id=0)
+        return model.generate(ids, attention_mask=mask, **limits, **more)
+    result["cached"] = generate(tokens[:, :30])
+    result["uncached"] = generate(tokens[:, :30], use_cache=False)
+    # Rows of 9 and 30 tokens, padded on the left, and each by itself.
+    rows = [tokens[0, :9], tokens[1, :30]]
+    ids = torch.stack([torch.cat([torch.full((30 - len(row),), 95), row]) for row in rows])
+    mask = torch.stack([torch.cat([torch.zeros(30 - len(row)), torch.ones(len(row))]) for row in rows]).long()
+    batched = generate(ids, attention_mask=mask)
+    result["batched"] = batched[:, 30:].contiguous()
+    result["single"] = torch.stack([generate(row[None])[0, len(row):] for row in rows])
+    padded = model(ids, attention_mask=mask).logits
+    result["padded_logits"] = padded[0, -9:].contiguous()
+    result["short_logits"] = model(tokens[:1, :9]).logits[0].contiguous()
+model.train()
+model.gradient_checkpointing_enable()
+loss = model(tokens, labels=tokens).loss
+loss.backward()
+result["loss"] = loss.detach()
+result["grad"] = model.model.layers[0].self_attn.q_proj.weight.grad
+model.save_pretrained(directory + "-again")
+save_file(result, out)
+"""
+
+
+def export(folder: Path, position: Position, **shape) -> ModelConfig:
+    config = ModelConfig(Architecture(**{**SHAPE, **shape}), position, trained_length=TRAINED)
+    model = build_model(config)
+    model.init_weights()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():  # at their initial values, heads hardly attend and positions hardly count
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.15, generator=generator)
+    write_model_dir(folder, config, model.state_dict())
+    return config
+
+
+def run_elsewhere(folder: Path, script: str) -> dict[str, torch.Tensor]:
+    out = folder.parent / "out.safetensors"
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    environment |= {"HF_HOME": str(folder.parent / "hf"), "HF_HUB_OFFLINE": "1"}
+    # -P and another folder: neither the script's folder nor this one is searched for modules; -S would lose pip's.
+    hidden = (
+        "import sys\n"
+        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in f'{f} {getattr(f, \"__module__\", \"\")}']\n"
+        f"sys.path = [p for p in sys.path if p != {str(Path(__file__).parents[1])!r}]\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", hidden + script, str(folder), str(out)],
+        cwd=folder.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return load_file(out)
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_exported_model_equals_ours(tmp_path, name):
+    folder = tmp_path / name
+    config = export(folder, POSITIONS[name], qk_norm=name == "mixed", tie_embeddings=name == "alibi")
+    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert values["model_type"] == "farsight"
+    result = run_elsewhere(folder, LOADER)
+
+    model, _ = load_model(folder)
+    tokens = torch.randint(96, (2, 60), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for length in (40, 60):
+            set_length(model, config, length)
+            torch.testing.assert_close(result[f"logits_{length}"], model(tokens[:, :length]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(result["padded_logits"], result["short_logits"], atol=1e-4, rtol=0)
+    assert torch.equal(result["cached"], result["uncached"])
+    assert torch.equal(result["batched"], result["single"])
+    greedy = tokens[:, :30]
+    with torch.no_grad():
+        for _ in range(12):
+            set_length(model, config, greedy.shape[1])
+            greedy = torch.cat([greedy, model(greedy)[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(result["cached"], greedy)
+
+    set_length(model, config, 60)
+    labels = torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], dim=1)
+    loss = model(tokens, labels=labels) / (2 * 59)
+    torch.testing.assert_close(result["loss"], loss.detach(), atol=1e-4, rtol=0)
+    (grad,) = torch.autograd.grad(loss, model.layers["0"].attention.wq.weight)
+    torch.testing.assert_close(result["grad"], grad, atol=1e-5, rtol=1e-3)
+
+    # What transformers saved again is still a model of ours, with its own code beside it.
+    again = tmp_path / f"{name}-again"
+    assert (again / "modeling_farsight.py").is_file()
+    assert read_model_config(again).position == config.position
+    with torch.no_grad():
+        set_length(reloaded := load_model(again)[0], config, 60)
+        assert torch.equal(reloaded(tokens), model(tokens))
