@@ -10,6 +10,7 @@ checkpoint that a run can start from (`--checkpoint.initial_load_path OUT`); a r
 import argparse
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     dtype = DTYPES.get(options.dtype)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant here
     try:
         if options.direction == "to-hf":
             if options.out.exists() and not (options.out / CONFIG).is_file() and any(options.out.iterdir()):
