@@ -94,7 +94,8 @@ def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype | Non
     total = sum(tensor.nbytes for tensor in tensors.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="convert", disable=not sys.stderr.isatty()) as bar:
         planner = _StreamingPlanner(read, tensors, bar.update)
-        writer = dcp.FileSystemWriter(part, thread_count=1)
+        # A file a tensor: the writer keeps all of a file's tensors until the file is done.
+        writer = dcp.FileSystemWriter(part, single_file_per_rank=False, thread_count=1)
         dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)  # type: ignore[arg-type]
     read.close()
     if out.exists():
