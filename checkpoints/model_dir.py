@@ -209,16 +209,18 @@ def load_model(
     length: int | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
+    config: ModelConfig | None = None,
 ) -> tuple[Llama, ModelConfig]:
     """Builds the model of a directory and reads its weights, one tensor at a time.
 
     Args:
         length: sequence length its positions are set for; the trained length when None.
+        config: in place of the directory's own, to see the weights through other positions.
 
     Returns:
         The model in evaluation mode, and its config.
     """
-    config = read_model_config(directory)
+    config = config or read_model_config(directory)
     files = check_tensors(directory, config)
     with torch.device("meta"):
         model = build_model(config, length)

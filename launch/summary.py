@@ -87,12 +87,13 @@ def _perplexity(recipe: "Recipe", stage: "Stage", data: Path) -> dict[str, Any]:
     device = default_device()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model, config = load_model(stage.model_dir, device=device, dtype=dtype)
-    tokens = encode_file(data, load_tokenizer_dir(stage.model_dir))[: recipe.perplexity_tokens or None]
+    (tokens,) = encode_file(data, load_tokenizer_dir(stage.model_dir))
+    tokens = tokens[: recipe.perplexity_tokens or None]
     asked = [multiple * stage.config.training.seq_len for multiple in recipe.perplexity_lengths]
     lengths = [length for length in asked if length <= len(tokens)]
     if len(lengths) < len(asked):
         logger.warning(f"{data} has {len(tokens):,} tokens: perplexity at {max(asked):,} is left out")
-    figures = perplexity_by_length(model, config, tokens, lengths)
+    figures = perplexity_by_length(model, config, [tokens], lengths)
     grown = figures.get("lengths_scope_length")
     return {"perplexity": figures["lengths"]} | ({"perplexity_scope_length": grown} if grown else {})
 

@@ -167,6 +167,19 @@ class Llama(nn.Module):
         Returns:
             [B, L, V] logits; a scalar with labels; [B, L, D] activations from a stage without the head.
         """
+        h_BLD = self.hidden_states(tokens, positions, document_starts)
+        return h_BLD if self.output is None else self.head(h_BLD, labels)
+
+    def head(self, h_BLD: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits of hidden states, or with `labels` the sum of their losses."""
+        assert self.output is not None
+        tied = self.tok_embeddings.weight if self.output.weight is None and self.tok_embeddings is not None else None
+        return self.output(h_BLD, labels, tied)
+
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor | None = None, document_starts: Tensor | None = None
+    ) -> Tensor:
+        """[B, L, D]: what the head is given; arguments are `forward`'s."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         h_BLD = tokens
@@ -185,10 +198,7 @@ class Llama(nn.Module):
 
         if self.norm is not None:
             h_BLD = self.norm(h_BLD)
-        if self.output is None:
-            return h_BLD
-        tied = self.tok_embeddings.weight if self.output.weight is None and self.tok_embeddings is not None else None
-        return self.output(h_BLD, labels, tied)
+        return h_BLD
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:

@@ -1,19 +1,22 @@
 """Perplexity against a loop over `transformers`, and the windows against their definition."""
 
 import dataclasses
+import itertools
 import json
 import math
+import sys
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from checkpoints.model_dir import write_model_dir
+from checkpoints.model_dir import load_model, write_model_dir
 from configs.load import ConfigError
-from configs.schema import Position, Rope, Scope, YarnRope
+from configs.schema import Lasp, LayerRule, LinearRope, NoRotary, Position, Rope, Scope, YarnRope
 from data.tokenizer import load_tokenizer_dir
-from evals.perplexity import encode_file, main, perplexity_by_length, window_nll
+from evals.perplexity import Windows, encode_file, main, perplexity_by_length, window_nll, with_scaled_rope
 from model.build import ModelConfig, build_model, set_length
+from tests.running import run
 from tests.test_model import SMALL, fresh_model
 
 BYTES = dataclasses.replace(SMALL, vocab_size=320)
@@ -58,19 +61,114 @@ def test_equals_a_loop_over_transformers(rotary, tmp_path, tokenizer_dir, text):
 
 def test_windows_and_targets(text, tokenizer_dir):
     config = ModelConfig(BYTES, Position(), trained_length=64)
-    model, tokens = fresh_model(config), encode_file(text, load_tokenizer_dir(tokenizer_dir))
-    _, count = window_nll(model, tokens[: 3 * 300 + 299], 300)
-    assert count == 3 * 256  # the incomplete fourth window is dropped
-    _, count = window_nll(model, tokens, 100, windows=2)
-    assert count == 2 * 99
+    model, (tokens,) = fresh_model(config), encode_file(text, load_tokenizer_dir(tokenizer_dir))
+    rows = Windows().of([tokens[: 3 * 300 + 299]], 300)
+    assert torch.equal(torch.cat(rows), tokens[:900])  # the incomplete fourth window is dropped
+    _, counts = window_nll(model, rows)
+    assert counts.tolist() == [3 * 256]
+    _, counts = window_nll(model, Windows(limit=2).of([tokens], 100))
+    assert counts.tolist() == [2 * 99]
     with pytest.raises(ConfigError, match=r"length 600.*has 599"):
-        perplexity_by_length(model, config, tokens[:599], [64, 600])
+        perplexity_by_length(model, config, [tokens[:599]], [64, 600])
+    with pytest.raises(ConfigError, match="buckets 64.*63 targets"):
+        perplexity_by_length(model, config, [tokens], [64], Windows(buckets=64))
+
+
+def test_the_same_targets_of_each_long_document_and_buckets(tmp_path, tokenizer_dir, text):
+    """A loop over all logits: the last 256 tokens of every document of 512 and more, then every position's share."""
+    config = ModelConfig(BYTES, Position(), trained_length=256)
+    write_model_dir(tmp_path / "m", config, fresh_model(config).state_dict(), tokenizer_dir=tokenizer_dir)
+    lines = text.read_text().splitlines()
+    documents = ["\n".join(lines[:40]), "short", "\n".join(lines[40:])]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": d}) + "\n" for d in documents))
+    command = [str(tmp_path / "m"), "--data", str(tmp_path / "d.jsonl"), "--lengths", "300", "512", "--documents"]
+    main([*command, "--buckets", "4", "--json", str(tmp_path / "f.json"), "--picture", str(tmp_path / "p.png")])
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["documents"] == 2
+
+    model, tokenizer = load_model(tmp_path / "m")[0], load_tokenizer_dir(tokenizer_dir)
+    for length in (300, 512):
+        losses = []
+        for document in (documents[0], documents[2]):
+            ids = torch.tensor(tokenizer.encode(document))[-length:]
+            with torch.no_grad():
+                logprobs = model(ids[None])[0, :-1].log_softmax(-1)
+            losses.append(-logprobs.gather(1, ids[1:, None])[:, 0])
+        each = torch.stack(losses)
+        assert figures["lengths"][str(length)] == pytest.approx(each[:, -256:].mean().exp().item(), rel=1e-4)
+        edges = [round(i * (length - 1) / 4) for i in range(5)]
+        expected = [each[:, a:b].mean().exp().item() for a, b in itertools.pairwise(edges)]
+        assert figures["buckets"][str(length)] == pytest.approx(expected, rel=1e-4)
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_scaling_at_evaluation_equals_transformers_with_that_scaling(tmp_path, tokenizer_dir, text):
+    config = ModelConfig(BYTES, Position(rotary=Rope(theta=500.0)), trained_length=128)
+    model = fresh_model(config)
+    write_model_dir(tmp_path / "m", config, model.state_dict(), tokenizer_dir=tokenizer_dir)
+    ids = torch.tensor(load_tokenizer_dir(tokenizer_dir).encode(text.read_text()))
+    for kind, more in (("yarn", {"original_max_position_embeddings": 128}), ("linear", {}), ("dynamic", {})):
+        command = [str(tmp_path / "m"), "--data", str(text), "--lengths", "128", "512", "--rope", f"{kind}:4"]
+        main([*command, "--json", str(tmp_path / "f.json")])
+        figures = json.loads((tmp_path / "f.json").read_text())
+        rope = {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, **more}
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "m", rope_parameters=rope).eval()
+        for length in (128, 512):
+            rows = ids[: len(ids) // length * length].view(-1, length)
+            with torch.no_grad():
+                logprobs = torch.cat([theirs(row[None]).logits[:, :-1].log_softmax(-1) for row in rows])
+            losses = -logprobs.gather(2, rows[:, 1:, None])[..., 0]
+            expected = losses[:, -256:].mean().exp().item()
+            assert figures["lengths"][str(length)] == pytest.approx(expected, rel=1e-3), (kind, length)
+
+
+def test_scalings_that_make_no_sense_are_refused():
+    plain = ModelConfig(BYTES, Position(), trained_length=64)
+    mixed = dataclasses.replace(plain, position=Position(rules=(LayerRule(layers="1", rotary=NoRotary()),)))
+    assert with_scaled_rope(mixed, "ntk:2").layers()[1].rotary == NoRotary()
+    for config, scaling, says in [
+        (plain, "yarn", "KIND:FACTOR"),
+        (plain, "yarn:0.5", "KIND:FACTOR"),
+        (plain, "llama3:2", "KIND:FACTOR"),
+        (dataclasses.replace(plain, position=Position(rotary=NoRotary())), "yarn:4", "no layer"),
+        (dataclasses.replace(plain, position=Position(lasp=Lasp(anchor_layers=1))), "yarn:4", "LASP"),
+        (dataclasses.replace(plain, position=Position(rotary=LinearRope(factor=2.0))), "yarn:4", "scaled already"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            with_scaled_rope(config, scaling)
+
+
+def test_several_processes_and_models(tmp_path, tokenizer_dir, text):
+    config = ModelConfig(BYTES, Position(heads=Scope()), trained_length=64)
+    for name in ("a", "b"):
+        write_model_dir(tmp_path / name, config, fresh_model(config).state_dict(), tokenizer_dir=tokenizer_dir)
+    arguments = [
+        str(tmp_path / "a"),
+        str(tmp_path / "b"),
+        "--data",
+        str(text),
+        "--lengths",
+        "64",
+        "256",
+        "--buckets",
+        "2",
+    ]
+    main([*arguments, "--json", str(tmp_path / "one.json")])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    run([*launcher, "-m", "evals.perplexity", *arguments, "--device", "cpu", "--json", str(tmp_path / "two.json")])
+    one, two = (json.loads((tmp_path / f"{n}.json").read_text())["models"] for n in ("one", "two"))
+    assert list(one) == [str(tmp_path / "a"), str(tmp_path / "b")]
+    for folder, figures in one.items():
+        for key in ("lengths", "lengths_scope_length"):
+            assert two[folder][key] == pytest.approx(figures[key], rel=1e-6)
+        for length, values in figures["buckets"].items():
+            assert two[folder]["buckets"][length] == pytest.approx(values, rel=1e-6)
 
 
 def test_scopes_past_the_trained_length_are_reported_both_ways(text, tokenizer_dir):
     config = ModelConfig(BYTES, Position(heads=Scope()), trained_length=64)
-    model, tokens = fresh_model(config), encode_file(text, load_tokenizer_dir(tokenizer_dir))
-    figures = perplexity_by_length(model, config, tokens, [64, 256])
+    model, (tokens,) = fresh_model(config), encode_file(text, load_tokenizer_dir(tokenizer_dir))
+    figures = perplexity_by_length(model, config, [tokens], [64, 256])
     assert figures["lengths"]["64"] == figures["lengths_scope_length"]["64"]
     assert figures["lengths"]["256"] != figures["lengths_scope_length"]["256"]
     # The second column is that of a model whose scopes were built for the length.
@@ -78,9 +176,9 @@ def test_scopes_past_the_trained_length_are_reported_both_ways(text, tokenizer_d
     other = build_model(grown)
     other.load_state_dict(model.state_dict())
     set_length(other, grown, 256)
-    total, count = window_nll(other.eval(), tokens, 256)
-    assert figures["lengths_scope_length"]["256"] == pytest.approx(math.exp(total / count), rel=1e-5)
-    assert "lengths_scope_length" not in perplexity_by_length(model, config, tokens, [32])
+    total, count = window_nll(other.eval(), Windows().of([tokens], 256))
+    assert figures["lengths_scope_length"]["256"] == pytest.approx((total / count).exp().item(), rel=1e-5)
+    assert "lengths_scope_length" not in perplexity_by_length(model, config, [tokens], [32])
 
 
 def test_missing_and_broken_files(tmp_path, tokenizer_dir):
@@ -90,5 +188,8 @@ def test_missing_and_broken_files(tmp_path, tokenizer_dir):
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"not UTF-8 \(byte 2\)"):
         encode_file(tmp_path / "latin.txt", tokenizer)
+    (tmp_path / "d.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
+    with pytest.raises(ConfigError, match="line 2"):
+        encode_file(tmp_path / "d.jsonl", tokenizer)
     with pytest.raises(SystemExit, match="not a model directory"):
         main([str(tmp_path), "--data", "x", "--lengths", "8"])
