@@ -70,7 +70,7 @@ def test_windows_and_targets(text, tokenizer_dir):
     assert counts.tolist() == [2 * 99]
     with pytest.raises(ConfigError, match=r"length 600.*has 599"):
         perplexity_by_length(model, config, [tokens[:599]], [64, 600])
-    with pytest.raises(ConfigError, match="buckets 64.*63 targets"):
+    with pytest.raises(ConfigError, match=r"buckets 64.*63 targets"):
         perplexity_by_length(model, config, [tokens], [64], Windows(buckets=64))
 
 
