@@ -321,6 +321,8 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    common = len(os.path.commonpath(results)) + 1 if len(results) > 1 else 0
+    results = {folder[common:].removesuffix("/model") or folder: figures for folder, figures in results.items()}
     by_position = any("buckets" in figures for figures in results.values())
     figure, panels = plt.subplots(
         1, 1 + by_position, figsize=(6 + 6 * by_position, 4.5), layout="constrained", squeeze=False
@@ -347,7 +349,7 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
         panels[0, 1].set(xlabel="position in the window", ylabel="perplexity", title="all tokens of a window")
     for panel in panels[0]:
         panel.grid(alpha=0.3)
-        panel.legend(fontsize="small")
+        panel.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -9,7 +9,7 @@ import pytest
 
 from checkpoints.model_dir import load_model, read_model_config
 from configs.load import ConfigError
-from configs.schema import Lasp, NoRotary, Scope, YarnRope
+from configs.schema import Alibi, Lasp, NoRotary, Position, Rope, Scope, SlidingWindow, YarnRope
 from launch.recipe import load_recipe
 from model.build import ModelConfig, count_parameters
 from tests.running import ROOT, metrics, run
@@ -65,6 +65,57 @@ def test_scope_lasp_differs_in_rotation_alone():
             (0, 1, 5e5), (4, 1 + 4 * (s_max - 1) / 8, 5e5), (8, s_max, 5e5), (20, s_max, 5e5 + 12 * 1.5e6 / 24),
         ]:  # fmt: skip
             assert layers[layer].rotary == YarnRope(theta=base, factor=scale, original_length=4096)
+
+
+def test_every_recipe_builds_and_has_a_tiny_twin():
+    names = sorted(path.name for path in RECIPES.glob("*.toml"))
+    assert names == sorted(p.name for p in (RECIPES / "tiny").glob("*.toml") if not p.name.startswith("shrink"))
+    for name in names:
+        for stage in load_recipe(RECIPES / name, {})[1]:
+            assert count_parameters(ModelConfig.from_job(stage.config)) == 8_030_261_248
+        for stage in load_recipe(RECIPES / "tiny" / name, {})[1]:
+            assert count_parameters(ModelConfig.from_job(stage.config)) < 1e6
+
+
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [
+        ("rope", Position(rotary=Rope(theta=10000.0))),
+        ("nope", Position(rotary=NoRotary())),
+        ("alibi", Position(rotary=NoRotary(), bias=Alibi())),
+    ],
+)
+def test_scopes_baselines_differ_in_position_alone(name, position):
+    _, scope = load_recipe(RECIPES / "scope_llama3_8b.toml", {})
+    _, baseline = load_recipe(RECIPES / f"{name}_llama3_8b.toml", {})
+    for ours, theirs in zip(scope, baseline, strict=True):
+        assert theirs.config.position == position
+        for section in ("training", "data", "optimizer", "lr_scheduler", "architecture"):
+            assert getattr(ours.config, section) == getattr(theirs.config, section)
+
+
+def test_the_window_baseline_goes_on_from_the_128k_rope_model():
+    _, rope = load_recipe(RECIPES / "rope_llama3_8b.toml", {})
+    recipe, (stage,) = load_recipe(RECIPES / "swa_llama3_8b.toml", {})
+    assert recipe.start == str(rope[-1].model_dir)
+    assert stage.config.position == Position(rotary=Rope(theta=10000.0), heads=SlidingWindow(window=8192))
+    assert stage.config.data == rope[-1].config.data
+    assert stage.config.training == rope[-1].config.training
+
+
+def test_tiny_twins_of_the_baselines_train(tmp_path):
+    for name in ("nope", "alibi", "rope", "swa"):
+        text = f'base = "{RECIPES / "tiny" / name}_llama3_8b.toml"\n[recipe]\nfolder = "{tmp_path}"\n'
+        if name == "swa":
+            text += f'start = "{tmp_path}/rope_llama3_8b/adapt-128k/model"\n'
+        recipe = tmp_path / f"{name}.toml"
+        recipe.write_text(text + "perplexity_lengths = [1]\n")
+        run([sys.executable, "-m", "launch.recipe", str(recipe), "--training.steps", "2"])
+        summary = json.loads((tmp_path / f"{name}_llama3_8b" / "summary.json").read_text())
+        assert all(stage["steps"] == 2 for stage in summary["stages"])
+        assert read_model_config(Path(summary["model_dir"])).trained_length == 256
+    start = f'initial_load_path = "{tmp_path}/rope_llama3_8b/adapt-128k/model"'
+    assert start in (tmp_path / "swa_llama3_8b" / "window-8k" / "stage.toml").read_text()
 
 
 @pytest.mark.parametrize("name", ["scope_llama3_8b", "scope_lasp_llama3_8b"])
