@@ -321,8 +321,9 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    common = len(os.path.commonpath(results)) + 1 if len(results) > 1 else 0
-    results = {folder[common:].removesuffix("/model") or folder: figures for folder, figures in results.items()}
+    if len(results) > 1:  # what the paths have in common tells nothing
+        common = os.path.commonpath([os.path.abspath(folder) for folder in results])
+        results = {os.path.relpath(folder, common).removesuffix("/model"): f for folder, f in results.items()}
     by_position = any("buckets" in figures for figures in results.values())
     figure, panels = plt.subplots(
         1, 1 + by_position, figsize=(6 + 6 * by_position, 4.5), layout="constrained", squeeze=False
