@@ -68,11 +68,8 @@ def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in build_model(config).named_parameters()}
 
 
-def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype | None = torch.float32) -> None:
+def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype = torch.float32) -> None:
     """Writes a weights-only DCP checkpoint from a model directory, holding one tensor at a time.
-
-    Args:
-        dtype: of the weights written; None keeps each tensor's own.
 
     Raises:
         ConfigError: not a model directory, or one of a model that can't be built here.
@@ -83,8 +80,8 @@ def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype | Non
     files = check_tensors(model_dir, config)
     read = TensorReader(files)
     # Stand-ins without storage, in the order of the files: they tell the planner shapes and dtypes.
-    tensors = {
-        name: torch.empty((), dtype=dtype or read(name).dtype).expand(shape)
+    tensors: dict[str, Any] = {
+        name: torch.empty((), dtype=dtype).expand(shape)
         for name, shape in sorted(_shapes(config).items(), key=lambda item: files[item[0]])
     }
     part = out.with_name(out.name + ".part")
@@ -96,7 +93,7 @@ def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype | Non
         planner = _StreamingPlanner(read, tensors, bar.update)
         # A file a tensor: the writer keeps all of a file's tensors until the file is done.
         writer = dcp.FileSystemWriter(part, single_file_per_rank=False, thread_count=1)
-        dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)  # type: ignore[arg-type]
+        dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
     read.close()
     if out.exists():
         out.rmdir()

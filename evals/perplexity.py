@@ -222,7 +222,10 @@ def encode_file(path: Path, tokenizer: Any) -> list[Tensor]:
     texts = [text]
     if path.suffix == ".jsonl":
         texts = []
-        for number, line in enumerate(text.splitlines(), start=1):
+        # Not splitlines: inside a string, JSON allows other line separators than this one.
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line.strip():
+                continue
             try:
                 texts.append(json.loads(line)["text"])
             except (ValueError, KeyError, TypeError):

@@ -3,6 +3,7 @@
 import json
 import logging
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,13 +88,16 @@ def _perplexity(recipe: "Recipe", stage: "Stage", data: Path) -> dict[str, Any]:
     device = default_device()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model, config = load_model(stage.model_dir, device=device, dtype=dtype)
-    (tokens,) = encode_file(data, load_tokenizer_dir(stage.model_dir))
-    tokens = tokens[: recipe.perplexity_tokens or None]
+    documents, left = [], recipe.perplexity_tokens or sys.maxsize
+    for document in encode_file(data, load_tokenizer_dir(stage.model_dir)):
+        documents.append(document[:left])
+        left -= len(documents[-1])
+    longest = max(map(len, documents), default=0)
     asked = [multiple * stage.config.training.seq_len for multiple in recipe.perplexity_lengths]
-    lengths = [length for length in asked if length <= len(tokens)]
+    lengths = [length for length in asked if length <= longest]
     if len(lengths) < len(asked):
-        logger.warning(f"{data} has {len(tokens):,} tokens: perplexity at {max(asked):,} is left out")
-    figures = perplexity_by_length(model, config, [tokens], lengths)
+        logger.warning(f"{data} has {longest:,} tokens in one document: perplexity at {max(asked):,} is left out")
+    figures = perplexity_by_length(model, config, documents, lengths)
     grown = figures.get("lengths_scope_length")
     return {"perplexity": figures["lengths"]} | ({"perplexity_scope_length": grown} if grown else {})
 

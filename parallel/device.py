@@ -93,8 +93,8 @@ def _keep_freed_memory() -> None:
     takes longer than the SiLU that fills them. Does nothing under another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None:
-        mallopt(ctypes.c_int(M_MMAP_THRESHOLD), ctypes.c_int(GIB))
+    # Older versions refuse so large a first value; the second alone would only end their adapting.
+    if mallopt is not None and mallopt(ctypes.c_int(M_MMAP_THRESHOLD), ctypes.c_int(GIB)):
         mallopt(ctypes.c_int(M_TRIM_THRESHOLD), ctypes.c_int(GIB))
 
 

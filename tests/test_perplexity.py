@@ -188,6 +188,8 @@ def test_missing_and_broken_files(tmp_path, tokenizer_dir):
     (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"not UTF-8 \(byte 2\)"):
         encode_file(tmp_path / "latin.txt", tokenizer)
+    (tmp_path / "d.jsonl").write_text('{"text": "a\u2028b"}\n\n{"text": "c"}\n')
+    assert [tokenizer.decode(d.tolist()) for d in encode_file(tmp_path / "d.jsonl", tokenizer)] == ["a\u2028b", "c"]
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
     with pytest.raises(ConfigError, match="line 2"):
         encode_file(tmp_path / "d.jsonl", tokenizer)
