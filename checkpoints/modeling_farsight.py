@@ -163,7 +163,7 @@ def attend(q_BNLH, k_BKTH, v_BKTH, scopes, slopes, valid_BT):
             distance = queries - torch.arange(first, last, device=device)
             mask = (distance >= 0) & (distance < scope)
             if valid_BT is not None:
-                # Padding sees itself: a row without any key would turn into NaN and spread from there.
+                # Padding sees itself: some kernels give NaN for a row without any key, and it spreads from there.
                 mask = (mask & valid_BT[:, None, None, first:last]) | (distance == 0)
             if slope is not None:
                 bias = -slope[:, None, None] * distance.float()

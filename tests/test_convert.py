@@ -1,5 +1,6 @@
 """Conversion of what `transformers` itself has written, there and back, with and without training between."""
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,34 @@ def test_a_conversion_that_fails_leaves_nothing_that_looks_whole(tmp_path, monke
     with pytest.raises(OSError, match="disk"):
         convert.checkpoint_to_model_dir(tmp_path / "good", tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+def test_no_more_than_two_tensors_are_held(tmp_path, monkeypatch):
+    """The one that is written and the one that is read next."""
+    write_with_transformers(tmp_path / "source", "default", tied=False)
+    held: list[weakref.ref] = []
+    most = 0
+
+    def counting(function):
+        def call(*arguments, **options):
+            nonlocal most
+            result = function(*arguments, **options)
+            tensor = result if isinstance(result, torch.Tensor) else next(iter(arguments[0].values()))
+            held.append(weakref.ref(tensor.untyped_storage()))  # which any view of the tensor keeps
+            most = max(most, sum(reference() is not None for reference in held))
+            return result
+
+        return call
+
+    monkeypatch.setattr(convert.TensorReader, "__call__", counting(convert.TensorReader.__call__))
+    convert.main(["from-hf", str(tmp_path / "source"), str(tmp_path / "c")])
+    assert len(held) == 21
+    assert most <= 2
+    held.clear()
+    monkeypatch.setattr(convert.dcp, "load", counting(convert.dcp.load))
+    convert.main(["to-hf", str(tmp_path / "c"), str(tmp_path / "back")])
+    assert len(held) == 21
+    assert most <= 2
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path):

@@ -138,6 +138,17 @@ def test_scalings_that_make_no_sense_are_refused():
             with_scaled_rope(config, scaling)
 
 
+def test_processes_share_the_windows(text, tokenizer_dir, monkeypatch):
+    config = ModelConfig(BYTES, Position(), trained_length=64)
+    model = fresh_model(config)
+    rows = Windows().of(encode_file(text, load_tokenizer_dir(tokenizer_dir)), 64)
+    whole = window_nll(model, rows, Windows(buckets=2))
+    monkeypatch.setattr("evals.perplexity.dist.all_reduce", lambda sums: None)
+    parts = [window_nll(model, rows, Windows(buckets=2, rank=rank, world=3)) for rank in range(3)]
+    for all_of_it, shares in zip(whole, zip(*parts, strict=True), strict=True):
+        torch.testing.assert_close(sum(shares), all_of_it)
+
+
 def test_several_processes_and_models(tmp_path, tokenizer_dir, text):
     config = ModelConfig(BYTES, Position(heads=Scope()), trained_length=64)
     for name in ("a", "b"):
