@@ -37,6 +37,7 @@ from torchtitan.train import Trainer as TitanTrainer
 
 from checkpoints.convert import checkpoint_to_model_dir
 from checkpoints.manager import RunCheckpoints
+from configs.check import refuse_unsupported_parallelism
 from configs.help import help_text
 from configs.load import ConfigError, load_config, to_toml
 from configs.schema import JobConfig
@@ -46,8 +47,8 @@ from data.tokenizer import Tokenizer, load_tokenizer
 from launch.files import lock_run_folder, write_text
 from launch.metrics import RunMetrics
 from launch.tokenizer import prepare_tokenizer, tokenizer_of
-from model.build import ModelConfig, build_model
-from model.flops import attention_flops_per_pair, batch_pairs, matmul_flops_per_token
+from model.build import ModelConfig, build_model, freeze_all_but, trained_layers
+from model.flops import batch_flops
 from model.layers import describe
 from parallel.device import prepare_device, wait_for_rank_zero
 from parallel.parallelize import parallelize, release_gathered
@@ -78,17 +79,24 @@ class ModelArgs(BaseModelArgs):
     """The model config in the form torchtitan passes to the functions of its TrainSpec."""
 
     config: ModelConfig | None = None
+    trained_layers: tuple[int, ...] | None = None
 
     def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
         self.config = ModelConfig.from_job(job_config)
+        self.trained_layers = trained_layers(job_config)
+
+    def build(self) -> nn.Module:
+        assert self.config is not None
+        model = build_model(self.config)
+        freeze_all_but(model, self.trained_layers)
+        return model
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
         assert self.config is not None
         parameters = sum(p.numel() for p in model.parameters())
         # Of one row that is a single document; a step counts the pairs of its own batch.
         a, layers = self.config.architecture, self.config.layers()
-        pairs = batch_pairs(layers, torch.arange(seq_len)[None])
-        return parameters, matmul_flops_per_token(a) + attention_flops_per_pair(a.head_dim) * pairs // seq_len
+        return parameters, batch_flops(a, layers, torch.arange(seq_len)[None], self.trained_layers) // seq_len
 
 
 def register(config: JobConfig) -> None:
@@ -97,7 +105,7 @@ def register(config: JobConfig) -> None:
     register_train_spec(
         "farsight",
         TrainSpec(
-            model_cls=lambda args: build_model(args.config),  # type: ignore[arg-type]
+            model_cls=ModelArgs.build,  # type: ignore[arg-type]
             model_args={config.model.flavor: ModelArgs()},
             parallelize_fn=parallelize,
             pipelining_fn=None,
@@ -170,10 +178,9 @@ class Trainer(TitanTrainer):
         )
         if config.training.mixed_precision_param == "float32":
             self.maybe_enable_amp = nullcontext()  # autocast knows no fp32, and would warn at every step
-        a = config.architecture
         self.layers = ModelConfig.from_job(config).layers()
-        self.matmul_flops = matmul_flops_per_token(a)
-        self.pair_flops = attention_flops_per_pair(a.head_dim)
+        self.trained_layers = trained_layers(config)
+        self.trained_parameters = sum(p.numel() for p in self.model_parts[0].parameters() if p.requires_grad)
         dims = self.parallel_dims
         # DDP averages over its ranks where the loss is already a share of the global batch: undo that here.
         self.loss_copies = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
@@ -236,8 +243,8 @@ class Trainer(TitanTrainer):
                     global_valid_tokens=global_valid_tokens,
                 )
             )
-            pairs = batch_pairs(self.layers, input_dict["positions"].expand(labels.shape))
-            self.flops += self.matmul_flops * labels.numel() + self.pair_flops * pairs
+            positions = input_dict["positions"].expand(labels.shape)
+            self.flops += batch_flops(self.job_config.architecture, self.layers, positions, self.trained_layers)
 
         loss = float(self._sum_over_data_ranks(torch.stack(losses).sum()))
         grad_norm = float(
@@ -464,11 +471,15 @@ def pretrain(config: JobConfig) -> int:
     trainer: Trainer | None = None
     status = EXIT_CONFIG
     try:
-        layers = ModelConfig.from_job(config).layers()  # refused here, before processes connect
+        # What can't be is refused here, before processes connect.
+        refuse_unsupported_parallelism(config)
+        layers, trained = ModelConfig.from_job(config).layers(), trained_layers(config)
         if os.environ.get("RANK", "0") == "0":
             lock_run_folder(Path(config.job.dump_folder))
         trainer = Trainer(config)
         logger.info(describe(layers))
+        if trained is not None:
+            logger.info(f"training layers {config.training.layers} alone: {trainer.trained_parameters:,} parameters")
         trainer.train()
         status = 0
     except (ConfigError, DataError) as error:

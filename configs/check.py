@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 from configs.schema import JobConfig
 
@@ -48,6 +49,10 @@ def _check_ranges(config: JobConfig) -> None:
         "metrics.log_freq": config.metrics.log_freq,
         "checkpoint.interval": config.checkpoint.interval,
         "optimizer.lr": config.optimizer.lr,
+        **{
+            f"parallelism.{name}_parallel_degree": getattr(config.parallelism, f"{name}_parallel_degree")
+            for name in MODEL_PARALLEL
+        },
     }
     for name, value in positive.items():
         if value <= 0:
@@ -90,9 +95,6 @@ _UNSUPPORTED = {
     "comm.mode": "use torchrun",
     "fault_tolerance": "runs resume from checkpoints",
     "memory_estimation": "it is torchtitan's own tool, for its own models",
-    "parallelism.tensor_parallel_degree": "use data parallelism",
-    "parallelism.pipeline_parallel_degree": "use data parallelism",
-    "parallelism.context_parallel_degree": "use data parallelism",
     "parallelism.expert_parallel_degree": "these models have no experts",
 }
 
@@ -110,6 +112,42 @@ def _check_unsupported(config: JobConfig) -> None:
         raise ConfigError(
             "training.enable_cpu_offload needs FSDP: set parallelism.data_parallel_shard_degree to -1 or more than 1."
         )
+
+
+MODEL_PARALLEL = ("tensor", "pipeline", "context")
+"""Parallelism over the parts of a model or sequence, as torchtitan names the degrees."""
+
+
+def check_processes(config: JobConfig, processes: int) -> None:
+    """Refuses a global batch that does not divide over the data-parallel ranks of so many processes.
+
+    Raises:
+        ConfigError: naming the batch and the degrees.
+    """
+    t, ranks = config.training, model_parallel_ranks(config)
+    if processes % ranks:
+        raise ConfigError(f"{processes} processes are not a multiple of the {ranks} over which a model is divided.")
+    copies = processes // ranks
+    if t.global_batch_size > 0 and t.global_batch_size % (t.local_batch_size * copies):
+        raise ConfigError(
+            f"training.global_batch_size = {t.global_batch_size} is not a multiple of "
+            f"local_batch_size = {t.local_batch_size} times {copies} data-parallel ranks."
+        )
+
+
+def model_parallel_ranks(config: JobConfig) -> int:
+    """Processes over which one model and sequence are divided."""
+    return math.prod(getattr(config.parallelism, f"{name}_parallel_degree") for name in MODEL_PARALLEL)
+
+
+def refuse_unsupported_parallelism(config: JobConfig) -> None:
+    """Raises `ConfigError` for layouts that a config may name and a run cannot have yet."""
+    for name in MODEL_PARALLEL:
+        degree = getattr(config.parallelism, f"{name}_parallel_degree")
+        if degree > 1:
+            raise ConfigError(
+                f"parallelism.{name}_parallel_degree = {degree} is not supported yet; set it to 1, and FSDP takes its ranks."
+            )
 
 
 def training_steps(config: JobConfig) -> int:

@@ -374,6 +374,8 @@ class Metrics(titan.Metrics):
 class Training(titan.Training):
     tokens: float = 0.0
     """Length of training in tokens; sets `steps` from the global batch size and sequence length. 0 uses `steps`."""
+    layers: str = ""
+    """Train these layers alone ("0:8", "-8:", as in position.rules); all other parameters stay as they started."""
 
 
 @dataclass

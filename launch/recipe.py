@@ -26,13 +26,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from configs.check import MODEL_PARALLEL, check_processes, model_parallel_ranks, refuse_unsupported_parallelism
 from configs.load import ConfigError, build_config, from_dict, merge, parse_options, read_toml, to_toml
 from configs.schema import JobConfig
 from data.tokenizer import load_tokenizer
 from launch.files import write_text
 from launch.summary import report, write_held_out
 from launch.tokenizer import prepare_tokenizer, tokenizer_of
-from model.build import ModelConfig, count_parameters
+from model.build import ModelConfig, count_parameters, trained_layers
 
 logger = logging.getLogger("farsight")
 
@@ -48,6 +49,8 @@ class Recipe:
     """Run folder below runs/. Empty: the file's name."""
     folder: str = "runs"
     """Where the run folder is made."""
+    gpus: int = 1
+    """GPUs that batch sizes and layouts are planned for. Any number that divides the batches gives the same losses."""
     start: str = ""
     """Model directory or checkpoint that the first stage starts from; empty starts from random weights."""
     perplexity_lengths: tuple[int, ...] = (1, 2, 4)
@@ -212,38 +215,60 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
-def check_processes(stages: list[Stage], processes: int) -> None:
-    """Refuses stages whose global batch does not divide over the processes.
+def check_stages(stages: list[Stage], processes: int) -> None:
+    """Refuses layers that a stage's model lacks, and batches that do not divide over the processes.
 
     Raises:
-        ConfigError: naming the stage and its batch.
+        ConfigError: naming the stage and what is wrong.
     """
     for stage in stages:
-        t = stage.config.training
-        if t.global_batch_size > 0 and t.global_batch_size % (t.local_batch_size * processes):
-            raise ConfigError(
-                f"stage {stage.name}: training.global_batch_size = {t.global_batch_size} is not a multiple of "
-                f"local_batch_size = {t.local_batch_size} times {processes} processes."
-            )
+        try:
+            check_processes(stage.config, processes)
+            ModelConfig.from_job(stage.config).layers()
+            trained_layers(stage.config)
+        except ConfigError as error:
+            raise ConfigError(f"stage {stage.name}: {error}") from error
 
 
-def plan_table(stages: list[Stage]) -> str:
-    """What a recipe will do, a line a stage."""
+def plan_table(stages: list[Stage], processes: int) -> str:
+    """What a recipe will do on so many processes, a line a stage."""
     lines = [
-        f"{'stage':<16}{'length':>9}{'batch':>7}{'tokens/step':>13}{'steps':>9}{'tokens':>10}{'lr':>10}  starts from"
+        f"{'stage':<16}{'length':>9}{'batch':>7}{'tokens/step':>13}{'steps':>11}{'tokens':>10}{'lr':>10}  "
+        f"{'layout':<22}starts from"
     ]
+    total = 0
     for stage in stages:
         c = stage.config
         t = c.training
-        batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size
+        batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * processes
+        total += batch * t.seq_len * t.steps
         start = c.checkpoint.initial_load_path or "random weights"
         lines.append(
-            f"{stage.name:<16}{t.seq_len:>9,}{batch:>7}{batch * t.seq_len:>13,}{t.steps:>9,}"
-            f"{batch * t.seq_len * t.steps:>10.3g}{c.optimizer.lr:>10.1e}  {start} ({stage.optimizer} optimizer)"
+            f"{stage.name:<16}{t.seq_len:>9,}{batch:>7}{batch * t.seq_len:>13,}{t.steps:>11,}"
+            f"{batch * t.seq_len * t.steps:>10.3g}{c.optimizer.lr:>10.1e}  {_layout(c, processes):<22}"
+            f"{start} ({stage.optimizer} optimizer)"
         )
-    parameters = {count_parameters(ModelConfig.from_job(stage.config)) for stage in stages}
-    lines.append(f"{max(parameters):,} parameters")
+    model = ModelConfig.from_job(stages[-1].config)
+    embedding = "" if model.architecture.vocab_size else " and the embedding of the tokenizer's size"
+    lines.append(
+        f"{count_parameters(model):,} parameters{embedding}, {total:.3g} tokens, {processes} GPU{'s' * (processes > 1)}"
+    )
+    for stage in stages:
+        if stage.config.training.layers:
+            lines.append(f"{stage.name} trains layers {stage.config.training.layers} alone")
+        try:
+            refuse_unsupported_parallelism(stage.config)
+        except ConfigError as error:
+            lines.append(f"{stage.name} can't run as planned: {error}")
     return "\n".join(lines)
+
+
+def _layout(config: JobConfig, processes: int) -> str:
+    """Data-parallel ranks and what else a model is divided over: "dp 2 × tp 8 × pp 4"."""
+    degrees = {"dp": processes // model_parallel_ranks(config)}
+    for name, short in zip(MODEL_PARALLEL, ("tp", "pp", "cp"), strict=True):
+        degrees[short] = getattr(config.parallelism, f"{name}_parallel_degree")
+    return " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name == "dp")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -252,22 +277,28 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("recipe", type=Path, help="TOML file with [[stages]]")
     parser.add_argument("--dry-run", action="store_true", help="check every stage and print the plan, run nothing")
-    parser.add_argument("--nproc", type=int, default=1, help="processes on this machine (default: 1)")
+    parser.add_argument(
+        "--nproc", type=int, help="processes on this machine (default: 1; the recipe's GPUs in a dry run)"
+    )
     parser.add_argument("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")
     options, rest = parser.parse_known_args(arguments)
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(message)s", level=logging.INFO)
     launcher = [sys.executable]
-    if options.torchrun or options.nproc > 1:
+    if options.torchrun or (options.nproc or 1) > 1:
         given = options.torchrun or f"--standalone --nproc_per_node {options.nproc}"
         launcher += ["-m", "torch.distributed.run", *shlex.split(given)]
     try:
         recipe, stages = load_recipe(options.recipe, parse_options(rest))
-        if not options.torchrun:
-            check_processes(stages, options.nproc)
         if options.dry_run:
-            print(plan_table(stages))
+            processes = options.nproc or recipe.gpus
+            check_stages(stages, processes)
+            print(plan_table(stages, processes))
             return 0
+        if not options.torchrun:
+            check_stages(stages, options.nproc or 1)
+        for stage in stages:
+            refuse_unsupported_parallelism(stage.config)
         return run_recipe(recipe, stages, launcher)
     except ValueError as error:  # ConfigError and DataError
         logger.error(str(error))

@@ -1,6 +1,7 @@
 """Config → model, in one hop: every layer's position and attention is decided here."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from configs.load import ConfigError, from_dict, to_dict
 from configs.schema import Architecture, Attention, JobConfig, Loss, Position
-from model.layers import LayerPosition, resolve_layers
+from model.layers import LayerPosition, resolve_layers, select_layers
 from model.llama import Llama
 
 FORMAT = 1
@@ -89,6 +90,29 @@ def build_model(config: ModelConfig, length: int | None = None) -> Llama:
         chunk_tokens=config.loss.chunk_tokens,
         init_seed=config.init_seed,
     )
+
+
+def trained_layers(job: JobConfig) -> tuple[int, ...] | None:
+    """The layers that `training.layers` names, or None to train all parameters.
+
+    Raises:
+        ConfigError: layers that the model does not have.
+    """
+    if not job.training.layers:
+        return None
+    try:
+        return tuple(sorted(select_layers(job.training.layers, job.architecture.n_layers)))
+    except ValueError as error:
+        raise ConfigError(f"training.layers: {error}") from error
+
+
+def freeze_all_but(model: Llama, layers: Collection[int] | None) -> None:
+    """Leaves only these layers' parameters trainable (LASP 4.3), not the embedding, last norm and head; None all."""
+    if layers is None:
+        return
+    for name, parameter in model.named_parameters():
+        kind, _, rest = name.partition(".")
+        parameter.requires_grad_(kind == "layers" and int(rest.partition(".")[0]) in layers)
 
 
 def set_length(model: Llama, config: ModelConfig, length: int) -> None:

@@ -1,9 +1,11 @@
 """Exact FLOPs of a training step: matrix products by their shapes, attention by the pairs that heads really see.
 
-torchtitan counts full attention for every head; with scopes that would flatter the MFU several times over.
+torchtitan counts full attention for every head; with scopes that would flatter the MFU several times over. Only what
+training needs is counted: no weight gradients of frozen layers, no backward pass below the lowest trained one, and no
+recomputation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -12,19 +14,37 @@ from kernels.scoped_attention.semantics import visible_pairs_at_positions
 from model.layers import LayerPosition
 
 
-def matmul_flops_per_token(architecture: Architecture) -> int:
-    """FLOPs of one token's matrix products, forward and backward: 6 for each weight of a linear layer or the head.
+def batch_flops(
+    architecture: Architecture,
+    layers: Sequence[LayerPosition],
+    positions_BL: Tensor,
+    trained_layers: Collection[int] | None = None,
+) -> int:
+    """FLOPs of a batch, forward and backward.
+
+    Args:
+        positions_BL: each token's distance from the start of its document.
+        trained_layers: None trains all parameters.
+    """
+    lowest = min(trained_layers) if trained_layers else 0
+    pairs, pairs_backward = batch_pairs(layers, positions_BL), batch_pairs(layers[lowest:], positions_BL)
+    attention = architecture.head_dim * (4 * pairs + 8 * pairs_backward)
+    return matmul_flops_per_token(architecture, trained_layers) * positions_BL.numel() + attention
+
+
+def matmul_flops_per_token(architecture: Architecture, trained_layers: Collection[int] | None = None) -> int:
+    """FLOPs of one token's matrix products: 2 for each weight of a linear layer or the head in the forward pass, 2 for
+    its input's gradient, 2 for its own.
 
     The embedding is a look-up and counts nothing; a tied head counts as a head.
     """
     a = architecture
-    attention = 2 * a.dim * a.head_dim * (a.n_heads + a.n_kv_heads)
-    return 6 * (a.n_layers * (attention + 3 * a.dim * a.ffn_dim) + a.dim * a.vocab_size)
-
-
-def attention_flops_per_pair(head_dim: int) -> int:
-    """FLOPs of one visible query-key pair of one head, forward (4·H) and backward (8·H), recomputation not counted."""
-    return 12 * head_dim
+    layer = 2 * a.dim * a.head_dim * (a.n_heads + a.n_kv_heads) + 3 * a.dim * a.ffn_dim
+    head = a.dim * a.vocab_size
+    if not trained_layers:
+        return 6 * (a.n_layers * layer + head)
+    passed_back = (a.n_layers - min(trained_layers)) * layer + head
+    return 2 * (a.n_layers * layer + head) + 2 * passed_back + 2 * len(trained_layers) * layer
 
 
 def batch_pairs(layers: Sequence[LayerPosition], positions_BL: Tensor) -> int:

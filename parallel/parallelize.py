@@ -14,18 +14,12 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
-from configs.load import ConfigError
 from configs.schema import JobConfig
 from model.llama import Llama
 
 
 def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Module:
-    """Applies activation checkpointing, per-block `torch.compile`, and FSDP, HSDP or DDP to a model on the meta device.
-
-    Raises:
-        ConfigError: a parallel dimension, or a mix of them, that is not supported.
-    """
-    refuse_unsupported(dims)
+    """Applies activation checkpointing, per-block `torch.compile`, and FSDP, HSDP or DDP to a model on the meta device."""
     compiled = config.compile.enable and "model" in config.compile.components
     if config.activation_checkpoint.mode != "none":
         apply_ac(
@@ -48,22 +42,6 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
             torch._dynamo.config.optimize_ddp = "ddp_optimizer"  # type: ignore[assignment]
         replicate(model, device_mesh=dims.get_mesh("dp_replicate"), bucket_cap_mb=100)
     return model
-
-
-def refuse_unsupported(dims: ParallelDims) -> None:
-    """Raises `ConfigError` for the parallel dimensions that are not supported, naming them."""
-    options = {
-        "tensor_parallel_degree": dims.tp,
-        "pipeline_parallel_degree": dims.pp,
-        "context_parallel_degree": dims.cp,
-        "expert_parallel_degree": dims.ep,
-    }
-    for name, degree in options.items():
-        if degree > 1:
-            raise ConfigError(
-                f"parallelism.{name} = {degree} is not supported; use data parallelism "
-                f"(data_parallel_shard_degree, data_parallel_replicate_degree) and leave it at 1."
-            )
 
 
 def saved_ops() -> set:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from checkpoints.hf_config import from_hf_config, to_hf_config
@@ -29,8 +30,8 @@ from configs.schema import (
     SlidingWindow,
     YarnRope,
 )
-from model.build import ModelConfig, build_model, count_parameters, set_length
-from model.flops import attention_flops_per_pair, batch_pairs, matmul_flops_per_token
+from model.build import ModelConfig, build_model, count_parameters, freeze_all_but, set_length
+from model.flops import batch_flops, batch_pairs, matmul_flops_per_token
 from model.llama import FeedForward
 
 SMALL = Architecture(vocab_size=96, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, norm_eps=1e-5)
@@ -205,21 +206,33 @@ def test_scopes_past_the_trained_length():
 
 @pytest.mark.parametrize(
     ("size", "millions"),
-    [("tiny", None), ("nano", 212), ("2b", 2010), ("8b", 8030), ("llama3.1-8b", 8030), ("70b", 70554)],
+    [
+        ("tiny", None),
+        ("nano", 212),
+        ("2b", 2010),
+        ("8b", 8030),
+        ("llama3.1-8b", 8030),
+        ("70b", 70554),
+        ("smollm3-3b", 3075),
+    ],
 )
 def test_sizes_have_their_papers_parameters(size, millions):
     config = ModelConfig.from_job(build_config({"model": {"flavor": size}}))
     counted = count_parameters(config)
     a = config.architecture
     attention = 2 * a.dim * a.head_dim * (a.n_heads + a.n_kv_heads) + 2 * a.head_dim * a.qk_norm
-    by_hand = a.n_layers * (attention + 3 * a.dim * a.ffn_dim + 2 * a.dim) + a.dim + 2 * a.vocab_size * a.dim
+    by_hand = (
+        a.n_layers * (attention + 3 * a.dim * a.ffn_dim + 2 * a.dim)
+        + a.dim
+        + (2 - a.tie_embeddings) * a.vocab_size * a.dim
+    )
     assert counted == by_hand
     if millions:
         assert counted / 1e6 == pytest.approx(millions, abs=max(1, millions * 5e-4))
 
 
 def test_every_size_is_tested():
-    assert {p.stem for p in SIZES.glob("*.toml")} == {"tiny", "nano", "2b", "8b", "llama3.1-8b", "70b"}
+    assert {p.stem for p in SIZES.glob("*.toml")} == {"tiny", "nano", "2b", "8b", "llama3.1-8b", "70b", "smollm3-3b"}
 
 
 def test_flops_by_counting():
@@ -235,7 +248,21 @@ def test_flops_by_counting():
     assert batch_pairs(config.layers(), positions) == expected
     linear = sum(m.weight.numel() for m in build_model(config).modules() if isinstance(m, torch.nn.Linear))
     assert matmul_flops_per_token(SMALL) == 6 * (linear + 96 * 32)
-    assert attention_flops_per_pair(8) == 3 * 2 * 2 * 8
+    assert batch_flops(SMALL, config.layers(), positions) == 24 * 6 * (linear + 96 * 32) + 3 * 2 * 2 * 8 * expected
+
+
+@pytest.mark.parametrize("trained", [None, (0,), (2,), (0, 1)])
+def test_flops_are_what_pytorch_counts(trained):
+    model = fresh_model(ModelConfig(SMALL, Position(), trained_length=12))
+    freeze_all_but(model, trained)
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(2, 12, dtype=torch.long)).sum().backward()
+    products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    assert matmul_flops_per_token(SMALL, trained) * 24 == products
+    # Each of a row's 78 causal pairs: 4·H forward, 8·H backward in the layers from the lowest trained one on.
+    back = 3 - min(trained or (0,))
+    flops = batch_flops(SMALL, model.positions, torch.arange(12).expand(2, 12), trained)
+    assert flops - products == 2 * 78 * 4 * 8 * (3 * 4 + back * 8)
 
 
 def test_hf_config_round_trip_and_refusals(tmp_path):

@@ -1,18 +1,36 @@
 """Recipes: the shipped ones against their papers, and whole runs of their tiny twins."""
 
 import json
+import math
 import shutil
 import sys
+import tomllib
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from safetensors.torch import load_file
 
 from checkpoints.model_dir import load_model, read_model_config
-from configs.load import ConfigError
-from configs.schema import Alibi, Lasp, NoRotary, Position, Rope, Scope, SlidingWindow, YarnRope
-from launch.recipe import load_recipe
-from model.build import ModelConfig, count_parameters
-from tests.running import ROOT, metrics, run
+from configs.load import ConfigError, load_config
+from configs.schema import (
+    Alibi,
+    Bias,
+    Heads,
+    Lasp,
+    LayerRule,
+    NoRotary,
+    Position,
+    Rope,
+    Rotary,
+    Scope,
+    SlidingWindow,
+    YarnRope,
+)
+from launch.recipe import check_stages, load_recipe, main
+from model.build import ModelConfig, count_parameters, trained_layers
+from tests.running import ROOT, environment, metrics, run
 
 RECIPES = ROOT / "configs" / "recipes"
 
@@ -67,14 +85,148 @@ def test_scope_lasp_differs_in_rotation_alone():
             assert layers[layer].rotary == YarnRope(theta=base, factor=scale, original_length=4096)
 
 
-def test_every_recipe_builds_and_has_a_tiny_twin():
-    names = sorted(path.name for path in RECIPES.glob("*.toml"))
-    assert names == sorted(p.name for p in (RECIPES / "tiny").glob("*.toml") if not p.name.startswith("shrink"))
-    for name in names:
-        for stage in load_recipe(RECIPES / name, {})[1]:
-            assert count_parameters(ModelConfig.from_job(stage.config)) == 8_030_261_248
-        for stage in load_recipe(RECIPES / "tiny" / name, {})[1]:
-            assert count_parameters(ModelConfig.from_job(stage.config)) < 1e6
+NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
+PARAMETERS = {"llama3_8b": 8_030_261_248, "qwen3_2b": 2_010_261_504, "smollm3_3b": 3_075_098_624}
+"""Llama-3-8B's and SmolLM3's as published; Qwen3-2B's with the KV heads and feed-forward that the paper leaves open."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_builds_and_its_tiny_twin_differs_in_size_alone(name):
+    expected = next((n for model, n in PARAMETERS.items() if name.endswith(model)), None)
+    recipe, stages = load_recipe(RECIPES / f"{name}.toml", {})
+    assert recipe.name == name
+    check_stages(stages, recipe.gpus)
+    for stage in stages:
+        counted = count_parameters(ModelConfig.from_job(stage.config))
+        if name.startswith("nano_"):
+            assert round(counted / 1e6) == pytest.approx(212, abs=1)  # Table 3; 212,755,200
+        else:
+            assert counted == expected
+    small_recipe, small = load_recipe(RECIPES / "tiny" / f"{name}.toml", {})
+    assert small_recipe.name == name
+    check_stages(small, 1)
+    for stage, twin in zip(stages, small, strict=True):
+        ours, theirs = stage.config, twin.config
+        assert twin.name == stage.name
+        assert theirs.optimizer == ours.optimizer
+        assert theirs.lr_scheduler.decay_type == ours.lr_scheduler.decay_type
+        assert bool(theirs.training.layers) == bool(ours.training.layers)
+        for part in ("rotary", "heads", "bias", "lasp"):
+            assert type(getattr(theirs.position, part)) is type(getattr(ours.position, part))
+        assert theirs.position.embedding == ours.position.embedding
+        assert theirs.position.rules == ours.position.rules
+        assert theirs.architecture.qk_norm == ours.architecture.qk_norm
+        assert theirs.architecture.tie_embeddings == ours.architecture.tie_embeddings
+        assert count_parameters(ModelConfig.from_job(theirs)) < 1e6
+
+
+def test_no_config_stands_unused():
+    configs = ROOT / "configs"
+    bases, seen = set(), [configs / "quickstart.toml", *(RECIPES / f"{name}.toml" for name in NAMES)]
+    twins = [RECIPES / "tiny" / f"{name}.toml" for name in NAMES]
+    left = [*seen, *twins]
+    while left:
+        path = left.pop()
+        named = tomllib.loads(path.read_text()).get("base", [])
+        for base in [named] if isinstance(named, str) else named:
+            base = (path.parent / base).resolve()
+            if base not in bases:
+                bases.add(base)
+                left.append(base)
+    alone = {configs / "tiny.toml", *(configs / "sizes").glob("*.toml")}  # both are built by tests of their own
+    assert set(configs.rglob("*.toml")) == {*seen, *twins, *bases, *alone}
+    quickstart = [stage.config for stage in load_recipe(configs / "quickstart.toml", {})[1]]
+    for config in [*quickstart, load_config(["--job.config_file", str(configs / "tiny.toml")])]:
+        assert 5e5 < count_parameters(ModelConfig.from_job(config)) < 2e6
+
+
+def test_lasp_is_table_4_with_five_arms():
+    yarn = YarnRope(theta=5e5, factor=16.0, original_length=8192)
+    arms = {
+        "yarn_500k": Position(rotary=yarn),
+        "yarn_2m": Position(rotary=replace(yarn, theta=2e6)),
+        "lasp_base": Position(rotary=yarn, lasp=Lasp("base", 1.0, 16.0, 5e5, 2e6)),
+        "lasp_scale": Position(rotary=yarn, lasp=Lasp("scale", 1.0, 16.0, 5e5, 2e6)),
+        "lasp": Position(rotary=yarn, lasp=Lasp("both", 1.0, 16.0, 5e5, 2e6)),
+        "yarn_500k_first8": Position(rotary=yarn),
+        "yarn_500k_last8": Position(rotary=yarn),
+    }
+    trained = {"yarn_500k_first8": tuple(range(8)), "yarn_500k_last8": tuple(range(24, 32))}
+    for name, position in arms.items():
+        recipe, (stage,) = load_recipe(RECIPES / f"{name}_llama3_8b.toml", {})
+        c = stage.config
+        assert recipe.gpus == 64
+        assert c.checkpoint.initial_load_path == "assets/llama3"
+        assert (c.parallelism.tensor_parallel_degree, c.parallelism.pipeline_parallel_degree) == (8, 4)
+        assert (c.training.seq_len, c.training.global_batch_size) == (96384, 32)
+        assert 96384 * 32 * c.training.steps == pytest.approx(5e9, rel=1e-3)
+        o = c.optimizer
+        assert (o.name, o.lr, o.beta1, o.beta2) == ("AdamW", 3.6e-5, 0.9, 0.95)
+        assert c.lr_scheduler.decay_type == "cosine"
+        assert [s.min_tokens for s in c.data.sources] == [131072]
+        assert c.position == position
+        assert trained_layers(c) == trained.get(name)
+
+
+def test_the_2b_models_are_appendix_d():
+    positions = {
+        "nope": Position(rotary=NoRotary()),
+        "rope": Position(rotary=Rope(theta=10000.0)),
+        "scope": Position(rotary=NoRotary(), heads=Scope(layout="group_balanced")),
+    }
+    for name, position in positions.items():
+        _, (stage,) = load_recipe(RECIPES / f"{name}_qwen3_2b.toml", {})
+        t = stage.config.training
+        assert (t.seq_len, t.steps, t.global_batch_size) == (4096, 100_000, 96)
+        assert [s.name for s in stage.config.data.sources] == ["tiiuae/falcon-refinedweb"]
+        assert stage.config.position == position
+        assert stage.config.architecture.qk_norm
+
+
+def test_nano_recipes_are_table_3_and_cover_every_mechanism():
+    used = set()
+    for name in (name for name in NAMES if name.startswith("nano_")):
+        recipe, (stage,) = load_recipe(RECIPES / f"{name}.toml", {})
+        c, t = stage.config, stage.config.training
+        if recipe.start:
+            assert recipe.start == "runs/nano_rope/pretrain-1k/model"
+            assert (t.seq_len, t.global_batch_size * t.seq_len) == (4096, 96 * 1024)
+        else:
+            assert (t.seq_len, t.steps, t.global_batch_size, c.optimizer.lr) == (1024, 40_000, 96, 3e-4)
+        assert (c.optimizer.name, c.optimizer.beta1, c.optimizer.beta2) == ("AdamW", 0.9, 0.999)
+        assert t.mixed_precision_param == "bfloat16"
+        p = c.position
+        used |= {type(p.rotary), type(p.heads), type(p.bias), type(p.lasp), p.embedding}
+        used |= {LayerRule} if p.rules else set()
+    mechanisms = {*get_args(Rotary), *get_args(Heads), *get_args(Bias), Lasp, LayerRule, "sinusoidal"}
+    assert mechanisms <= used
+
+
+def test_recipes_of_others_are_configs_alone():
+    _, stages = load_recipe(RECIPES / "smollm3_3b.toml", {})
+    assert [s.config.training.seq_len for s in stages] == [4096, 32768, 65536]
+    for stage, theta in zip(stages, (5e4, 2e6, 5e6), strict=True):
+        layers = ModelConfig.from_job(stage.config).layers()
+        assert [n for n, layer in enumerate(layers) if layer.rotary == NoRotary()] == [3, 7, 11, 15, 19, 23, 27, 31, 35]
+        assert {layer.rotary for layer in layers} == {NoRotary(), Rope(theta=theta)}
+    _, stages = load_recipe(RECIPES / "prolong_llama3_8b.toml", {})
+    assert [s.config.training.seq_len for s in stages] == [2**16, 2**19]
+    assert [s.config.position for s in stages] == [Position(rotary=Rope(theta=theta)) for theta in (8e6, 1.28e8)]
+
+
+def test_a_plan_states_tokens_steps_and_gpus_and_what_cannot_run(capsys):
+    path = str(RECIPES / "yarn_500k_first8_llama3_8b.toml")
+    assert main([path, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for part in ("1,622", "5e+09 tokens, 64 GPUs", "dp 2 × tp 8 × pp 4", "layers 0:8 alone", "can't run as planned"):
+        assert part in said
+    assert main([path]) == 2  # before anything is trained
+    data_parallel = ["--parallelism.tensor_parallel_degree", "1", "--parallelism.pipeline_parallel_degree", "1"]
+    assert main([path, "--dry-run", "--nproc", "32", *data_parallel]) == 0
+    said = capsys.readouterr().out
+    assert "dp 32 " in said
+    assert "can't" not in said
+    assert main([path, "--dry-run", "--nproc", "64", *data_parallel]) == 2  # 32 sequences over 64 ranks
 
 
 @pytest.mark.parametrize(
@@ -103,22 +255,42 @@ def test_the_window_baseline_goes_on_from_the_128k_rope_model():
     assert stage.config.training == rope[-1].config.training
 
 
-def test_tiny_twins_of_the_baselines_train(tmp_path):
-    for name in ("nope", "alibi", "rope", "swa"):
-        text = f'base = "{RECIPES / "tiny" / name}_llama3_8b.toml"\n[recipe]\nfolder = "{tmp_path}"\n'
-        if name == "swa":
-            text += f'start = "{tmp_path}/rope_llama3_8b/adapt-128k/model"\n'
+EXTENSIONS = ["linear", "ntk", "dynamic", "yarn", "llama3", "longrope", "lasp"]
+CHAINS = {"rope_llama3_8b": ["swa_llama3_8b"], "nano_rope": [f"nano_{name}" for name in EXTENSIONS]}
+"""Recipe → the ones that start from its model."""
+
+
+WHOLE = ["scope_llama3_8b", "scope_lasp_llama3_8b"]
+"""Twins that another test runs with all of their steps."""
+
+
+@pytest.mark.parametrize("first", sorted({*NAMES} - {*WHOLE, *(name for chain in CHAINS.values() for name in chain)}))
+def test_every_tiny_twin_trains(first, tmp_path, monkeypatch):
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    start = ""
+    for name in [first, *CHAINS.get(first, [])]:
+        text = f'base = "{RECIPES / "tiny" / name}.toml"\n[recipe]\nfolder = "{tmp_path}"\nperplexity_lengths = [1]\n'
         recipe = tmp_path / f"{name}.toml"
-        recipe.write_text(text + "perplexity_lengths = [1]\n")
-        run([sys.executable, "-m", "launch.recipe", str(recipe), "--training.steps", "2"])
-        summary = json.loads((tmp_path / f"{name}_llama3_8b" / "summary.json").read_text())
-        assert all(stage["steps"] == 2 for stage in summary["stages"])
-        assert read_model_config(Path(summary["model_dir"])).trained_length == 256
-    start = f'initial_load_path = "{tmp_path}/rope_llama3_8b/adapt-128k/model"'
-    assert start in (tmp_path / "swa_llama3_8b" / "window-8k" / "stage.toml").read_text()
+        recipe.write_text(text + (f'start = "{start}"\n' if start else ""))
+        steps = ["--training.steps", "2", "--lr_scheduler.warmup_steps", "1"]
+        assert main([str(recipe), *steps]) == 0
+        summary = json.loads((tmp_path / name / "summary.json").read_text())
+        for stage in summary["stages"]:
+            assert stage["steps"] == 2
+            assert all(map(math.isfinite, [*stage["train_loss"], *stage["perplexity"].values()]))
+        model = Path(summary["model_dir"])
+        assert read_model_config(model).trained_length == summary["stages"][-1]["seq_len"]
+        if start:
+            # It went on from the other recipe's weights: their tokenizer travels, and two steps change a weight little.
+            assert f'initial_load_path = "{start}"' in (model.parent / "stage.toml").read_text()
+            before, after = (load_file(Path(d) / "model.safetensors")["lm_head.weight"] for d in (start, model))
+            assert 0 < (before - after).abs().max() < 1e-2
+        else:
+            start = str(model)
 
 
-@pytest.mark.parametrize("name", ["scope_llama3_8b", "scope_lasp_llama3_8b"])
+@pytest.mark.parametrize("name", WHOLE)
 def test_tiny_twin_runs_and_is_skipped_once_finished(name, tmp_path):
     recipe = tmp_path / f"{name}.toml"
     recipe.write_text(f'base = "{RECIPES / "tiny" / name}.toml"\n[recipe]\nfolder = "{tmp_path}"\n')

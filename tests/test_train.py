@@ -1,6 +1,7 @@
 """Whole runs: data parallelism, resuming, signals, and how a run refuses or stops."""
 
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -10,8 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints.model_dir import load_model
+from checkpoints.names import from_hf_name
 from configs.load import ConfigError
 from data.tokenizer import load_tokenizer_dir
+from model.build import ModelConfig, build_model
 from tests.running import ROOT, environment, metrics, run, train, train_command
 
 
@@ -74,6 +77,33 @@ def test_two_ranks_equal_one_process(undisturbed, tmp_path, options):
         assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("degrees", [(1, 2), (2, 1)], ids=["fsdp", "ddp"])
+def test_layers_that_do_not_train_stay_as_they_started(undisturbed, tmp_path, degrees):
+    only = ["--training.layers", "1:"]
+    done = train(tmp_path / "one", *only)
+    start = build_model(ModelConfig.load(undisturbed / "model" / "farsight.json"))
+    start.init_weights()
+    for name, value in weights(tmp_path / "one").items():
+        same = torch.equal(value, start.get_parameter(str(from_hf_name(name))))
+        assert same != name.startswith("model.layers.1."), name
+    trained = sum(p.numel() for p in start.layers["1"].parameters())
+    assert f"training layers 1: alone: {trained:,} parameters" in done.stderr
+    # Two ranks, and one process that goes on from their checkpoint, whose optimizer knows some parameters only.
+    replicate, shard = map(str, degrees)
+    layout = ["--parallelism.data_parallel_replicate_degree", replicate, "--training.local_batch_size", "2"]
+    train(tmp_path / "two", *only, *layout, "--parallelism.data_parallel_shard_degree", shard, ranks=2)
+    assert_same_losses(tmp_path / "one", tmp_path / "two")
+    shutil.rmtree(tmp_path / "two" / "checkpoint" / "step-12")
+    train(tmp_path / "two", *only)
+    assert_same_losses(tmp_path / "one", tmp_path / "two")
+
+
+def assert_same_losses(a, b):
+    for x, y in zip(metrics(a), metrics(b), strict=True):
+        assert y["loss"] == pytest.approx(x["loss"], rel=1e-5)
+        assert y["grad_norm"] == pytest.approx(x["grad_norm"], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -85,9 +115,7 @@ def test_two_ranks_equal_one_process(undisturbed, tmp_path, options):
 )  # fmt: skip
 def test_recomputation_and_compilation_change_no_losses(undisturbed, tmp_path, options):
     train(tmp_path / "run", *options)
-    for a, b in zip(metrics(undisturbed), metrics(tmp_path / "run"), strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
-        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
+    assert_same_losses(undisturbed, tmp_path / "run")
 
 
 def test_killed_three_times_and_resumed_ends_with_the_same_weights(undisturbed, tmp_path):
@@ -257,6 +285,7 @@ def test_a_non_finite_loss_stops_before_the_optimizer_step(undisturbed, tmp_path
         (["--architecture.vocab_size", "100"], "vocab_size = 100 is less than the tokenizer's"),
         (["--data.sources", "[{ kind = 'jsonl', path = 'no/such.jsonl' }]"], "no/such.jsonl"),
         (["--position.lasp.anchor_layers", "9"], "anchor_layers"),
+        (["--training.layers", "0:8"], "training.layers: layers '0:8' names 8, but the model has 2 layers"),
         (["--checkpoint.initial_load_path", "configs", "--tokenizer.kind", "auto"], "has no tokenizer.json"),
     ],
 )
