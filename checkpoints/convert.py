@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from tqdm import tqdm
 
+from checkpoints.card import CONFIG, read_history
 from checkpoints.manager import COMPLETE
-from checkpoints.model_dir import CONFIG, SHARD_BYTES, TensorReader, check_tensors, read_model_config, write_model_dir
+from checkpoints.model_dir import SHARD_BYTES, TensorReader, check_tensors, read_model_config, write_model_dir
 from configs.load import ConfigError
 from model.build import ModelConfig, build_model
 
@@ -60,7 +61,8 @@ def checkpoint_to_model_dir(
         return tensor
 
     tokenizer = checkpoint.parent.parent / "tokenizer"
-    write_model_dir(out, config, tensors, read, tokenizer if tokenizer.is_dir() else None, dtype, shard_bytes)
+    tokenizer_dir = tokenizer if tokenizer.is_dir() else None
+    write_model_dir(out, config, tensors, read, tokenizer_dir, dtype, shard_bytes, read_history(checkpoint))
 
 
 def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
@@ -87,7 +89,7 @@ def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype = tor
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    config.save(part / CONFIG)
+    config.save(part / CONFIG, training=read_history(model_dir))
     total = sum(tensor.nbytes for tensor in tensors.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="convert", disable=not sys.stderr.isatty()) as bar:
         planner = _StreamingPlanner(read, tensors, bar.update)

@@ -13,7 +13,8 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.components.checkpoint import CheckpointManager
 
-from checkpoints.model_dir import CONFIG, check_tensors, read_model_config
+from checkpoints.card import CONFIG, read_history, training_entry
+from checkpoints.model_dir import check_tensors, read_model_config
 from checkpoints.names import from_hf_name, to_hf_name
 from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
@@ -56,6 +57,7 @@ class RunCheckpoints(CheckpointManager):
 
     def __init__(self, config: JobConfig, **parts: Any) -> None:
         self.config, self.model_config = config, ModelConfig.from_job(config)
+        self.history: list[dict[str, Any]] = []  # of the weights that this run starts from
         super().__init__(
             **parts,
             checkpoint_config=config.checkpoint,
@@ -75,8 +77,10 @@ class RunCheckpoints(CheckpointManager):
         resumes = Path(self.folder).is_dir()
         if not resumes and self.initial_load_path:
             self._prepare_initial_load(Path(self.initial_load_path))
+            self.history = read_history(Path(self.initial_load_path))
         if resumes:
             step = self._step_to_resume(step)
+            self.history = read_history(Path(self._create_checkpoint_id(step)))[:-1]
             self.states["dataloader"].check_checkpoint(self._create_checkpoint_id(step))
             # Both are for the start from another run; a run that resumes itself needs all of its state.
             self.exclude_from_loading, self.initial_load_path = [], None
@@ -134,7 +138,8 @@ class RunCheckpoints(CheckpointManager):
         if self._should_save(curr_step, last_step) and dist.get_rank() == 0:
             folder = Path(self._create_checkpoint_id(curr_step))
             folder.mkdir(parents=True, exist_ok=True)
-            self.model_config.save(folder / CONFIG, job=to_toml(self.config))
+            entry = training_entry(self.config, curr_step, self.states["train_state"].state_dict()["tokens_seen"])
+            self.model_config.save(folder / CONFIG, job=to_toml(self.config), training=[*self.history, entry])
         super().save(curr_step, last_step)
         if last_step:
             self._purge_stale_checkpoints()

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from checkpoints.card import CARD, CONFIG, model_card
 from checkpoints.hf_config import MODEL_TYPE, MODELING, from_hf_config, to_hf_config
 from checkpoints.names import from_hf_name, to_hf_name
 from configs.load import ConfigError
@@ -19,7 +20,6 @@ from data.tokenizer import load_tokenizer_dir
 from model.build import ModelConfig, build_model
 from model.llama import Llama
 
-CONFIG = "farsight.json"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 
@@ -32,8 +32,9 @@ def write_model_dir(
     tokenizer_dir: Path | None = None,
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
+    history: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Writes a model directory; it appears whole or not at all.
+    """Writes a model directory with its model card; it appears whole or not at all.
 
     Args:
         tensors: parameters by our names, in the order they are written.
@@ -42,6 +43,7 @@ def write_model_dir(
         tokenizer_dir: files to copy beside the weights.
         dtype: of the weights written; None keeps each tensor's own.
         shard_bytes: a file grows no larger, unless one tensor is.
+        history: the runs that trained the weights, from `read_history`.
     """
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -77,7 +79,10 @@ def write_model_dir(
     if hf_config["model_type"] == MODEL_TYPE:
         shutil.copy(Path(__file__).with_name(f"{MODELING}.py"), part)
     (part / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
-    config.save(part / CONFIG)
+    config.save(part / CONFIG, training=list(history))
+    tokenizer_file = (part / "tokenizer.json").is_file()
+    card = model_card(out.resolve().name, config, hf_config, history, tokenizer_file)
+    (part / CARD).write_text(card, encoding="utf-8")
     shutil.rmtree(out, ignore_errors=True)
     part.rename(out)
 

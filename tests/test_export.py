@@ -167,3 +167,49 @@ def test_exported_model_equals_ours(tmp_path, name):
     with torch.no_grad():
         set_length(reloaded := load_model(again)[0], config, 60)
         assert torch.equal(reloaded(tokens), model(tokens))
+
+
+TRAINER = """
+import sys, torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+directory, out = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True, dtype=torch.float32)
+rows = torch.randint(96, (8, 40), generator=torch.Generator().manual_seed(1))
+labels = rows.clone()
+labels[1::2, 10:30] = -100  # rows that count for less
+data = [{"input_ids": row, "labels": label} for row, label in zip(rows, labels)]
+arguments = TrainingArguments(
+    directory + "-run", max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2, learning_rate=0.1,
+    optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, weight_decay=0.0, use_cpu=True, save_strategy="no",
+    report_to=[], disable_tqdm=True, train_sampling_strategy="sequential", gradient_checkpointing=True,
+)
+trainer = Trainer(model=model, args=arguments, train_dataset=data)
+trainer.train()
+trainer.save_model(directory + "-trained")
+save_file({"rows": rows, "labels": labels}, out)
+"""
+
+
+@pytest.mark.parametrize("name", ["scope_lasp", "mixed"])
+def test_a_plain_trainer_takes_the_steps_that_the_equations_give(tmp_path, name):
+    folder = tmp_path / name
+    export(folder, POSITIONS[name])
+    batch = run_elsewhere(folder, TRAINER)
+    model, config = load_model(folder)
+    set_length(model, config, 40)
+    for step in range(2):
+        rows, labels = (batch[key][4 * step : 4 * step + 4] for key in ("rows", "labels"))
+        log_p = model(rows)[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(0))[..., 0]
+        counts = labels[:, 1:] != -100
+        loss = -log_p[counts].sum() / counts.sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        with torch.no_grad():
+            for parameter, grad in zip(model.parameters(), grads, strict=True):
+                parameter -= 0.1 * grad
+    trained = load_model(tmp_path / f"{name}-trained")[0]
+    start = load_model(folder)[0]
+    for key, value in trained.state_dict().items():
+        moved = value - start.state_dict()[key]
+        expected = model.state_dict()[key] - start.state_dict()[key]
+        torch.testing.assert_close(moved, expected, atol=2e-6, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")

@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 import shutil
+import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from checkpoints.model_dir import load_model, read_model_config
@@ -311,6 +314,21 @@ def test_tiny_twin_runs_and_is_skipped_once_finished(name, tmp_path):
     model, config = load_model(last)
     assert max(model.layers["0"].attention.scopes_N.tolist()) == 256
     assert (config.position.lasp is not None) == ("lasp" in name)
+
+    # The card tells of all three stages, and its lines of code run as they stand.
+    history = json.loads((last / "farsight.json").read_text())["training"]
+    assert [(run["seq_len"], run["steps"], run["tokens"]) for run in history] == [
+        (64, 4, 4 * 8 * 64), (128, 3, 3 * 4 * 128), (256, 2, 2 * 2 * 256),
+    ]  # fmt: skip
+    assert [run["start"] for run in history][1:] == [str(root / n / "model") for n in ("pretrain-4k", "finetune-32k")]
+    card = (last / "README.md").read_text()
+    assert "| 256 | 2 | 1,024 | all | AdamW (0.9, 0.95)" in card
+    assert f"{count_parameters(config):,} parameters" in card
+    metadata = ModelCard(card).data.to_dict()
+    assert {"farsight", "scope"} <= {*metadata["tags"]}
+    (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    home = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", code], cwd=last, env={**environment(), **home}, check=True)
 
     # A stage begins where the last one ended, and what is finished is not run again.
     names = ["pretrain-4k", "finetune-32k", "adapt-128k"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoints.card import read_history
 from checkpoints.model_dir import load_model
 from checkpoints.names import from_hf_name
 from configs.load import ConfigError
@@ -136,6 +137,8 @@ def test_killed_three_times_and_resumed_ends_with_the_same_weights(undisturbed, 
     # Steps that ran twice are reported once, with the same losses.
     assert [row["step"] for row in metrics(folder)] == list(range(1, 13))
     assert [row["loss"] for row in metrics(folder)] == [row["loss"] for row in metrics(undisturbed)]
+    (run,) = read_history(folder / "model")  # one run, however often it was started
+    assert (run["name"], run["start"], run["steps"], run["tokens"]) == ("killed", "random weights", 12, 12 * 4 * 64)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -1,0 +1,146 @@
+"""The model card (README.md) of a model directory: what the model is, how it was trained, how to load it.
+
+`farsight.json` keeps an entry for each run that trained the weights, oldest first; the card is written from them.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.schema import HubSource, JobConfig, LayerRule, NoRotary, Position, Scope, Source, StdlibSource
+from model.build import ModelConfig, count_parameters
+from model.layers import describe
+
+CARD = "README.md"
+CONFIG = "farsight.json"
+
+
+def training_entry(config: JobConfig, steps: int, tokens: int) -> dict[str, Any]:
+    """What a run adds to the history of its weights after so many steps and tokens."""
+    o, total = config.optimizer, sum(source.weight for source in config.data.sources)
+    return {
+        "name": config.job.description if config.job.description != "Farsight" else Path(config.job.dump_folder).name,
+        "start": config.checkpoint.initial_load_path or "random weights",
+        "layers": config.training.layers or "all",
+        "seq_len": config.training.seq_len,
+        "steps": steps,
+        "tokens": tokens,
+        "dtype": config.training.mixed_precision_param,
+        "optimizer": {
+            "name": o.name, "lr": o.lr, "beta1": o.beta1, "beta2": o.beta2, "weight_decay": o.weight_decay,
+            "warmup_steps": config.lr_scheduler.warmup_steps, "decay": config.lr_scheduler.decay_type,
+        },
+        "data": [{"source": _source(source), "share": source.weight / total} for source in config.data.sources],
+    }  # fmt: skip
+
+
+def _source(source: Source) -> str:
+    match source:
+        case StdlibSource():
+            name = "Python's standard library"
+        case HubSource():
+            name = f"{source.name} ({source.config})" if source.config else source.name
+        case _:
+            name = source.path
+    if source.min_tokens:
+        name += f", documents of {source.min_tokens:,} tokens or more"
+    if source.max_tokens:
+        name += f", documents of {source.max_tokens:,} tokens or fewer"
+    return name
+
+
+def read_history(directory: Path) -> list[dict[str, Any]]:
+    """The runs that trained the weights of a checkpoint or model directory; none where that is not known."""
+    path = directory / CONFIG
+    return json.loads(path.read_text(encoding="utf-8")).get("training", []) if path.is_file() else []
+
+
+def model_card(
+    name: str, config: ModelConfig, hf_config: dict[str, Any], history: Sequence[dict[str, Any]], tokenizer: bool
+) -> str:
+    """The card's text.
+
+    Args:
+        name: of the model, where its history does not say one.
+        hf_config: `config.json`.
+        tokenizer: whether the directory holds one that `transformers` reads.
+    """
+    a, own_type = config.architecture, hf_config["model_type"] == "farsight"
+    title = history[-1]["name"] if history else name
+    tags = "\n".join(f"- {tag}" for tag in ["farsight", *_mechanisms(config)])
+    heads = f"{a.n_heads} heads of {a.head_dim}" + (
+        f", {a.n_kv_heads} for keys and values" * (a.n_kv_heads != a.n_heads)
+    )
+    options = 'dtype="auto", trust_remote_code=True' if own_type else 'dtype="auto"'
+    lines = [
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{tags}\n---\n",
+        f"# {title}\n",
+        f"A Llama-style language model of {count_parameters(config):,} parameters for sequences of up to "
+        f"{config.trained_length:,} tokens{', trained with Farsight' * bool(history)}.\n",
+        "## What it is\n",
+        f"{a.n_layers} layers of dimension {a.dim:,}, {heads}, SwiGLU of {a.ffn_dim:,}, {a.vocab_size:,} tokens in the "
+        f"vocabulary{', queries and keys normalised' * a.qk_norm}{', embedding and head tied' * a.tie_embeddings}"
+        f"{', sinusoidal positions added to the embedding' * (config.position.embedding == 'sinusoidal')}.",
+        "How each layer knows position (scopes: how many tokens back its heads see, the token itself included):\n",
+        f"```\n{describe(config.layers())}\n```\n",
+        *_past_the_trained_length(config),
+        "## How it was trained\n",
+        *_training(history),
+        "## How to load it\n",
+        *(["`modeling_farsight.py` in this directory needs `torch` and `transformers` alone.\n"] if own_type else []),
+        "```python",
+        f"from transformers import AutoModelForCausalLM{', AutoTokenizer' * tokenizer}\n",
+        'path = "."  # this directory, or its name on a hub',
+        f"model = AutoModelForCausalLM.from_pretrained(path, {options})",
+    ]
+    if tokenizer:
+        lines += [
+            "tokenizer = AutoTokenizer.from_pretrained(path)",
+            'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))",
+        ]
+    lines += ["```\n", "`farsight.json` holds the full configuration."]
+    return "\n".join(lines) + "\n"
+
+
+def _mechanisms(config: ModelConfig) -> list[str]:
+    """What the layers use, for a hub's search."""
+    p = config.position
+    parts: list[Position | LayerRule] = [p, *p.rules]
+    names: set[str] = {part.rotary.kind for part in parts if part.rotary and not isinstance(part.rotary, NoRotary)}
+    names |= {part.heads.kind for part in parts if part.heads and part.heads.kind != "dense"}
+    names |= {part.bias.kind for part in parts if part.bias and part.bias.kind != "none"}
+    names |= {"lasp"} if p.lasp else set()
+    names |= {p.embedding} if p.embedding != "none" else set()
+    return sorted(names) or ["nope"]
+
+
+def _past_the_trained_length(config: ModelConfig) -> list[str]:
+    heads = config.position.heads
+    if not isinstance(heads, Scope):
+        return []
+    if heads.scope_max == "length":
+        return ["Past the trained length, scopes grow with the sequence.\n"]
+    return ["Past the trained length, scopes stay as they are.\n"]
+
+
+def _training(history: Sequence[dict[str, Any]]) -> list[str]:
+    if not history:
+        return ["The weights were converted, not trained, here; what they come from knows more.\n"]
+    lines = [
+        "| | starts from | sequence | steps | tokens | layers | optimizer | data |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for entry in history:
+        o = entry["optimizer"]
+        optimizer = (
+            f"{o['name']} ({o['beta1']}, {o['beta2']}), weight decay {o['weight_decay']}, learning rate {o['lr']:g}, "
+            f"warm-up {o['warmup_steps']:,}, {o['decay']} decay; {entry['dtype']}"
+        )
+        data = "; ".join(f"{share['share']:.0%} {share['source']}" for share in entry["data"])
+        lines.append(
+            f"| {entry['name']} | {entry['start']} | {entry['seq_len']:,} | {entry['steps']:,} | {entry['tokens']:,} "
+            f"| {entry['layers']} | {optimizer} | {data} |"
+        )
+    return [*lines, ""]
