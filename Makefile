@@ -1,10 +1,10 @@
-# make quickstart | test | lint | setup: each does its own set-up in .venv, and reuses it when nothing changed.
+# make quickstart | test | lint | setup | pictures: each does its own set-up in .venv, and reuses it when nothing changed.
 
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: quickstart test lint setup clean
+.PHONY: quickstart test lint setup pictures clean
 
 quickstart: setup
 	$(BIN)/python train.py
@@ -17,6 +17,13 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# docs/positions/*.png, each from the recipe that its page shows.
+pictures: setup
+	for recipe in configs/recipes/nano_*.toml; do \
+		name=$${recipe#configs/recipes/nano_}; \
+		$(BIN)/python -m analysis.positions $$recipe --picture docs/positions/$${name%.toml}.png > /dev/null || exit 1; \
+	done
 
 setup: .venv/installed
 

@@ -133,7 +133,8 @@ class LongRope:
     """None: sqrt(1 + ln(factor) / ln(original_length)), 1 when factor ≤ 1."""
 
 
-Rotary = NoRotary | Rope | LinearRope | NtkRope | DynamicNtkRope | YarnRope | Llama3Rope | LongRope
+Rotating = Rope | LinearRope | NtkRope | DynamicNtkRope | YarnRope | Llama3Rope | LongRope
+Rotary = NoRotary | Rotating
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from configs.schema import (
     NtkRope,
     Rope,
     Rotary,
+    Rotating,
     YarnRope,
 )
 
@@ -170,9 +171,7 @@ def _longrope(rotary: LongRope, head_dim: int, length: int) -> RopeFrequencies:
     return RopeFrequencies(inv_freq_F, attention_factor)
 
 
-def _check(
-    rotary: Rope | LinearRope | NtkRope | DynamicNtkRope | YarnRope | Llama3Rope | LongRope, head_dim: int
-) -> None:
+def _check(rotary: Rotating, head_dim: int) -> None:
     """Refuse what would come out as nan, inf or a complex number."""
 
     def refuse(name: str, value: object, wanted: str) -> ValueError:

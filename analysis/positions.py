@@ -1,0 +1,232 @@
+"""How the layers of a model know position, before anything is trained: a table, a picture, figures.
+
+    python -m analysis.positions configs/recipes/lasp_llama3_8b.toml --picture lasp.png
+    python -m analysis.positions runs/my_run/model --length 32768 --json positions.json
+
+It takes a config, a recipe (of which the last stage, or `--stage`) or a model directory. The picture has a panel for
+each thing the layers use: the wavelengths of what rotates, who sees whom, how much ALiBi leaves of a weight, the
+sinusoidal embedding.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoints.model_dir import read_model_config
+from configs.load import ConfigError, load_config, read_toml
+from configs.schema import NoRotary, Rope, Rotating
+from launch.files import write_text
+from launch.recipe import load_recipe
+from model.build import ModelConfig
+from model.layers import LayerPosition, describe
+from model.rope import rope_frequencies
+from model.scope import DENSE_SCOPE, cost_ratio
+from model.sinusoidal import sinusoidal_embedding
+
+
+def read_config(path: Path, stage: str | None = None) -> ModelConfig:
+    """The model of a config file, of a recipe's stage (the last one when None) or of a model directory.
+
+    Raises:
+        ConfigError: none of these, or no such stage.
+    """
+    if path.is_dir():
+        return read_model_config(path)
+    if "stages" not in read_toml(path):
+        return ModelConfig.from_job(load_config(["--job.config_file", str(path)]))
+    stages = {s.name: s.config for s in load_recipe(path, {})[1]}
+    if stage is not None and stage not in stages:
+        raise ConfigError(f"{path} has no stage {stage!r}; it has {', '.join(stages)}.")
+    return ModelConfig.from_job(stages[stage or next(reversed(stages))])
+
+
+def wavelengths(rotary: Rotating, head_dim: int, length: int) -> Tensor:
+    """Tokens in which each pair of dimensions turns once, in a sequence of `length` tokens: fp32 [H/2]."""
+    return 2 * math.pi / rope_frequencies(rotary, head_dim, length).inv_freq
+
+
+def share_by_distance(layers: Sequence[LayerPosition], length: int) -> Tensor:
+    """Share of all layers' heads that see a key 0, 1, … length − 1 tokens back: fp32 [length]."""
+    scopes = torch.tensor([scope for layer in layers for scope in layer.scopes])
+    return (scopes[:, None] > torch.arange(length)).float().mean(0)
+
+
+def figures(config: ModelConfig, length: int) -> dict[str, Any]:
+    """What the picture shows, as numbers."""
+    layers, head_dim = config.layers(length), config.architecture.head_dim
+    return {
+        "length": length,
+        "trained_length": config.trained_length,
+        "embedding": config.position.embedding,
+        "pairs_of_dense_over_visible": _ratio(layers, length),
+        "layers": [
+            {
+                "rotary": layer.rotary.kind,
+                "wavelengths": []
+                if isinstance(layer.rotary, NoRotary)
+                else wavelengths(layer.rotary, head_dim, length).tolist(),
+                "scopes": [min(scope, length) for scope in layer.scopes],
+                "alibi_slopes": list(layer.alibi_slopes or ()),
+            }
+            for layer in layers
+        ],
+    }
+
+
+def _ratio(layers: Sequence[LayerPosition], length: int) -> float:
+    return cost_ratio(length, tuple(min(scope, length) for layer in layers for scope in layer.scopes))
+
+
+# ── The picture ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def draw(config: ModelConfig, length: int, path: Path) -> None:
+    """One panel for each mechanism that the layers use; a model without any gets the panel of who sees whom."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    layers = config.layers(length)
+    panels: list[Callable[[Any], None]] = []
+    if any(not isinstance(layer.rotary, NoRotary) for layer in layers):
+        panels.append(lambda axes: _draw_wavelengths(axes, config, layers, length))
+    if any(layer.alibi_slopes for layer in layers):
+        panels.append(lambda axes: _draw_alibi(axes, layers, length))
+    if config.position.embedding == "sinusoidal":
+        panels.append(lambda axes: _draw_sinusoidal(axes, config.architecture.dim))
+    if not panels or any(scope < DENSE_SCOPE for layer in layers for scope in layer.scopes):
+        panels.append(lambda axes: _draw_who_sees_whom(axes, layers, length))
+        panels.append(lambda axes: _draw_scopes(axes, layers, length))
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.6 * len(panels), 4.2), layout="constrained", squeeze=False)
+    for panel, axis in zip(panels, axes[0], strict=True):
+        panel(axis)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def _draw_wavelengths(axes: Any, config: ModelConfig, layers: Sequence[LayerPosition], length: int) -> None:
+    """Wavelength of each pair, a line for each rotation; dashed the same theta unscaled."""
+    from matplotlib import colormaps
+
+    head_dim = config.architecture.head_dim
+    layers_of: dict[Rotating, list[int]] = {}
+    for number, layer in enumerate(layers):
+        if not isinstance(layer.rotary, NoRotary):
+            layers_of.setdefault(layer.rotary, []).append(number)
+    host = config.position.rotary
+    if isinstance(host, NoRotary):  # rules alone rotate
+        host = next(iter(layers_of))
+    plain = Rope(theta=host.theta)
+    for order, (rotary, numbers) in enumerate(layers_of.items()):
+        colour = colormaps["viridis"](order / max(1, len(layers_of) - 1) * 0.9)
+        shown = len(layers_of) < 8 or order in (0, len(layers_of) - 1)
+        label = f"{rotary.kind}, " + (_layers(numbers, len(layers))) if shown else None
+        axes.plot(wavelengths(rotary, head_dim, length), color=colour, label=label)
+    if list(layers_of) != [plain]:
+        axes.plot(wavelengths(plain, head_dim, length), "k--", linewidth=1, label=f"unscaled, θ {plain.theta:,.0f}")
+    axes.axhline(length, color="C3", linewidth=1, linestyle=":", label=f"{length:,} tokens")
+    original = getattr(host, "original_length", None)
+    if original:
+        axes.axhline(original, color="C1", linewidth=1, linestyle=":", label=f"{original:,} tokens, before")
+    rotated = [n for numbers in layers_of.values() for n in numbers]
+    still = [n for n in range(len(layers)) if n not in rotated]
+    title = "what rotates" + (f" (not {_layers(still, len(layers))})" if still else "")
+    axes.set(xlabel="pair of dimensions", ylabel="tokens a turn", yscale="log", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def _layers(numbers: Sequence[int], n_layers: int) -> str:
+    if len(numbers) == n_layers:
+        return "all layers"
+    return "layer" + "s" * (len(numbers) > 1) + " " + ", ".join(map(str, numbers))
+
+
+def _draw_alibi(axes: Any, layers: Sequence[LayerPosition], length: int) -> None:
+    """What is left of a weight that is 1 without the bias, a line a head."""
+    from matplotlib import colormaps
+
+    slopes = sorted({slope for layer in layers for slope in layer.alibi_slopes or ()}, reverse=True)
+    distance = torch.logspace(0, math.log10(length), 200)
+    for order, slope in enumerate(slopes):
+        label = f"slope {slope:.3g}" if order in (0, len(slopes) - 1) else None
+        colour = colormaps["viridis"](order / max(1, len(slopes) - 1) * 0.9)
+        axes.plot(distance, torch.exp(-slope * distance), color=colour, label=label)
+    axes.set(xlabel="distance in tokens", xscale="log", ylabel="weight left, exp(−slope · distance)")
+    axes.set_title("what ALiBi takes away, a line a head")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+
+
+def _draw_sinusoidal(axes: Any, dim: int) -> None:
+    sines = sinusoidal_embedding(torch.arange(256)[None], dim)[0, :, ::2]  # beside its cosine, each would be a stripe
+    image = axes.imshow(sines, aspect="auto", cmap="RdBu", interpolation="nearest")
+    axes.set(xlabel="pair of dimensions, its sine", ylabel="position", title="what is added to the embedding")
+    axes.figure.colorbar(image, ax=axes)
+
+
+def _draw_who_sees_whom(axes: Any, layers: Sequence[LayerPosition], length: int) -> None:
+    """Share of heads by query and key, on at most 512 positions of each."""
+    share = share_by_distance(layers, length)
+    at = torch.linspace(0, length - 1, min(length, 512)).long()
+    distance = at[:, None] - at[None]
+    image = torch.where(distance >= 0, share[distance.clamp(min=0)], torch.nan)
+    drawn = axes.imshow(image, extent=(0, length, length, 0), cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+    axes.set(xlabel="key", ylabel="query", title="who sees whom: share of heads")
+    axes.figure.colorbar(drawn, ax=axes)
+
+
+def _draw_scopes(axes: Any, layers: Sequence[LayerPosition], length: int) -> None:
+    """How far back each head sees, kinds of layer beside each other."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, layer in enumerate(layers):
+        alike.setdefault(layer.scopes, []).append(number)
+    width = 0.8 / len(alike)
+    for order, (scopes, numbers) in enumerate(alike.items()):
+        heads = [head + (order + 0.5) * width - 0.4 for head in range(len(scopes))]
+        axes.bar(heads, [min(s, length) for s in scopes], width, label=_layers(numbers, len(layers)))
+    axes.set(xlabel="head", ylabel="tokens seen", yscale="log", ylim=(1, 2 * length))
+    axes.set_title(f"scopes: 1/{_ratio(layers, length):.2f} of the causal pairs")
+    axes.grid(alpha=0.3, axis="y")
+    axes.legend(fontsize="small")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m analysis.positions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, help="config file, recipe or model directory")
+    parser.add_argument("--stage", help="stage of a recipe (default: the last)")
+    parser.add_argument("--length", type=int, help="sequence length in tokens (default: the trained one)")
+    parser.add_argument("--picture", type=Path, help="PNG, SVG or PDF file to write")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args(arguments)
+    try:
+        if options.length is not None and options.length < 1:
+            raise ConfigError(f"--length {options.length} must be at least 1.")
+        config = read_config(options.model, options.stage)
+        length = options.length or config.trained_length
+        layers = config.layers(length)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(describe(layers))
+    print(f"{length:,} tokens: {_ratio(layers, length):.2f} × fewer query-key pairs than dense causal attention")
+    if options.json:
+        write_text(options.json, json.dumps(figures(config, length), indent=2) + "\n")
+    if options.picture:
+        draw(config, length, options.picture)
+        print(options.picture)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
