@@ -334,8 +334,8 @@ class Loss:
 
 @dataclass(frozen=True)
 class Attention:
-    backend: Literal["auto", "reference", "banded"] = "auto"
-    """Kernel for scoped attention; "auto" picks by device and says which it took."""
+    backend: Literal["auto", "reference", "banded", "triton"] = "auto"
+    """Kernel for scoped attention; "auto" picks by device and says which it took. "triton" needs a GPU."""
 
 
 @dataclass

@@ -26,7 +26,7 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
             model,
             config.activation_checkpoint,
             model_compile_enabled=compiled,
-            op_sac_save_list=saved_ops(),
+            op_sac_save_list=saved_ops(config),
             base_folder=config.job.dump_folder,
         )
     if compiled:
@@ -44,11 +44,16 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
     return model
 
 
-def saved_ops() -> set:
+def saved_ops(config: JobConfig) -> set:
     """Operators whose results selective checkpointing keeps, because they cost the most to run again."""
+    attention = {torch.ops.farsight.banded_attention.default}
+    if config.attention.backend == "triton":
+        from kernels.scoped_attention import triton_attention  # noqa: F401  makes its operator known
+
+        attention.add(torch.ops.farsight.triton_attention.default)
     return {
+        *attention,
         torch.ops.aten.mm.default,
-        torch.ops.farsight.banded_attention.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         # The absolute maximum scales a float8 cast.
         torch.ops.aten.max.default,

@@ -274,7 +274,7 @@ def test_nothing_depends_on_uninitialised_memory():
 
 
 @pytest.mark.usefixtures("banded_path")
-@pytest.mark.parametrize("backend", api.BACKENDS)
+@pytest.mark.parametrize("backend", ["reference", "banded"])
 def test_autocast_changes_nothing(backend):
     qkv, do = draw(B=2, Lq=90, dtype=torch.float32)
     expected = with_grads(qkv, do, [3, 20, 50, 90], backend=backend)
@@ -467,7 +467,7 @@ def test_plan_is_in_proportion_to_what_is_seen():
         ({"backend": "triton3"}, 'backend is "triton3"'),
     ],
 )
-@pytest.mark.parametrize("backend", api.BACKENDS)
+@pytest.mark.parametrize("backend", ["reference", "banded"])
 def test_refuses(change, message, backend):
     arguments = {
         "q_BLNH": torch.zeros(1, 8, 4, 8),

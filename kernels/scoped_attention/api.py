@@ -3,6 +3,7 @@
 Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
 """
 
+import importlib.util
 import logging
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from .banded import banded_attention
 from .reference import reference_attention
 
-BACKENDS = ("reference", "banded")
+BACKENDS = ("reference", "banded", "triton")
 """What `backend` may name, besides "auto"."""
 
 logger = logging.getLogger("farsight.kernels")
@@ -41,7 +42,7 @@ def scoped_attention(
         alibi_slopes_N: float tensor [N]; slope_n * (t - i) is taken off the score of token i seen from token t.
         q_offset: tokens before the first query, as in chunked prefill.
         scale: of the scores; None is 1 / sqrt(H).
-        backend: "auto", "reference" (O(L²) memory, any device) or "banded" (O(L) memory, any device).
+        backend: "auto", "reference" (O(L²) memory, any device), "banded" (O(L) memory, any device) or "triton" (GPUs).
 
     Returns:
         o_BLNH: [B, Lq, N, H] in q's dtype. Gradients flow to q, k and v. Softmax and sums are fp32 (fp64 for fp64).
@@ -60,9 +61,19 @@ def scoped_attention(
             attention = reference_attention
         case "banded":
             attention = banded_attention
+        case "triton":
+            _require_triton()
+            from .triton_attention import triton_attention as attention
         case _:
             raise ValueError(f'backend is "{backend}": set it to "auto" or one of {", ".join(BACKENDS)}')
     return attention(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)
+
+
+@torch.compiler.assume_constant_result
+def _require_triton() -> None:
+    """Says so where a machine without a GPU has no Triton; the kernels are imported on first use for that reason."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError('backend "triton" needs the package triton: install it, or use "banded"')
 
 
 @torch.compiler.assume_constant_result

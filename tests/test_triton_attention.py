@@ -1,0 +1,192 @@
+"""The Triton kernels, interpreted on the CPU against the reference, and compiled for GPUs that are not here.
+
+What a GPU alone can show (its own rounding, speed) is in no test here.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+# The kernels are interpreted if this is set when they are defined, and when they run.
+os.environ["TRITON_INTERPRET"] = "1"
+from kernels.scoped_attention import scoped_attention, triton_attention
+
+del os.environ["TRITON_INTERPRET"]
+from tests.running import ROOT, environment
+from tests.test_scoped_attention import INT32_MAX, SCOPES, documents, draw, math_attention, with_grads
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def assert_no_worse_than_pytorch(qkv, do, scopes, **options):
+    """At most twice the error of PyTorch's math attention in the same dtype, both against fp64, or a few ulp."""
+    wide = [x.detach().double().requires_grad_() for x in qkv]
+    exact = with_grads(wide, do.double(), scopes, backend="reference", **options)
+    extra = (options.get("document_starts_BL"), options.get("alibi_slopes_N"), options.get("q_offset", 0))
+    o = math_attention(*qkv, torch.as_tensor(scopes), *extra)
+    pytorch = o, *torch.autograd.grad(o, qkv, do)
+    found = with_grads(qkv, do, scopes, backend="triton", **options)
+    # dq and dk come from differences of products do · v, which cancel: where a head sees one token, to zero. The kernel
+    # takes the two from different sums.
+    cancelled = 2 * float(do.norm(dim=-1).max() * qkv[2].detach().norm(dim=-1).max())
+    for name, a, theirs, ours in zip(("o", "dq", "dk", "dv"), exact, pytorch, found, strict=True):
+        assert ours.dtype == qkv[0].dtype
+        floor = 8 * max(1.0, float(a.detach().abs().max())) if name in ("o", "dv") else cancelled
+        floor *= torch.finfo(ours.dtype).eps
+        off, theirs_off = (float((x.detach().double() - a.detach()).abs().max()) for x in (ours, theirs))
+        assert off <= 2 * theirs_off + floor, (name, off, theirs_off)
+
+
+@pytest.mark.parametrize("kind", SCOPES)
+@pytest.mark.parametrize("L", [1, 63, 65, 127, 129])
+def test_lengths_and_scopes(L, kind):
+    scopes = (SCOPES[kind](L) * 6)[-6:]
+    assert_no_worse_than_pytorch(*draw(B=2, Lq=L, N=6, K=2, H=16, dtype=torch.float32), scopes)
+
+
+def test_a_long_sequence():
+    """Runs of blocks that all queries see, on both sides of which some do not."""
+    starts = documents(1, 1000, 0.003)
+    qkv, do = draw(Lq=1000, N=2, K=1, H=16, dtype=torch.float32)
+    assert_no_worse_than_pytorch(qkv, do, [1000, 300], document_starts_BL=starts)
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 4, 8])
+def test_grouped_query_ratios(ratio):
+    scopes = ([5, 150, 150, 9, 64, 65, 1, 100, 90, 90] * 2)[: 2 * ratio]
+    assert_no_worse_than_pytorch(*draw(Lq=130, N=2 * ratio, K=2, H=16, dtype=torch.float32), scopes)
+
+
+@pytest.mark.parametrize("new_document", [1.0, 0.2, 0.01])  # documents of one token, short ones, long ones
+@pytest.mark.parametrize("with_alibi", [False, True])
+@pytest.mark.parametrize("q_offset", [0, 70])
+def test_documents_offsets_and_slopes(new_document, with_alibi, q_offset):
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.0]) if with_alibi else None
+    starts = documents(2, 130 + q_offset, new_document, seed=1).int()
+    qkv, do = draw(B=2, Lq=130, N=4, K=2, H=16, q_offset=q_offset, dtype=torch.float32)
+    options = {"document_starts_BL": starts, "alibi_slopes_N": slopes, "q_offset": q_offset}
+    assert_no_worse_than_pytorch(qkv, do, [1, 40, 150, INT32_MAX], **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("H", [8, 24, 64, 80, 128])
+def test_dtypes_and_head_dims(dtype, H):
+    qkv, do = draw(Lq=129, N=4, K=2, H=H, dtype=dtype)
+    assert_no_worse_than_pytorch(qkv, do, [10, 100, 64, 129])
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_inputs(data):
+    B, K, ratio = (data.draw(st.integers(1, most)) for most in (2, 2, 2))
+    Lq, q_offset = data.draw(st.integers(1, 100)), data.draw(st.sampled_from([0, 0, 1, 37, 70]))
+    N, L = K * ratio, Lq + q_offset
+    scope = st.one_of(st.integers(1, L + 2), st.integers(1, 20), st.just(INT32_MAX))
+    scopes = data.draw(st.lists(scope, min_size=N, max_size=N))
+    options: dict = {"q_offset": q_offset}
+    if data.draw(st.booleans()):
+        options["document_starts_BL"] = documents(B, L, data.draw(st.sampled_from([0.5, 0.05, 0.01])))
+    if data.draw(st.booleans()):
+        options["alibi_slopes_N"] = torch.rand(N, generator=torch.Generator().manual_seed(0))
+    qkv, do = draw(B, Lq, N, K, 16, q_offset, torch.float32, seed=data.draw(st.integers(0, 9)))
+    assert_no_worse_than_pytorch(qkv, do, scopes, **options)
+
+
+def test_strided_inputs_and_uninitialised_memory():
+    """Heads and tokens in any order in memory; torch.empty gives NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        (q, k, v), do = draw(B=2, Lq=70, N=4, K=2, H=16, dtype=torch.float32)
+        strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        assert strided[0].stride() != q.stride()
+        scopes, starts = [2, 33, 60, 70], documents(2, 70, 0.05)
+        expected = with_grads((q, k, v), do, scopes, document_starts_BL=starts, backend="triton")
+        found = with_grads(strided, do, scopes, document_starts_BL=starts, backend="triton")
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+            assert b.isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_opcheck_and_whole_compilation():
+    (q, k, v), do = draw(B=2, Lq=40, N=4, K=2, H=16, dtype=torch.float32)
+    scopes, starts, slopes = torch.tensor([1, 7, 30, 99]), documents(2, 40), torch.tensor([0.5, 0.25, 0.1, 0.0])
+    for extra in ((None, None), (starts, slopes)):
+        torch.library.opcheck(triton_attention.triton_forward, (q, k, v, scopes, *extra, 0, 0.3))
+        with torch.no_grad():
+            o, lse = triton_attention.triton_forward(q, k, v, scopes, *extra, 0, 0.3)
+            torch.library.opcheck(triton_attention.triton_backward, (do, q, k, v, o, lse, scopes, *extra, 0, 0.3))
+    compiled = torch.compile(
+        lambda q, k, v, s: scoped_attention(q * 1.0, k, v, s, backend="triton"), fullgraph=True, backend="aot_eager"
+    )
+    o = compiled(q, k, v, scopes)
+    found = o, *torch.autograd.grad(o, (q, k, v), do)
+    for a, b in zip(found, with_grads((q, k, v), do, scopes, backend="reference"), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    # Other scopes go through what was compiled for these.
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found = compiled(q, k, v, torch.tensor([9, 1, 40, 3]))
+    torch.testing.assert_close(found, scoped_attention(q, k, v, torch.tensor([9, 1, 40, 3]), backend="reference"))
+
+
+def test_log_sum_exp_is_the_rows_own():
+    (q, k, v), _ = draw(Lq=50, N=2, K=1, H=16, q_offset=9, dtype=torch.float32)
+    scopes = torch.tensor([20, 59])
+    _, lse_BNL = triton_attention.triton_forward(q, k, v, scopes, None, None, 9, 0.3)
+    t, i = torch.arange(9, 59)[:, None], torch.arange(59)
+    scores = torch.einsum("blnh,bmkh->bnlm", q, k) * 0.3
+    seen = (i <= t) & (i > t - scopes[:, None, None])
+    torch.testing.assert_close(lse_BNL, scores.masked_fill(~seen, -torch.inf).logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"dtype": torch.float64}, "does not take torch.float64"), ({"H": 160}, "head dims up to 128, not 160")],
+)
+def test_refuses(change, message):
+    (q, k, v), _ = draw(**{"Lq": 8, "dtype": torch.float32, **change})
+    with pytest.raises(ValueError, match=message):
+        scoped_attention(q, k, v, torch.ones(4, dtype=torch.long), backend="triton")
+
+
+def test_a_cpu_is_told_what_to_use(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    code = (
+        "import torch; from kernels.scoped_attention import scoped_attention as a; x = torch.zeros(1, 2, 1, 16);"
+        "a(x, x, x, torch.tensor([1]), backend='triton')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert 'needs a GPU: use "banded" on a CPU' in done.stderr
+
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Most bytes a program may have; the compiler does not check."""
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+def test_every_tile_compiles_without_spills_and_fits(kernel, head_dim, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton_ahead_of_time", kernel, str(head_dim)],
+        cwd=ROOT, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(row["dtype"], row["sm"]) for row in rows} == {
+        (d, s) for d in ("bfloat16", "float32") for s in SHARED_MEMORY
+    }
+    for row in rows:
+        assert row["spills"] == 0, row
+        assert 0 < row["shared"] <= SHARED_MEMORY[row["sm"]], row

@@ -1,0 +1,81 @@
+"""Compiles a Triton kernel for GPUs that are not here; prints registers, spills and shared memory as JSON lines.
+
+    python -m tests.triton_ahead_of_time forward|dq|dkv HEAD_DIM
+
+A process of its own: not one in which the kernels are interpreted.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.scoped_attention import triton_backward, triton_forward
+from kernels.scoped_attention.triton_attention import tiles
+
+KERNELS = {"forward": triton_forward.forward_kernel, "dq": triton_backward.dq_kernel, "dkv": triton_backward.dkv_kernel}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+INTS = {"p_scopes": "*i64", "p_order": "*i64", "p_starts": "*i32", "p_until": "*i32"}
+FLOATS = {"p_lse": "*fp32", "p_delta": "*fp32", "p_slopes": "*fp32"}
+
+
+def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, starts: bool, slopes: bool, group: int = 4):
+    kernel, block_h = KERNELS[name], max(16, triton.next_power_of_2(head_dim))
+    options = tiles(name, block_h, dtype.itemsize, sm // 10).options()
+    launch = {key: options.pop(key) for key in ("num_warps", "num_stages")}
+    constants = {
+        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "HAS_STARTS": starts, "HAS_SLOPES": slopes,
+        "WIDE": dtype == torch.float32, "INTERPRETED": False, **options,
+    }  # fmt: skip
+    signature, attributes = {}, {}
+    for position, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.startswith("p_"):
+            signature[argument] = {**INTS, **FLOATS}.get(argument, "*" + TYPES[dtype])
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif argument.startswith("scale"):
+            signature[argument] = "fp32"
+        else:
+            signature[argument] = "i32"
+            if "_by_" in argument:  # strides are multiples of the head dim
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=launch)
+
+
+def registers_and_spills(ptx: str, sm: int) -> dict[str, int]:
+    """What the assembler says of the machine code; the binary alone does not tell."""
+    target = re.search(r"\.target\s+(\w+)", ptx).group(1)
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if sm >= 100 else "ptxas")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [assembler, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    stores, loads = (int(re.search(rf"(\d+) bytes spill {what}", said).group(1)) for what in ("stores", "loads"))
+    return {"registers": int(re.search(r"Used (\d+) registers", said).group(1)), "spills": stores + loads}
+
+
+def main() -> None:
+    name, head_dim = sys.argv[1:]
+    for dtype in (
+        torch.bfloat16,
+        torch.float32,
+    ):  # float16 is bfloat16 to the compiler: the same instructions and sizes
+        for sm in (80, 90, 100):
+            # Documents and slopes: what takes most registers.
+            compiled = compile_kernel(name, int(head_dim), dtype, sm, starts=True, slopes=True)
+            report = {"dtype": str(dtype).removeprefix("torch."), "sm": sm, "shared": compiled.metadata.shared}
+            print(json.dumps(report | registers_and_spills(compiled.asm["ptx"], sm)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
