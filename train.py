@@ -105,7 +105,7 @@ def register(config: JobConfig) -> None:
     register_train_spec(
         "farsight",
         TrainSpec(
-            model_cls=ModelArgs.build,  # type: ignore[arg-type]
+            model_cls=ModelArgs.build,  # type: ignore[arg-type]  # torchtitan asks for a class; a function that builds one does
             model_args={config.model.flavor: ModelArgs()},
             parallelize_fn=parallelize,
             pipelining_fn=None,
@@ -114,7 +114,7 @@ def register(config: JobConfig) -> None:
             build_dataloader_fn=lambda dp_world_size, dp_rank, tokenizer, job_config: build_loader(
                 job_config, tokenizer, dp_rank, dp_world_size
             ),
-            build_tokenizer_fn=build_tokenizer,  # type: ignore[arg-type]
+            build_tokenizer_fn=build_tokenizer,  # type: ignore[arg-type]  # takes our config, a subclass
             # The model returns the summed loss itself, so that logits never exist all at once.
             build_loss_fn=lambda job_config, **_: lambda loss_sum, labels: loss_sum,
             build_validator_fn=lambda **parts: Validator(**parts),
@@ -161,12 +161,12 @@ class Trainer(TitanTrainer):
     """
 
     checkpointer: RunCheckpoints
-    metrics_processor: RunMetrics  # type: ignore[assignment]
+    metrics_processor: RunMetrics  # type: ignore[assignment]  # narrower than torchtitan's
 
     def __init__(self, config: JobConfig) -> None:
         prepare_device()
         register(config)
-        super().__init__(config)  # type: ignore[arg-type]
+        super().__init__(config)  # type: ignore[arg-type]  # our config is a subclass, which its annotation does not name
         self.checkpointer.close()
         self.checkpointer = RunCheckpoints(
             config,
@@ -280,7 +280,7 @@ class Trainer(TitanTrainer):
     def _sync_gradients(self, last: bool) -> None:
         """DDP exchanges gradients once a step and not after every micro-batch."""
         if self.loss_copies > 1 and self.gradient_accumulation_steps > 1:
-            self.model_parts[0].set_requires_gradient_sync(last)  # type: ignore[operator]
+            self.model_parts[0].set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDP and DDP add the method to the module
 
     def _report_non_finite(
         self, loss: float, grad_norm: float, losses: list[Tensor], micro_batches: list[tuple[dict[str, Tensor], Tensor]]
@@ -346,7 +346,7 @@ class Trainer(TitanTrainer):
                     # The first step compiles and connects; from here on a silent rank shows sooner.
                     first, timeout = False, timedelta(seconds=config.comm.train_timeout_seconds)
                     dist_utils.set_pg_timeouts(timeout, self.parallel_dims)
-        for source, reasons in self.dataloader.skipped.items():  # type: ignore[attr-defined]
+        for source, reasons in self.dataloader.skipped.items():  # type: ignore[attr-defined]  # our loader's, beyond torchtitan's protocol
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self._export()
 
@@ -382,7 +382,7 @@ class Trainer(TitanTrainer):
         if tokenizer != Path(self.job_config.tokenizer.path):
             part = folder / "tokenizer.part"
             shutil.rmtree(part, ignore_errors=True)
-            self.tokenizer.save(part)  # type: ignore[union-attr]
+            self.tokenizer.save(part)  # type: ignore[union-attr]  # None only for specs without a tokenizer
             shutil.rmtree(tokenizer, ignore_errors=True)
             part.rename(tokenizer)
 

@@ -25,7 +25,7 @@ from configs.schema import NoRotary, Rope, Rotating
 from launch.files import write_text
 from launch.recipe import load_recipe
 from model.build import ModelConfig
-from model.layers import LayerPosition, describe
+from model.layers import LayerPosition, describe, layer_selection
 from model.rope import rope_frequencies
 from model.scope import DENSE_SCOPE, cost_ratio
 from model.sinusoidal import sinusoidal_embedding
@@ -40,6 +40,8 @@ def read_config(path: Path, stage: str | None = None) -> ModelConfig:
     if path.is_dir():
         return read_model_config(path)
     if "stages" not in read_toml(path):
+        if stage is not None:
+            raise ConfigError(f"{path} is no recipe: it has no stage {stage!r}.")
         return ModelConfig.from_job(load_config(["--job.config_file", str(path)]))
     stages = {s.name: s.config for s in load_recipe(path, {})[1]}
     if stage is not None and stage not in stages:
@@ -54,8 +56,8 @@ def wavelengths(rotary: Rotating, head_dim: int, length: int) -> Tensor:
 
 def share_by_distance(layers: Sequence[LayerPosition], length: int) -> Tensor:
     """Share of all layers' heads that see a key 0, 1, … length − 1 tokens back: fp32 [length]."""
-    scopes = torch.tensor([scope for layer in layers for scope in layer.scopes])
-    return (scopes[:, None] > torch.arange(length)).float().mean(0)
+    scopes = torch.tensor(sorted(scope for layer in layers for scope in layer.scopes))
+    return 1 - torch.searchsorted(scopes, torch.arange(length), right=True) / len(scopes)
 
 
 def figures(config: ModelConfig, length: int) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def _draw_wavelengths(axes: Any, config: ModelConfig, layers: Sequence[LayerPosi
 def _layers(numbers: Sequence[int], n_layers: int) -> str:
     if len(numbers) == n_layers:
         return "all layers"
-    return "layer" + "s" * (len(numbers) > 1) + " " + ", ".join(map(str, numbers))
+    return "layer" + "s" * (len(numbers) > 1) + " " + layer_selection(numbers)
 
 
 def _draw_alibi(axes: Any, layers: Sequence[LayerPosition], length: int) -> None:
@@ -212,6 +214,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.length is not None and options.length < 1:
             raise ConfigError(f"--length {options.length} must be at least 1.")
+        for name in ("picture", "json"):
+            if (path := getattr(options, name)) and not path.parent.is_dir():
+                raise ConfigError(f"--{name} {path}: there is no folder {path.parent}.")
+        if options.picture and options.picture.suffix not in (".png", ".svg", ".pdf"):
+            raise ConfigError(f"--picture {options.picture} must end with .png, .svg or .pdf.")
         config = read_config(options.model, options.stage)
         length = options.length or config.trained_length
         layers = config.layers(length)

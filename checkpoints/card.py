@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.schema import HubSource, JobConfig, LayerRule, NoRotary, Position, Scope, Source, StdlibSource
+from configs.schema import HubSource, JobConfig, NoRotary, Source, StdlibSource
 from model.build import ModelConfig, count_parameters
 from model.layers import describe
+from model.scope import DENSE_SCOPE
 
 CARD = "README.md"
 CONFIG = "farsight.json"
@@ -30,6 +31,7 @@ def training_entry(config: JobConfig, steps: int, tokens: int) -> dict[str, Any]
         "optimizer": {
             "name": o.name, "lr": o.lr, "beta1": o.beta1, "beta2": o.beta2, "weight_decay": o.weight_decay,
             "warmup_steps": config.lr_scheduler.warmup_steps, "decay": config.lr_scheduler.decay_type,
+            "min_lr_factor": config.lr_scheduler.min_lr_factor,
         },
         "data": [{"source": _source(source), "share": source.weight / total} for source in config.data.sources],
     }  # fmt: skip
@@ -40,7 +42,8 @@ def _source(source: Source) -> str:
         case StdlibSource():
             name = "Python's standard library"
         case HubSource():
-            name = f"{source.name} ({source.config})" if source.config else source.name
+            parts = [source.name, source.config, source.data_dir, source.data_files]
+            name = " ".join(part for part in parts if part)
         case _:
             name = source.path
     if source.min_tokens:
@@ -106,41 +109,44 @@ def model_card(
 
 def _mechanisms(config: ModelConfig) -> list[str]:
     """What the layers use, for a hub's search."""
-    p = config.position
-    parts: list[Position | LayerRule] = [p, *p.rules]
-    names: set[str] = {part.rotary.kind for part in parts if part.rotary and not isinstance(part.rotary, NoRotary)}
-    names |= {part.heads.kind for part in parts if part.heads and part.heads.kind != "dense"}
-    names |= {part.bias.kind for part in parts if part.bias and part.bias.kind != "none"}
-    names |= {"lasp"} if p.lasp else set()
-    names |= {p.embedding} if p.embedding != "none" else set()
-    return sorted(names) or ["nope"]
+    sinusoidal = config.position.embedding == "sinusoidal"
+    names: set[str] = {"sinusoidal"} if sinusoidal else set()
+    for layer in config.layers():
+        windows = {*layer.scopes} - {DENSE_SCOPE}
+        kinds: set[str] = set() if isinstance(layer.rotary, NoRotary) else {layer.rotary.kind}
+        kinds |= {"lasp"} if kinds and config.position.lasp else set()
+        kinds |= {"alibi"} if layer.alibi_slopes else set()
+        kinds |= {"scope" if len({*layer.scopes}) > 1 else "window"} if windows else set()
+        names |= kinds or (set() if sinusoidal else {"nope"})
+    return sorted(names)
 
 
 def _past_the_trained_length(config: ModelConfig) -> list[str]:
-    heads = config.position.heads
-    if not isinstance(heads, Scope):
-        return []
-    if heads.scope_max == "length":
+    layers = config.layers()
+    if any(layer.scope_ranks for layer in layers):
         return ["Past the trained length, scopes grow with the sequence.\n"]
-    return ["Past the trained length, scopes stay as they are.\n"]
+    if any(len({*layer.scopes}) > 1 for layer in layers):
+        return ["Past the trained length, scopes stay as they are.\n"]
+    return []
 
 
 def _training(history: Sequence[dict[str, Any]]) -> list[str]:
     if not history:
-        return ["The weights were converted, not trained, here; what they come from knows more.\n"]
+        return ["How these weights were trained is not recorded here.\n"]
     lines = [
-        "| | starts from | sequence | steps | tokens | layers | optimizer | data |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | starts from | sequence | steps | tokens a step | tokens | layers | optimizer | data |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for entry in history:
         o = entry["optimizer"]
         optimizer = (
             f"{o['name']} ({o['beta1']}, {o['beta2']}), weight decay {o['weight_decay']}, learning rate {o['lr']:g}, "
-            f"warm-up {o['warmup_steps']:,}, {o['decay']} decay; {entry['dtype']}"
+            f"warm-up {o['warmup_steps']:,}, {o['decay']} decay to {o['min_lr_factor']:g} of it; {entry['dtype']}"
         )
-        data = "; ".join(f"{share['share']:.0%} {share['source']}" for share in entry["data"])
-        lines.append(
-            f"| {entry['name']} | {entry['start']} | {entry['seq_len']:,} | {entry['steps']:,} | {entry['tokens']:,} "
-            f"| {entry['layers']} | {optimizer} | {data} |"
-        )
+        data = "; ".join(f"{100 * share['share']:.3g} % {share['source']}" for share in entry["data"])
+        cells = [
+            entry["name"], entry["start"], f"{entry['seq_len']:,}", f"{entry['steps']:,}",
+            f"{entry['tokens'] // max(1, entry['steps']):,}", f"{entry['tokens']:,}", entry["layers"], optimizer, data,
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return [*lines, ""]

@@ -25,6 +25,7 @@ from checkpoints.card import CONFIG, read_history
 from checkpoints.manager import COMPLETE
 from checkpoints.model_dir import SHARD_BYTES, TensorReader, check_tensors, read_model_config, write_model_dir
 from configs.load import ConfigError
+from data.tokenizer import find_tokenizer_dir, load_tokenizer_dir
 from model.build import ModelConfig, build_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -36,7 +37,7 @@ def checkpoint_to_model_dir(
     """Writes a model directory from a DCP checkpoint, holding one tensor at a time.
 
     Args:
-        checkpoint: a `step-N` folder with `farsight.json`; the tokenizer is looked for in the run folder above it.
+        checkpoint: a `step-N` folder with `farsight.json`; the tokenizer is its own or that of the run folder above it.
         dtype: of the weights written; None keeps the checkpoint's.
 
     Raises:
@@ -60,9 +61,9 @@ def checkpoint_to_model_dir(
         dcp.load({name: tensor}, checkpoint_id=checkpoint, no_dist=True)
         return tensor
 
-    tokenizer = checkpoint.parent.parent / "tokenizer"
-    tokenizer_dir = tokenizer if tokenizer.is_dir() else None
-    write_model_dir(out, config, tensors, read, tokenizer_dir, dtype, shard_bytes, read_history(checkpoint))
+    write_model_dir(
+        out, config, tensors, read, find_tokenizer_dir(checkpoint), dtype, shard_bytes, read_history(checkpoint)
+    )
 
 
 def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
@@ -90,6 +91,8 @@ def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype = tor
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     config.save(part / CONFIG, training=read_history(model_dir))
+    if find_tokenizer_dir(model_dir) == model_dir:
+        load_tokenizer_dir(model_dir).save(part / "tokenizer")
     total = sum(tensor.nbytes for tensor in tensors.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="convert", disable=not sys.stderr.isatty()) as bar:
         planner = _StreamingPlanner(read, tensors, bar.update)
@@ -132,7 +135,8 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant here
     try:
         if options.direction == "to-hf":
-            if options.out.exists() and not (options.out / CONFIG).is_file() and any(options.out.iterdir()):
+            ours = (options.out / CONFIG).is_file() and (options.out / "config.json").is_file()
+            if options.out.exists() and not ours and any(options.out.iterdir()):
                 raise ConfigError(f"{options.out} exists and is no model directory of ours; name a new folder.")
             checkpoint_to_model_dir(options.source, options.out, dtype)
         else:

@@ -156,10 +156,12 @@ def from_hf_config(values: dict[str, Any]) -> ModelConfig:
             raise ConfigError(f"config.json has {name} = true; layers with biases are not supported.")
     if values.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"config.json has hidden_act {values['hidden_act']!r}; only silu is supported.")
-    if values.get("sliding_window") and values.get("use_sliding_window", family == "mistral"):
-        raise ConfigError(
-            f"config.json has sliding_window {values['sliding_window']}; only dense attention can be read."
-        )
+    # A family's own default stands where its config is silent.
+    window = values.get("sliding_window", 4096 if family == "mistral" else None)
+    if window and values.get("use_sliding_window", family == "mistral"):
+        raise ConfigError(f"config.json has sliding_window {window}; only dense attention can be read.")
+    if missing := [name for name in _REQUIRED if name not in values]:
+        raise ConfigError(f"config.json lacks {', '.join(missing)}.")
     heads, dim = values["num_attention_heads"], values["hidden_size"]
     architecture = Architecture(
         vocab_size=values["vocab_size"],
@@ -167,7 +169,7 @@ def from_hf_config(values: dict[str, Any]) -> ModelConfig:
         n_layers=values["num_hidden_layers"],
         n_heads=heads,
         n_kv_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or dim // heads,
+        head_dim=values.get("head_dim") or (128 if family == "qwen3" else dim // heads),
         ffn_dim=values["intermediate_size"],
         norm_eps=values.get("rms_norm_eps", 1e-6),
         qk_norm=family == "qwen3",
@@ -176,6 +178,10 @@ def from_hf_config(values: dict[str, Any]) -> ModelConfig:
     length = values["max_position_embeddings"]
     return ModelConfig(architecture, Position(rotary=_rotary(values, length)), trained_length=length)
 
+
+_REQUIRED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings",
+)  # fmt: skip
 
 # Hugging Face's rope_parameters: our field → theirs.
 _FIELDS = {
@@ -227,8 +233,12 @@ def _rotary(values: dict[str, Any], length: int) -> Rotary:
         given.setdefault("original_max_position_embeddings", values["original_max_position_embeddings"])
     ours = {theirs: name for name, theirs in _FIELDS.items()}
     fields = {f.name for f in dataclasses.fields(_TYPES[kind])}
-    if "original_length" in fields and kind != "llama3":
+    if kind == "dynamic":  # transformers takes the model's length, whatever else is given
+        given["original_max_position_embeddings"] = length
+    elif "original_length" in fields and kind != "llama3":
         given.setdefault("original_max_position_embeddings", length)
+    if kind == "longrope" and given.get("factor") is None:  # Phi-3 leaves it to the two lengths
+        given["factor"] = length / given["original_max_position_embeddings"]
     unknown = [name for name in given if ours.get(name) not in fields and given[name] is not None]
     if unknown:
         raise ConfigError(f"config.json's rope settings have {', '.join(unknown)}, which {kind} scaling does not take.")

@@ -18,7 +18,8 @@ from checkpoints.model_dir import check_tensors, read_model_config
 from checkpoints.names import from_hf_name, to_hf_name
 from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
-from model.build import ModelConfig
+from model.build import ModelConfig, trained_layers
+from model.layers import select_layers
 
 COMPLETE = ".metadata"
 """DCP writes this file last: a step folder without it was interrupted."""
@@ -57,11 +58,13 @@ class RunCheckpoints(CheckpointManager):
 
     def __init__(self, config: JobConfig, **parts: Any) -> None:
         self.config, self.model_config = config, ModelConfig.from_job(config)
-        self.history: list[dict[str, Any]] = []  # of the weights that this run starts from
+        # The runs that trained the weights before this one, and how far it was when its settings were last changed.
+        self.history: list[dict[str, Any]] = []
+        self.done = (0, 0)
         super().__init__(
             **parts,
             checkpoint_config=config.checkpoint,
-            sd_adapter=HuggingFaceAdapter(None, None),  # type: ignore[arg-type]
+            sd_adapter=HuggingFaceAdapter(None, None),  # type: ignore[arg-type]  # has the methods that are called
             base_folder=config.job.dump_folder,
         )
 
@@ -80,11 +83,12 @@ class RunCheckpoints(CheckpointManager):
             self.history = read_history(Path(self.initial_load_path))
         if resumes:
             step = self._step_to_resume(step)
-            self.history = read_history(Path(self._create_checkpoint_id(step)))[:-1]
             self.states["dataloader"].check_checkpoint(self._create_checkpoint_id(step))
             # Both are for the start from another run; a run that resumes itself needs all of its state.
             self.exclude_from_loading, self.initial_load_path = [], None
-            return super().load(step)
+            loaded = super().load(step)
+            self._continue_history(Path(self._create_checkpoint_id(step)), step)
+            return loaded
         # Another run's optimizer brings its moments, and with them its learning rate and weight decay: ours stay.
         groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -93,6 +97,32 @@ class RunCheckpoints(CheckpointManager):
         for group, own in zip(groups, settings, strict=True):
             group.update(own)
         return loaded
+
+    def _continue_history(self, checkpoint: Path, step: int) -> None:
+        """Goes on with the run's own entry, or starts a further one where its settings have changed since."""
+        history, tokens = read_history(checkpoint), self._tokens_seen()
+        own = history[-1] if history else None
+        new = training_entry(self.config, 0, 0)
+        if own is None:  # saved before histories were kept
+            self.history, self.done = [], (0, 0)
+        elif all(own.get(key) == new[key] for key in new if key not in ("start", "steps", "tokens")):
+            self.history, self.done = history[:-1], (step - own["steps"], tokens - own["tokens"])
+        else:
+            self.history, self.done = history, (step, tokens)
+
+    def _tokens_seen(self) -> int:
+        return self.states["train_state"].state_dict()["tokens_seen"]
+
+    def _refuse_other_layers(self, checkpoint: Path) -> None:
+        """An optimizer's state goes on only where all layers that train now were trained before."""
+        before = (read_history(checkpoint) or [{}])[-1].get("layers", "all")
+        ours, n_layers = trained_layers(self.config), self.model_config.architecture.n_layers
+        if before != "all" and not (ours is not None and {*ours} <= select_layers(before, n_layers)):
+            raise ConfigError(
+                f"{checkpoint} holds optimizer state of layers {before} alone, and training.layers = "
+                f"{self.config.training.layers!r} asks for others: set it to {before!r}, or start a new run from the "
+                "model directory."
+            )
 
     def _step_to_resume(self, asked: int) -> int:
         """The step to go on from, which has to be the newest: a run does not write over its own later steps."""
@@ -109,6 +139,7 @@ class RunCheckpoints(CheckpointManager):
             )
         saved = ModelConfig.load(Path(self._create_checkpoint_id(steps[-1])) / CONFIG)
         self._refuse_another_model(saved, self._create_checkpoint_id(steps[-1]))
+        self._refuse_other_layers(Path(self._create_checkpoint_id(steps[-1])))
         return steps[-1]
 
     def _refuse_another_model(self, saved: ModelConfig, where: str) -> None:
@@ -131,6 +162,8 @@ class RunCheckpoints(CheckpointManager):
         self._refuse_another_model(source, f"checkpoint.initial_load_path = {start}")
         if self.initial_load_in_hf:
             check_tensors(start, source)
+        elif not self.initial_load_model_only:
+            self._refuse_other_layers(start)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Saves when the step is due, or always with `last_step`; the config goes first, so that a complete
@@ -138,7 +171,10 @@ class RunCheckpoints(CheckpointManager):
         if self._should_save(curr_step, last_step) and dist.get_rank() == 0:
             folder = Path(self._create_checkpoint_id(curr_step))
             folder.mkdir(parents=True, exist_ok=True)
-            entry = training_entry(self.config, curr_step, self.states["train_state"].state_dict()["tokens_seen"])
+            steps, tokens = curr_step - self.done[0], self._tokens_seen() - self.done[1]
+            entry = training_entry(self.config, steps, tokens)
+            if self.done[0]:
+                entry["start"] = "the run above, with other settings"
             self.model_config.save(folder / CONFIG, job=to_toml(self.config), training=[*self.history, entry])
         super().save(curr_step, last_step)
         if last_step:

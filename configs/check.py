@@ -49,6 +49,7 @@ def _check_ranges(config: JobConfig) -> None:
         "metrics.log_freq": config.metrics.log_freq,
         "checkpoint.interval": config.checkpoint.interval,
         "optimizer.lr": config.optimizer.lr,
+        "parallelism.data_parallel_replicate_degree": config.parallelism.data_parallel_replicate_degree,
         **{
             f"parallelism.{name}_parallel_degree": getattr(config.parallelism, f"{name}_parallel_degree")
             for name in MODEL_PARALLEL
@@ -124,10 +125,15 @@ def check_processes(config: JobConfig, processes: int) -> None:
     Raises:
         ConfigError: naming the batch and the degrees.
     """
-    t, ranks = config.training, model_parallel_ranks(config)
-    if processes % ranks:
+    t, p, ranks = config.training, config.parallelism, model_parallel_ranks(config)
+    if processes < 1 or processes % ranks:
         raise ConfigError(f"{processes} processes are not a multiple of the {ranks} over which a model is divided.")
-    copies = processes // ranks
+    copies, replicate, shard = processes // ranks, p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+    if copies % replicate or (shard != -1 and replicate * shard != copies):
+        raise ConfigError(
+            f"parallelism.data_parallel_replicate_degree = {replicate} and data_parallel_shard_degree = {shard} do not "
+            f"make up the {copies} data-parallel ranks of {processes} processes; -1 for the latter takes what is left."
+        )
     if t.global_batch_size > 0 and t.global_batch_size % (t.local_batch_size * copies):
         raise ConfigError(
             f"training.global_batch_size = {t.global_batch_size} is not a multiple of "

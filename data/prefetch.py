@@ -37,7 +37,7 @@ class Prefetch(Generic[Item]):
             except queue.Empty:
                 continue
             if error is None:
-                return item  # type: ignore[return-value]
+                return item  # type: ignore[return-value]  # the sentinel and the error are ruled out above
             self.close()
             raise error
         raise StopIteration

@@ -122,7 +122,7 @@ def _probe(pieces: list[str]) -> str:
 def _parse(model: bytes) -> Any:
     from sentencepiece import sentencepiece_model_pb2
 
-    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    proto = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made by protobuf at run time
     proto.ParseFromString(model)
     return proto
 

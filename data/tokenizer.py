@@ -238,6 +238,14 @@ def load_tokenizer(config: schema.Tokenizer) -> Tokenizer:
     return HuggingFaceTokenizer(file) if config.kind == "huggingface" else _load_sentencepiece(file)
 
 
+def find_tokenizer_dir(start: Path) -> Path | None:
+    """Where the tokenizer of a model directory or checkpoint lies: in it, in its `tokenizer/`, or in its run's."""
+    places = [start, start / "tokenizer"]
+    if (start.parent.parent / "config.toml").is_file():  # a run folder
+        places.append(start.parent.parent / "tokenizer")
+    return next((p for p in places if any((p / name).is_file() for name in (_FAST_FILE, _MODEL_FILE))), None)
+
+
 def load_tokenizer_dir(path: str | Path) -> Tokenizer:
     """The tokenizer in a directory: one saved here, or any with tokenizer.json or tokenizer.model (in this order)."""
     path = Path(path)

@@ -128,6 +128,13 @@ def _stage(
                     f"{section}.{key} is the recipe's to set; use recipe.folder, recipe.name, recipe.start."
                 )
         config = build_config(values)
+        if optimizer == "carry" and last is not None:
+            before, now = trained_layers(last.config), trained_layers(config)
+            if before is not None and not (now is not None and {*now} <= {*before}):
+                raise ConfigError(
+                    f"optimizer_state = 'carry', but the last stage's optimizer knows layers {last.config.training.layers} "
+                    f"alone, and here training.layers = {config.training.layers!r}; use 'reset'."
+                )
     except ConfigError as error:
         raise ConfigError(f"stage {number} ({name or 'unnamed'}): {error}") from error
     name = name or f"{number + 1}-{config.training.seq_len}"
@@ -215,15 +222,16 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
-def check_stages(stages: list[Stage], processes: int) -> None:
-    """Refuses layers that a stage's model lacks, and batches that do not divide over the processes.
+def check_stages(stages: list[Stage], processes: int | None) -> None:
+    """Refuses layers that a stage's model lacks, and batches that do not divide over the processes, where known.
 
     Raises:
         ConfigError: naming the stage and what is wrong.
     """
     for stage in stages:
         try:
-            check_processes(stage.config, processes)
+            if processes is not None:
+                check_processes(stage.config, processes)
             ModelConfig.from_job(stage.config).layers()
             trained_layers(stage.config)
         except ConfigError as error:
@@ -240,7 +248,11 @@ def plan_table(stages: list[Stage], processes: int) -> str:
     for stage in stages:
         c = stage.config
         t = c.training
-        batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * processes
+        batch = (
+            t.global_batch_size
+            if t.global_batch_size > 0
+            else t.local_batch_size * (processes // model_parallel_ranks(c))
+        )
         total += batch * t.seq_len * t.steps
         start = c.checkpoint.initial_load_path or "random weights"
         lines.append(
@@ -291,12 +303,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         recipe, stages = load_recipe(options.recipe, parse_options(rest))
         if options.dry_run:
-            processes = options.nproc or recipe.gpus
+            processes = recipe.gpus if options.nproc is None else options.nproc
             check_stages(stages, processes)
             print(plan_table(stages, processes))
             return 0
-        if not options.torchrun:
-            check_stages(stages, options.nproc or 1)
+        check_stages(stages, None if options.torchrun else options.nproc or 1)
         for stage in stages:
             refuse_unsupported_parallelism(stage.config)
         return run_recipe(recipe, stages, launcher)

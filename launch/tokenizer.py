@@ -9,7 +9,7 @@ from pathlib import Path
 from configs.load import ConfigError
 from configs.schema import JobConfig
 from data.mixture import sample_texts
-from data.tokenizer import train_sentencepiece
+from data.tokenizer import find_tokenizer_dir, train_sentencepiece
 
 logger = logging.getLogger("farsight")
 
@@ -22,10 +22,10 @@ def tokenizer_of(start: Path) -> Path:
     Raises:
         ConfigError: there is none; weights mean nothing with another tokenizer's ids.
     """
-    for directory in (start, start.parent.parent / "tokenizer"):
-        if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-            return directory
-    raise ConfigError(f"{start} has no tokenizer.json or tokenizer.model: name its tokenizer in tokenizer.path.")
+    directory = find_tokenizer_dir(start)
+    if directory is None:
+        raise ConfigError(f"{start} has no tokenizer.json or tokenizer.model: name its tokenizer in tokenizer.path.")
+    return directory
 
 
 def prepare_tokenizer(config: JobConfig, directory: Path) -> None:

@@ -4,6 +4,7 @@ Rules first, in the order given; then LASP, on whatever rotary a layer ended up 
 of the layer's heads. NoPE in every k-th layer is the rule `layers = "k-1::k"` with `rotary.kind = "none"`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -123,7 +124,7 @@ def describe(layers: tuple[LayerPosition, ...]) -> str:
         alike.setdefault(layer, []).append(index)
     rows = [("layers", "rotary", "theta", "factor", "scopes", "bias")]
     for layer, indices in alike.items():
-        rows.append((_as_selection(indices), *_rotary_columns(layer.rotary), _scopes(layer), _bias(layer)))
+        rows.append((layer_selection(indices), *_rotary_columns(layer.rotary), _scopes(layer), _bias(layer)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -138,7 +139,7 @@ def _ruled(setting: Position, rule: LayerRule) -> Position:
     return replace(setting, **fields)
 
 
-def _as_selection(indices: list[int]) -> str:
+def layer_selection(indices: Sequence[int]) -> str:
     """Ascending layer indices in a rule's syntax: [0, 1, 2, 5] is "0:3,5"."""
     runs: list[range] = []
     for index in indices:

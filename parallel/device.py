@@ -45,9 +45,9 @@ def prepare_device(keep_memory: bool = True) -> torch.device:
     # Every torchtitan module has bound the names for itself, so each is told.
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and hasattr(module, "device_type"):
-            module.device_type = "cpu"  # type: ignore[attr-defined]
+            module.device_type = "cpu"  # type: ignore[attr-defined]  # torchtitan's module attribute
             if hasattr(module, "device_module"):
-                module.device_module = _cpu_module()  # type: ignore[attr-defined]
+                module.device_module = _cpu_module()  # type: ignore[attr-defined]  # the same
     if keep_memory:
         _keep_freed_memory()
     return torch.device("cpu")

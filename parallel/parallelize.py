@@ -39,7 +39,7 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
         apply_fsdp(model, dims.get_mesh(names), config)
     elif dims.dp_replicate_enabled:
         if compiled:
-            torch._dynamo.config.optimize_ddp = "ddp_optimizer"  # type: ignore[assignment]
+            torch._dynamo.config.optimize_ddp = "ddp_optimizer"  # type: ignore[assignment]  # annotated bool, documented to take this string
         replicate(model, device_mesh=dims.get_mesh("dp_replicate"), bucket_cap_mb=100)
     return model
 

@@ -1,5 +1,6 @@
 """Conversion of what `transformers` itself has written, there and back, with and without training between."""
 
+import json
 import weakref
 from pathlib import Path
 
@@ -12,15 +13,23 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from checkpoints import convert
 from checkpoints.model_dir import load_model, read_model_config
 from configs.load import ConfigError, build_config, to_dict, to_toml
+from data.tokenizer import BytesTokenizer, find_tokenizer_dir, load_tokenizer_dir
 from tests.running import train
 
 ROPES = {
     "default": {},
     "linear": {"factor": 4.0},
     "dynamic": {"factor": 4.0},
+    "dynamic_given": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
     "longrope": {
         "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
+    "longrope_phi": {
+        "rope_type": "longrope",
         "original_max_position_embeddings": 16,
         "short_factor": [1.0, 1.1, 1.2, 1.3],
         "long_factor": [1.0, 2.0, 3.0, 4.0],
@@ -172,3 +181,27 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
     path.write_text(text.replace('"n_layers": 2', '"n_layers": 3'))
     with pytest.raises(ConfigError, match=r"lacks layers\.2\."):
         convert.checkpoint_to_model_dir(tmp_path / "c", tmp_path / "out")
+
+
+def test_the_tokenizer_goes_with_the_weights(tmp_path):
+    source, checkpoint, out = (tmp_path / name for name in ("theirs", "checkpoint", "out"))
+    write_with_transformers(source, "default", tied=False)
+    BytesTokenizer().save(source)
+    convert.main(["from-hf", str(source), str(checkpoint)])
+    assert find_tokenizer_dir(checkpoint) == checkpoint / "tokenizer"  # what a run that starts there takes
+    convert.main(["to-hf", str(checkpoint), str(out)])
+    assert load_tokenizer_dir(out).fingerprint == BytesTokenizer().fingerprint
+    values = json.loads((out / "config.json").read_text())
+    assert (values["bos_token_id"], values["eos_token_id"]) == (256, 257)
+
+
+def test_to_hf_does_not_write_over_a_checkpoint(tmp_path):
+    source, checkpoint = tmp_path / "theirs", tmp_path / "checkpoint"
+    write_with_transformers(source, "default", tied=False)
+    convert.main(["from-hf", str(source), str(checkpoint)])
+    before = sorted(p.name for p in checkpoint.iterdir())
+    with pytest.raises(SystemExit, match="is no model directory of ours"):
+        convert.main(["to-hf", str(checkpoint), str(checkpoint)])
+    assert sorted(p.name for p in checkpoint.iterdir()) == before
+    convert.main(["to-hf", str(checkpoint), str(tmp_path / "out")])
+    convert.main(["to-hf", str(checkpoint), str(tmp_path / "out")])  # but over what it wrote itself

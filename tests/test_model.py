@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from checkpoints.hf_config import from_hf_config, to_hf_config
 from checkpoints.model_dir import load_model, read_model_config, write_model_dir
@@ -278,10 +278,15 @@ def test_hf_config_round_trip_and_refusals(tmp_path):
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "su"}}, "su"),
+        ({"model_type": "mistral"}, "sliding_window 4096"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "mscale"),
     ]:
         with pytest.raises(ConfigError, match=says):
             from_hf_config({**values, **change})
+    with pytest.raises(ConfigError, match=r"lacks hidden_size, max_position_embeddings"):
+        from_hf_config({k: v for k, v in values.items() if k not in ("max_position_embeddings", "hidden_size")})
+    silent = {k: v for k, v in {**values, "model_type": "qwen3"}.items() if k != "head_dim"}
+    assert from_hf_config(silent).architecture.head_dim == Qwen3Config().head_dim
     with pytest.raises(ConfigError, match=r"no config\.json"):
         read_model_config(tmp_path)
 

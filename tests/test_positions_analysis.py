@@ -76,6 +76,9 @@ def test_it_reads_recipes_and_refuses_what_is_none(tmp_path, capsys):
         ([str(tmp_path)], "no config.json"),
         ([str(tmp_path / "x.toml")], "no config file"),
         ([str(recipe), "--length", "0"], "--length 0"),
+        ([str(ROOT / "configs" / "tiny.toml"), "--stage", "x"], "is no recipe"),
+        ([str(recipe), "--picture", str(tmp_path / "p.txt")], "must end with .png"),
+        ([str(recipe), "--picture", str(tmp_path / "no" / "p.png")], "there is no folder"),
     ]:
         capsys.readouterr()
         assert main(arguments) == 2

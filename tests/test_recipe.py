@@ -186,7 +186,7 @@ def test_the_2b_models_are_appendix_d():
         assert stage.config.architecture.qk_norm
 
 
-def test_nano_recipes_are_table_3_and_cover_every_mechanism():
+def test_nano_recipes_are_table_3_or_extend_it_and_cover_every_mechanism():
     used = set()
     for name in (name for name in NAMES if name.startswith("nano_")):
         recipe, (stage,) = load_recipe(RECIPES / f"{name}.toml", {})
@@ -230,6 +230,13 @@ def test_a_plan_states_tokens_steps_and_gpus_and_what_cannot_run(capsys):
     assert "dp 32 " in said
     assert "can't" not in said
     assert main([path, "--dry-run", "--nproc", "64", *data_parallel]) == 2  # 32 sequences over 64 ranks
+    assert main([path, "--dry-run", "--nproc", "-32"]) == 2
+    assert main([path, "--dry-run", "--parallelism.data_parallel_shard_degree", "3"]) == 2  # of two data-parallel ranks
+    assert main([path, "--torchrun", "--nnodes 2", *data_parallel, "--training.layers", "0:99"]) == 2
+    capsys.readouterr()
+    batch = ["--training.tokens", "0", "--training.steps", "100", "--training.global_batch_size", "-1"]
+    assert main([path, "--dry-run", *batch]) == 0
+    assert f"{2 * 96384 * 100:.3g} tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -276,7 +283,8 @@ def test_every_tiny_twin_trains(first, tmp_path, monkeypatch):
         text = f'base = "{RECIPES / "tiny" / name}.toml"\n[recipe]\nfolder = "{tmp_path}"\nperplexity_lengths = [1]\n'
         recipe = tmp_path / f"{name}.toml"
         recipe.write_text(text + (f'start = "{start}"\n' if start else ""))
-        steps = ["--training.steps", "2", "--lr_scheduler.warmup_steps", "1"]
+        # Weights of another seed than those it should start from: had it not loaded them, it would show.
+        steps = ["--training.steps", "2", "--lr_scheduler.warmup_steps", "1", "--debug.seed", "1" if start else "0"]
         assert main([str(recipe), *steps]) == 0
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         for stage in summary["stages"]:
@@ -285,7 +293,7 @@ def test_every_tiny_twin_trains(first, tmp_path, monkeypatch):
         model = Path(summary["model_dir"])
         assert read_model_config(model).trained_length == summary["stages"][-1]["seq_len"]
         if start:
-            # It went on from the other recipe's weights: their tokenizer travels, and two steps change a weight little.
+            # It went on from the other recipe's weights: two steps change a weight little.
             assert f'initial_load_path = "{start}"' in (model.parent / "stage.toml").read_text()
             before, after = (load_file(Path(d) / "model.safetensors")["lm_head.weight"] for d in (start, model))
             assert 0 < (before - after).abs().max() < 1e-2
@@ -345,6 +353,10 @@ def test_tiny_twin_runs_and_is_skipped_once_finished(name, tmp_path):
         ("[training]\nsteps = 3\n", "has no [[stages]]"),
         ('[[stages]]\noptimizer_state = "carry"\n', "first stage"),
         ('[[stages]]\noptimizer_state = "keep"\n', "'keep'"),
+        (
+            '[[stages]]\n[stages.training]\nlayers = "0:1"\n[[stages]]\noptimizer_state = "carry"\n',
+            "the last stage's optimizer knows layers 0:1 alone",
+        ),
         ("[[stages]]\n[stages.training]\nseq_len = 'x'\n", "stage 0 (unnamed): training.seq_len = 'x'"),
         ('[[stages]]\nname = "a/b"\n', "'a/b'"),
         ('[[stages]]\nname = "a"\n[[stages]]\nname = "a"\n', "names of their own"),

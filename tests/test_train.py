@@ -95,6 +95,9 @@ def test_layers_that_do_not_train_stay_as_they_started(undisturbed, tmp_path, de
     train(tmp_path / "two", *only, *layout, "--parallelism.data_parallel_shard_degree", shard, ranks=2)
     assert_same_losses(tmp_path / "one", tmp_path / "two")
     shutil.rmtree(tmp_path / "two" / "checkpoint" / "step-12")
+    refused = run(train_command(tmp_path / "two"), check=False)
+    assert refused.returncode == 2
+    assert "optimizer state of layers 1: alone" in refused.stderr
     train(tmp_path / "two", *only)
     assert_same_losses(tmp_path / "one", tmp_path / "two")
 
@@ -156,6 +159,16 @@ def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, numb
     assert (saved / "farsight.json").is_file()
     train(folder, "--checkpoint.interval", "1000")
     assert_same_weights(undisturbed, folder)
+
+
+def test_history_tells_settings_that_changed_on_the_way(tmp_path):
+    folder = tmp_path / "run"
+    train(folder, "--training.steps", "3")
+    train(folder, "--training.steps", "5", "--optimizer.lr", "5e-3")
+    train(folder, "--training.steps", "6", "--optimizer.lr", "5e-3")
+    runs = read_history(folder / "model")
+    assert [(r["steps"], r["tokens"], r["optimizer"]["lr"]) for r in runs] == [(3, 768, 1e-2), (3, 768, 5e-3)]
+    assert [r["start"] for r in runs] == ["random weights", "the run above, with other settings"]
 
 
 def test_resume_on_another_number_of_ranks(undisturbed, tmp_path):
