@@ -59,7 +59,8 @@ log_freq = 1
 def environment() -> dict[str, str]:
     """One thread a rank: ranks share the machine, and sums keep their order."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def train_command(folder: Path, *options: str, ranks: int = 1, config: str = TINY) -> list[str]:

@@ -330,7 +330,7 @@ def test_tiny_twin_runs_and_is_skipped_once_finished(name, tmp_path):
     ]  # fmt: skip
     assert [run["start"] for run in history][1:] == [str(root / n / "model") for n in ("pretrain-4k", "finetune-32k")]
     card = (last / "README.md").read_text()
-    assert "| 256 | 2 | 1,024 | all | AdamW (0.9, 0.95)" in card
+    assert "| 256 | 2 | 512 | 1,024 | all | AdamW (0.9, 0.95)" in card
     assert f"{count_parameters(config):,} parameters" in card
     metadata = ModelCard(card).data.to_dict()
     assert {"farsight", "scope"} <= {*metadata["tags"]}

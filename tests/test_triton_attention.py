@@ -4,7 +4,6 @@ What a GPU alone can show (its own rounding, speed) is in no test here.
 """
 
 import json
-import os
 import subprocess
 import sys
 
@@ -13,18 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-# The kernels are interpreted if this is set when they are defined, and when they run.
-os.environ["TRITON_INTERPRET"] = "1"
 from kernels.scoped_attention import scoped_attention, triton_attention
-
-del os.environ["TRITON_INTERPRET"]
 from tests.running import ROOT, environment
 from tests.test_scoped_attention import INT32_MAX, SCOPES, documents, draw, math_attention, with_grads
-
-
-@pytest.fixture(autouse=True)
-def _interpreted(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 def assert_no_worse_than_pytorch(qkv, do, scopes, **options):
@@ -160,8 +150,7 @@ def test_refuses(change, message):
         scoped_attention(q, k, v, torch.ones(4, dtype=torch.long), backend="triton")
 
 
-def test_a_cpu_is_told_what_to_use(monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET")
+def test_a_cpu_is_told_what_to_use():
     code = (
         "import torch; from kernels.scoped_attention import scoped_attention as a; x = torch.zeros(1, 2, 1, 16);"
         "a(x, x, x, torch.tensor([1]), backend='triton')"
@@ -176,8 +165,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
-def test_every_tile_compiles_without_spills_and_fits(kernel, head_dim, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET")
+def test_every_tile_compiles_without_spills_and_fits(kernel, head_dim):
     done = subprocess.run(
         [sys.executable, "-m", "tests.triton_ahead_of_time", kernel, str(head_dim)],
         cwd=ROOT, env=environment(), capture_output=True, text=True,
