@@ -190,12 +190,10 @@ def test_few_heads_on_many_threads(threads, kind):
     assert_equals_reference(qkv, do, [1300, INT32_MAX], **options)
 
 
-@pytest.mark.usefixtures("banded_path")
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_any_inputs(data):
-    B, K, ratio = (data.draw(st.integers(1, most)) for most in (3, 3, 4))
-    Lq, q_offset = data.draw(st.integers(1, 330)), data.draw(st.sampled_from([0, 0, 1, 37, 130]))
+def any_inputs(data, most, longest, H, dtype):
+    """Inputs, scopes and options of any kind; `most` bounds batch, key-value heads and queries a key-value head."""
+    B, K, ratio = (data.draw(st.integers(1, bound)) for bound in most)
+    Lq, q_offset = data.draw(st.integers(1, longest)), data.draw(st.sampled_from([0, 0, 1, 37, 130]))
     N, L = K * ratio, Lq + q_offset
     scope = st.one_of(st.integers(1, L + 2), st.integers(1, 20), st.just(INT32_MAX))
     scopes = data.draw(st.lists(scope, min_size=N, max_size=N))
@@ -203,8 +201,16 @@ def test_any_inputs(data):
     if data.draw(st.booleans()):
         options["document_starts_BL"] = documents(B, L, data.draw(st.sampled_from([0.5, 0.05, 0.01])))
     if data.draw(st.booleans()):
-        options["alibi_slopes_N"] = torch.rand(N)
-    assert_equals_reference(*draw(B, Lq, N, K, 4, q_offset, seed=data.draw(st.integers(0, 9))), scopes, **options)
+        options["alibi_slopes_N"] = torch.rand(N, generator=torch.Generator().manual_seed(0))
+    return *draw(B, Lq, N, K, H, q_offset, dtype, seed=data.draw(st.integers(0, 9))), scopes, options
+
+
+@pytest.mark.usefixtures("banded_path")
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_inputs(data):
+    qkv, do, scopes, options = any_inputs(data, (3, 3, 4), 330, 4, torch.float64)
+    assert_equals_reference(qkv, do, scopes, **options)
 
 
 @pytest.mark.usefixtures("banded_path")
