@@ -154,7 +154,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv", "decode"])
 def test_every_tile_compiles_without_spills_and_fits(kernel, head_dim):
     done = subprocess.run(
         [sys.executable, "-m", "tests.triton_ahead_of_time", kernel, str(head_dim)],

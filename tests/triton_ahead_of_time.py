@@ -1,6 +1,6 @@
 """Compiles a Triton kernel for GPUs that are not here; prints registers, spills and shared memory as JSON lines.
 
-    python -m tests.triton_ahead_of_time forward|dq|dkv HEAD_DIM
+    python -m tests.triton_ahead_of_time forward|dq|dkv|decode HEAD_DIM
 
 A process of its own: not one in which the kernels are interpreted.
 """
@@ -17,29 +17,39 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.scoped_attention import triton_backward, triton_forward
+from kernels.scoped_attention import triton_backward, triton_decode, triton_forward
 from kernels.scoped_attention.triton_attention import tiles
 
-KERNELS = {"forward": triton_forward.forward_kernel, "dq": triton_backward.dq_kernel, "dkv": triton_backward.dkv_kernel}
+KERNELS = {
+    "forward": triton_forward.forward_kernel,
+    "dq": triton_backward.dq_kernel,
+    "dkv": triton_backward.dkv_kernel,
+    "decode": triton_decode.decode_kernel,
+}
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-INTS = {"p_scopes": "*i64", "p_order": "*i64", "p_starts": "*i32", "p_until": "*i32"}
-FLOATS = {"p_lse": "*fp32", "p_delta": "*fp32", "p_slopes": "*fp32"}
+POINTERS = {"p_scopes": "*i64", "p_order": "*i64"}  # of the others, those that are not of the inputs' type:
+POINTERS |= dict.fromkeys(("p_starts", "p_until", "p_tokens", "p_heads", "p_first_parts", "p_first_slots"), "*i32")
+POINTERS |= dict.fromkeys(("p_lse", "p_delta", "p_slopes", "p_parts"), "*fp32")
 
 
 def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, starts: bool, slopes: bool, group: int = 4):
     kernel, block_h = KERNELS[name], max(16, triton.next_power_of_2(head_dim))
-    options = tiles(name, block_h, dtype.itemsize, sm // 10).options()
+    wide = dtype == torch.float32
+    if name == "decode":
+        options = triton_decode.launch_options(wide) | {"BLOCK_G": max(16, triton.next_power_of_2(group))}
+    else:
+        options = tiles(name, block_h, dtype.itemsize, sm // 10).options()
     launch = {key: options.pop(key) for key in ("num_warps", "num_stages")}
     constants = {
         "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "HAS_STARTS": starts, "HAS_SLOPES": slopes,
-        "WIDE": dtype == torch.float32, "INTERPRETED": False, **options,
+        "WIDE": wide, "INTERPRETED": False, **options,
     }  # fmt: skip
     signature, attributes = {}, {}
     for position, argument in enumerate(kernel.arg_names):
         if argument in constants:
             signature[argument] = "constexpr"
         elif argument.startswith("p_"):
-            signature[argument] = {**INTS, **FLOATS}.get(argument, "*" + TYPES[dtype])
+            signature[argument] = POINTERS.get(argument, "*" + TYPES[dtype])
             attributes[(position,)] = [["tt.divisibility", 16]]
         elif argument.startswith("scale"):
             signature[argument] = "fp32"

@@ -4,19 +4,19 @@ Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-va
 """
 
 import importlib.util
-import logging
 
 import torch
 from torch import Tensor
 
 from .banded import banded_attention
+from .choice import pick_backend
+from .decode import ring_attention
 from .reference import reference_attention
+from .rolling_cache import RollingCache
 
 BACKENDS = ("reference", "banded", "triton")
 """What `backend` may name, besides "auto"."""
-
-logger = logging.getLogger("farsight.kernels")
-_logged: set[tuple[str, str]] = set()
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def scoped_attention(
@@ -42,7 +42,9 @@ def scoped_attention(
         alibi_slopes_N: float tensor [N]; slope_n * (t - i) is taken off the score of token i seen from token t.
         q_offset: tokens before the first query, as in chunked prefill.
         scale: of the scores; None is 1 / sqrt(H).
-        backend: "auto", "reference" (O(L²) memory, any device), "banded" (O(L) memory, any device) or "triton" (GPUs).
+        backend: "auto", "reference" (O(L²) memory, any device), "banded" (O(L) memory, any device), "triton" (GPUs), "flex"
+            (PyTorch's FlexAttention; GPUs, without gradients CPUs) or "flash" (the package flash-attn; GPUs, bf16 and fp16).
+            "auto" is "triton" or "banded", as `choice.py` says.
 
     Returns:
         o_BLNH: [B, Lq, N, H] in q's dtype. Gradients flow to q, k and v. Softmax and sums are fp32 (fp64 for fp64).
@@ -55,7 +57,7 @@ def scoped_attention(
     _check(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset)
     scale = q_BLNH.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "auto":
-        backend = _pick_backend(q_BLNH.device.type, str(q_BLNH.dtype))
+        backend = pick_backend(q_BLNH.device.type, str(q_BLNH.dtype), q_BLNH.shape[-1])
     match backend:
         case "reference":
             attention = reference_attention
@@ -69,6 +71,47 @@ def scoped_attention(
     return attention(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)
 
 
+def scoped_decode(
+    q_BNH: Tensor,
+    cache: RollingCache,
+    scopes_N: Tensor,
+    document_starts_B: Tensor | None = None,
+    alibi_slopes_N: Tensor | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attention of the newest token alone, over the keys and values that a rolling cache has kept.
+
+    Args:
+        q_BNH: the queries [B, N, H] of the token that was appended last.
+        cache: holds that token and those before it.
+        scopes_N: integer tensor [N], those that the cache was made for; head n sees the last S_n tokens.
+        document_starts_B: integer tensor [B]; the first token that each row sees, as for prompts padded on the left.
+        alibi_slopes_N: float tensor [N], as in `scoped_attention`.
+        scale: of the scores; None is 1 / sqrt(H).
+        backend: "auto", "banded" (any device) or "triton" (GPUs).
+
+    Returns:
+        o_BNH: [B, N, H] in q's dtype, equal to the last row of `scoped_attention`. There is no gradient.
+
+    Raises:
+        ValueError: on shapes, dtypes, devices or values that do not fit, naming the value and what to set instead.
+    """
+    _check_decode(q_BNH, cache, scopes_N, document_starts_B, alibi_slopes_N)
+    scale = q_BNH.shape[-1] ** -0.5 if scale is None else float(scale)
+    if backend == "auto":
+        backend = pick_backend(q_BNH.device.type, str(q_BNH.dtype), q_BNH.shape[-1], decode=True)
+    match backend:
+        case "banded":
+            attention = ring_attention
+        case "triton":
+            _require_triton()
+            from .triton_decode import triton_decode as attention
+        case _:
+            raise ValueError(f'backend is "{backend}": set it to "auto", "banded" or "triton"')
+    return attention(q_BNH, cache, scopes_N, document_starts_B, alibi_slopes_N, scale)
+
+
 @torch.compiler.assume_constant_result
 def _require_triton() -> None:
     """Says so where a machine without a GPU has no Triton; the kernels are imported on first use for that reason."""
@@ -76,54 +119,73 @@ def _require_triton() -> None:
         raise ValueError('backend "triton" needs the package triton: install it, or use "banded"')
 
 
-@torch.compiler.assume_constant_result
-def _pick_backend(device_type: str, dtype: str) -> str:
-    """The fastest backend for a device and dtype. Runs once while compiling, so that its logging breaks no graph."""
-    picked = "banded"
-    if (device_type, dtype) not in _logged:
-        _logged.add((device_type, dtype))
-        logger.info("attention backend for %s on %s: %s", dtype.removeprefix("torch."), device_type, picked)
-    return picked
-
-
 def _check(
     q: Tensor, k: Tensor, v: Tensor, scopes: Tensor, documents: Tensor | None, slopes: Tensor | None, q_offset: int
 ) -> None:
     """All that can be told without reading a tensor; the backends check values where reading them is free."""
-
-    def require(holds: bool, message: str) -> None:
-        if not holds:
-            raise ValueError(message)
-
     for name, x in (("q_BLNH", q), ("k_BLKH", k), ("v_BLKH", v)):
-        require(x.dim() == 4, f"{name} has shape {list(x.shape)}: pass [batch, tokens, heads, head dim]")
+        _require(x.dim() == 4, f"{name} has shape {list(x.shape)}: pass [batch, tokens, heads, head dim]")
         floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-        require(x.dtype in floats, f"{name} is {x.dtype}: pass bfloat16, float16, float32 or float64")
-        require(x.dtype == q.dtype, f"{name} is {x.dtype} and q_BLNH is {q.dtype}: cast them to the same dtype")
-        require(x.device == q.device, f"{name} is on {x.device} and q_BLNH on {q.device}: move them together")
+        _require(x.dtype in floats, f"{name} is {x.dtype}: pass bfloat16, float16, float32 or float64")
+        _require(x.dtype == q.dtype, f"{name} is {x.dtype} and q_BLNH is {q.dtype}: cast them to the same dtype")
+        _require(x.device == q.device, f"{name} is on {x.device} and q_BLNH on {q.device}: move them together")
     B, Lq, N, H = q.shape
     Lk, K = k.shape[1:3]
-    require(k.shape == v.shape, f"k_BLKH is {list(k.shape)} and v_BLKH {list(v.shape)}: they have to be equal")
-    require(k.shape[0] == B, f"q_BLNH has batch {B} and k_BLKH {k.shape[0]}: they have to be equal")
-    require(k.shape[3] == H, f"q_BLNH has head dim {H} and k_BLKH {k.shape[3]}: they have to be equal")
-    require(min(*q.shape, *k.shape) > 0, f"q_BLNH is {list(q.shape)}, k_BLKH {list(k.shape)}: no dimension may be 0")
-    require(N % K == 0, f"{N} query heads do not share {K} key-value heads evenly: make N a multiple of K")
-    require(q_offset >= 0, f"q_offset is {q_offset}: set the number of tokens before the first query, 0 or more")
-    require(
+    _require(k.shape == v.shape, f"k_BLKH is {list(k.shape)} and v_BLKH {list(v.shape)}: they have to be equal")
+    _require(k.shape[0] == B, f"q_BLNH has batch {B} and k_BLKH {k.shape[0]}: they have to be equal")
+    _require(k.shape[3] == H, f"q_BLNH has head dim {H} and k_BLKH {k.shape[3]}: they have to be equal")
+    _require(min(*q.shape, *k.shape) > 0, f"q_BLNH is {list(q.shape)}, k_BLKH {list(k.shape)}: no dimension may be 0")
+    _require(N % K == 0, f"{N} query heads do not share {K} key-value heads evenly: make N a multiple of K")
+    _require(q_offset >= 0, f"q_offset is {q_offset}: set the number of tokens before the first query, 0 or more")
+    _require(
         Lk == Lq + q_offset,
         f"{Lk} keys for {Lq} queries at q_offset {q_offset}: keys are the tokens 0 to q_offset + queries - 1, "
         f"so pass {Lq + q_offset} keys or set q_offset to {Lk - Lq}",
     )
-    integers = (torch.int8, torch.int16, torch.int32, torch.int64)
-    require(list(scopes.shape) == [N], f"scopes_N has shape {list(scopes.shape)}: pass one scope a query head, [{N}]")
-    require(scopes.dtype in integers, f"scopes_N is {scopes.dtype}: pass an integer tensor, such as int64")
+    _check_per_head(N, scopes, slopes)
     if documents is not None:
         shape = list(documents.shape)
-        require(shape == [B, Lk], f"document_starts_BL has shape {shape}: pass one index a key, [{B}, {Lk}]")
-        integer = documents.dtype in integers
-        require(integer, f"document_starts_BL is {documents.dtype}: pass an integer tensor, such as int64")
+        _require(shape == [B, Lk], f"document_starts_BL has shape {shape}: pass one index a key, [{B}, {Lk}]")
+        integer = documents.dtype in INTEGERS
+        _require(integer, f"document_starts_BL is {documents.dtype}: pass an integer tensor, such as int64")
+
+
+def _check_decode(
+    q: Tensor, cache: RollingCache, scopes: Tensor, documents: Tensor | None, slopes: Tensor | None
+) -> None:
+    keys = cache.keys_BSH
+    _require(q.dim() == 3, f"q_BNH has shape {list(q.shape)}: pass [batch, heads, head dim]")
+    B, N, H = q.shape
+    _require(
+        (keys.shape[0], keys.shape[2]) == (B, H),
+        f"q_BNH has batch {B} and head dim {H}, the cache {keys.shape[0]} and {keys.shape[2]}: they have to be equal",
+    )
+    K = cache.kv_heads
+    _require(N > 0 and N % K == 0, f"{N} query heads do not share {K} key-value heads evenly: make N a multiple of K")
+    _require(q.dtype == keys.dtype, f"q_BNH is {q.dtype} and the cache {keys.dtype}: cast them to the same dtype")
+    _require(q.device == keys.device, f"q_BNH is on {q.device} and the cache on {keys.device}: move them together")
+    _check_per_head(N, scopes, slopes)
+    if documents is not None:
+        _require(
+            list(documents.shape) == [B],
+            f"document_starts_B has shape {list(documents.shape)}: pass one token index a row, [{B}]",
+        )
+        _require(
+            documents.dtype in INTEGERS,
+            f"document_starts_B is {documents.dtype}: pass an integer tensor, such as int64",
+        )
+
+
+def _check_per_head(N: int, scopes: Tensor, slopes: Tensor | None) -> None:
+    _require(list(scopes.shape) == [N], f"scopes_N has shape {list(scopes.shape)}: pass one scope a query head, [{N}]")
+    _require(scopes.dtype in INTEGERS, f"scopes_N is {scopes.dtype}: pass an integer tensor, such as int64")
     if slopes is not None:
         shape = list(slopes.shape)
-        require(shape == [N], f"alibi_slopes_N has shape {shape}: pass one slope a query head, [{N}]")
-        require(slopes.dtype.is_floating_point, f"alibi_slopes_N is {slopes.dtype}: pass a float tensor")
-        require(not slopes.requires_grad, "alibi_slopes_N requires grad, but slopes are constants here: detach them")
+        _require(shape == [N], f"alibi_slopes_N has shape {shape}: pass one slope a query head, [{N}]")
+        _require(slopes.dtype.is_floating_point, f"alibi_slopes_N is {slopes.dtype}: pass a float tensor")
+        _require(not slopes.requires_grad, "alibi_slopes_N requires grad, but slopes are constants here: detach them")
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ValueError(message)

@@ -67,6 +67,16 @@ def tiles(kernel: str, head_dim: int, itemsize: int, major: int) -> Tiles:
     return by_architecture.get(major, by_architecture[0])
 
 
+def check_runs(q: Tensor) -> None:
+    """Raises ValueError unless the kernels take queries of this dtype, head dim (the last) and device."""
+    if q.dtype not in DTYPES:
+        raise ValueError(f'backend "triton" does not take {q.dtype}: use bfloat16, float16 or float32')
+    if q.shape[-1] > 128:
+        raise ValueError(f'backend "triton" takes head dims up to 128, not {q.shape[-1]}: use "banded"')
+    if q.device.type == "cpu" and not INTERPRETED:
+        raise ValueError('backend "triton" needs a GPU: use "banded" on a CPU')
+
+
 def triton_attention(
     q_BLNH: Tensor,
     k_BLKH: Tensor,
@@ -82,12 +92,7 @@ def triton_attention(
     Raises:
         ValueError: where the kernels cannot run.
     """
-    if q_BLNH.dtype not in DTYPES:
-        raise ValueError(f'backend "triton" does not take {q_BLNH.dtype}: use bfloat16, float16 or float32')
-    if q_BLNH.shape[-1] > 128:
-        raise ValueError(f'backend "triton" takes head dims up to 128, not {q_BLNH.shape[-1]}: use "banded"')
-    if q_BLNH.device.type == "cpu" and not INTERPRETED:
-        raise ValueError('backend "triton" needs a GPU: use "banded" on a CPU')
+    check_runs(q_BLNH)
     return triton_forward(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)[0]
 
 

@@ -1,0 +1,121 @@
+"""Which backend "auto" is. The rule follows the table in docs/kernels.md; what was picked is logged once.
+
+On a GPU the Triton kernels are tried before they are trusted: a small input, forward and backward, against the
+reference. It takes a moment, once in a process for each dtype and head dim, and a compiler or GPU on which they were
+never run cannot train on wrong numbers.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .reference import reference_attention
+from .rolling_cache import RollingCache
+
+TRITON_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
+TRIAL_TOLERANCE = {"torch.bfloat16": 3e-2, "torch.float16": 4e-3, "torch.float32": 1e-3}
+"""Largest error of output and gradients, in parts of the largest value: rounding is far below, a wrong tile far above."""
+
+logger = logging.getLogger("farsight.kernels")
+
+
+@torch.compiler.assume_constant_result
+def pick_backend(device_type: str, dtype: str, head_dim: int, decode: bool = False) -> str:
+    """The fastest backend for a device, dtype (as `str` gives it) and head dim.
+
+    Called once while compiling, so that its trial and its logging break no graph.
+
+    Raises:
+        RuntimeError: if the Triton kernels give wrong numbers on this machine.
+    """
+    return _pick(device_type, dtype, head_dim, decode)
+
+
+@cache
+def _pick(device_type: str, dtype: str, head_dim: int, decode: bool) -> str:
+    picked, tried = "banded", ""
+    if _can_run_triton(device_type, dtype, head_dim):
+        picked = "triton"
+        error = _in_a_thread(_decode_error if decode else _attention_error, device_type, dtype, head_dim)
+        if not error <= TRIAL_TOLERANCE[dtype]:
+            raise RuntimeError(
+                f"the Triton attention kernels are off by {error:.1e} of the largest value for {dtype}, head dim "
+                f"{head_dim}, on this machine, where {TRIAL_TOLERANCE[dtype]:.0e} is expected: set the attention "
+                'backend to "banded", and report this with the output of python -m torch.utils.collect_env'
+            )
+        tried = f" (tried against the reference: error {error:.1e})"
+    name, what = dtype.removeprefix("torch."), "decoding" if decode else "attention"
+    logger.info("%s backend for %s, head dim %d, on %s: %s%s", what, name, head_dim, device_type, picked, tried)
+    return picked
+
+
+def _can_run_triton(device_type: str, dtype: str, head_dim: int) -> bool:
+    """On NVIDIA GPUs from Ampere on, for which every tile is compiled in the tests."""
+    if device_type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability()[0] >= 8 and dtype in TRITON_DTYPES and head_dim <= 128
+
+
+TRIAL_SCOPES, TRIAL_TOKENS = [3, 300, 100, 40], 300
+
+
+def _attention_error(device_type: str, dtype: str, head_dim: int) -> float:
+    """Largest error of output and gradients over two documents, in parts of the largest value."""
+    from .triton_attention import triton_attention
+
+    q, k, v, do = _trial_inputs(device_type, dtype, head_dim)
+    starts = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int32, device=device_type)
+    starts[:, 170:] = 170
+
+    def with_gradients(attend: Callable[..., Tensor], kind: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [x.to(kind).requires_grad_() for x in (q, k, v)]
+        o = attend(*leaves, torch.tensor(TRIAL_SCOPES, device=device_type), starts, None, 0, head_dim**-0.5)
+        return o.detach(), *torch.autograd.grad(o, leaves, do.to(kind))
+
+    found, exact = with_gradients(triton_attention, q.dtype), with_gradients(reference_attention, torch.float32)
+    return _largest_error(found, exact)
+
+
+def _decode_error(device_type: str, dtype: str, head_dim: int) -> float:
+    """Largest error of the last token's output, in parts of the largest value."""
+    from .triton_decode import triton_decode
+
+    q, k, v, _ = _trial_inputs(device_type, dtype, head_dim)
+    scopes, scale = torch.tensor(TRIAL_SCOPES, device=device_type), head_dim**-0.5
+    cache = RollingCache(TRIAL_SCOPES, 2, TRIAL_TOKENS, 1, head_dim, q.dtype, device_type)
+    cache.append(k, v)
+    found = triton_decode(q[:, -1], cache, scopes, None, None, scale)
+    exact = reference_attention(q.float(), k.float(), v.float(), scopes, None, None, 0, scale)
+    return _largest_error((found,), (exact[:, -1],))
+
+
+def _trial_inputs(device_type: str, dtype: str, head_dim: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    shapes = [(1, TRIAL_TOKENS, heads, head_dim) for heads in (4, 2, 2, 4)]
+    return [torch.randn(shape, generator=generator).to(device_type, kind) for shape in shapes]
+
+
+def _largest_error(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> float:
+    errors = [
+        (ours.float() - theirs).abs().max() / theirs.abs().max() for ours, theirs in zip(found, exact, strict=True)
+    ]
+    return float(torch.stack(errors).max())  # NaN if any is
+
+
+def _in_a_thread(function: Callable[..., float], *args) -> float:
+    """Calls outside the modes around the caller (checkpointing, autocast, inference), which belong to its thread."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run() -> float:
+        with torch.cuda.device(device) if device is not None else nullcontext():
+            return function(*args)
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(run).result()

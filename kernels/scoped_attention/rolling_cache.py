@@ -1,0 +1,102 @@
+"""The keys and values that one layer keeps while it generates: for each key-value head no more than can still be seen.
+
+Shape suffixes: B batch, L tokens, N query heads, K key-value heads, H head dim, S slots of all key-value heads.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class RollingCache:
+    """A ring of slots for each key-value head, as long as the widest scope among the query heads that share it.
+
+    Token t of a head with capacity C lies in slot t mod C of its ring, where it replaces the token that has just left
+    the widest scope. A head that sees everything has as many slots as the sequence may have tokens.
+
+    Args:
+        scopes_N: tokens that each query head sees; N is a multiple of `kv_heads`.
+        kv_heads: key-value heads K.
+        most_tokens: length of the longest sequence that will be kept.
+        batch, head_dim, dtype, device: of the keys and values.
+
+    Attributes:
+        keys_BSH, values_BSH: [B, S, H]; the rings of all key-value heads one after the other.
+        tokens: int32 tensor [1] on the device, the tokens appended so far. Nothing here reads it on the host, so that a
+            decoding step can be captured in a CUDA graph.
+
+    Raises:
+        ValueError: if a scope or `most_tokens` is below 1, or heads do not divide.
+    """
+
+    def __init__(
+        self,
+        scopes_N: Sequence[int],
+        kv_heads: int,
+        most_tokens: int,
+        batch: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if most_tokens < 1:
+            raise ValueError(f"most_tokens is {most_tokens}: set the length of the longest sequence, 1 or more")
+        if kv_heads < 1 or len(scopes_N) % kv_heads:
+            raise ValueError(
+                f"{len(scopes_N)} query heads do not share {kv_heads} key-value heads evenly: "
+                "make the query heads a multiple"
+            )
+        for head, scope in enumerate(scopes_N):
+            if scope < 1:
+                raise ValueError(f"scopes_N[{head}] is {scope}: a scope counts the token itself, set it to 1 or more")
+        group = len(scopes_N) // kv_heads
+        widest = [max(scopes_N[head * group : (head + 1) * group]) for head in range(kv_heads)]
+        self.capacities = tuple(min(scope, most_tokens) for scope in widest)
+        self.most_tokens = most_tokens
+        firsts = [sum(self.capacities[:head]) for head in range(kv_heads)]
+        self.firsts_K = torch.tensor(firsts, device=device)
+        self.capacities_K = torch.tensor(self.capacities, device=device)
+        shape = (batch, sum(self.capacities), head_dim)
+        self.keys_BSH = torch.empty(shape, dtype=dtype, device=device)
+        self.values_BSH = torch.empty(shape, dtype=dtype, device=device)
+        self.tokens = torch.zeros(1, dtype=torch.int32, device=device)
+
+    @property
+    def kv_heads(self) -> int:
+        return len(self.capacities)
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys_BSH.nbytes + self.values_BSH.nbytes
+
+    @torch.no_grad()
+    def append(self, k_BLKH: Tensor, v_BLKH: Tensor) -> None:
+        """Keeps the next L tokens, as far as any later token can see them.
+
+        Appending beyond `most_tokens` makes heads that see everything lose their oldest tokens; that is not detected,
+        since the count is not read on the host.
+
+        Raises:
+            ValueError: if shapes differ from the cache's.
+        """
+        B, L, K, H = k_BLKH.shape
+        if k_BLKH.shape != v_BLKH.shape or (len(self.keys_BSH), self.kv_heads, self.keys_BSH.shape[-1]) != (B, K, H):
+            raise ValueError(
+                f"keys are {list(k_BLKH.shape)} and values {list(v_BLKH.shape)}: both have to be "
+                f"[{len(self.keys_BSH)}, tokens, {self.kv_heads}, {self.keys_BSH.shape[-1]}]"
+            )
+        if L == 1:
+            slots_K = self.firsts_K + self.tokens % self.capacities_K
+            self.keys_BSH.index_copy_(1, slots_K, k_BLKH[:, 0])
+            self.values_BSH.index_copy_(1, slots_K, v_BLKH[:, 0])
+        else:
+            first = 0
+            for head, capacity in enumerate(self.capacities):
+                kept = min(L, capacity)
+                token = self.tokens + torch.arange(L - kept, L, device=self.tokens.device)
+                slots = first + token % capacity
+                self.keys_BSH.index_copy_(1, slots, k_BLKH[:, L - kept :, head])
+                self.values_BSH.index_copy_(1, slots, v_BLKH[:, L - kept :, head])
+                first += capacity
+        self.tokens += L
