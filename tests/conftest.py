@@ -1,5 +1,8 @@
-"""Triton's kernels are interpreted in the test processes: it has to be said before anything imports Triton."""
+"""Without a GPU Triton's kernels are interpreted: it has to be said before anything imports Triton."""
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"

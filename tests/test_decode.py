@@ -18,25 +18,26 @@ from kernels.scoped_attention import (
     triton_decode,
 )
 from tests.test_scoped_attention import INT32_MAX, draw
+from tests.test_triton_attention import DEVICE, on_device
 
 BACKENDS = ("banded", "triton")
 ERROR = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float64: 1e-12}
 
 
 def cache_for(k, scopes, most_tokens):
-    return RollingCache(scopes, k.shape[2], most_tokens, k.shape[0], k.shape[3], k.dtype)
+    return RollingCache(scopes, k.shape[2], most_tokens, k.shape[0], k.shape[3], k.dtype, k.device)
 
 
 @torch.no_grad()
 def assert_steps_equal_reference(q, k, v, scopes, chunks, backend, starts_B=None, slopes=None):
     """Appends the chunks one after the other, and compares the last token's output after each."""
-    scopes_N = torch.tensor(scopes)
+    scopes_N = torch.tensor(scopes, device=q.device)
     cache = cache_for(k, scopes, k.shape[1])
     end = 0
     for chunk in chunks:
         cache.append(k[:, end : end + chunk], v[:, end : end + chunk])
         end += chunk
-        documents_BL = None if starts_B is None else starts_B[:, None].minimum(torch.arange(end))
+        documents_BL = None if starts_B is None else starts_B[:, None].minimum(torch.arange(end)).to(q.device)
         qkv = (x[:, :end].double() for x in (q, k, v))
         exact = scoped_attention(
             *qkv, scopes_N, documents_BL, None if slopes is None else slopes.double(), backend="reference"
@@ -50,7 +51,7 @@ def assert_steps_equal_reference(q, k, v, scopes, chunks, backend, starts_B=None
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunks", [[1] * 12, [40, 1, 1, 7, 1], [5, 60, 1]])
 def test_prefill_and_steps(backend, chunks):
-    (q, k, v), _ = draw(B=2, Lq=sum(chunks), N=6, K=3, H=16, dtype=torch.float32)
+    q, k, v = on_device(draw(B=2, Lq=sum(chunks), N=6, K=3, H=16, dtype=torch.float32)[0])
     assert_steps_equal_reference(q, k, v, [1, 2, 9, 4, INT32_MAX, 20], chunks, backend)
 
 
@@ -58,7 +59,7 @@ def test_prefill_and_steps(backend, chunks):
 @pytest.mark.parametrize("ratio", [1, 3, 4, 8, 17])
 def test_many_parts_and_grouped_query_ratios(backend, ratio):
     """Rings of several parts, some of which a narrow head sees nothing of."""
-    (q, k, v), _ = draw(Lq=700, N=2 * ratio, K=2, H=16, dtype=torch.float32)
+    q, k, v = on_device(draw(Lq=700, N=2 * ratio, K=2, H=16, dtype=torch.float32)[0])
     scopes = [5, *[700] * (ratio - 1), *[300] * (ratio - 1), 129]
     assert_steps_equal_reference(q, k, v, scopes, [600, 99, 1], backend)
 
@@ -66,7 +67,7 @@ def test_many_parts_and_grouped_query_ratios(backend, ratio):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("H", [8, 24, 64, 80, 128])
 def test_dtypes_and_head_dims(dtype, H):
-    (q, k, v), _ = draw(B=2, Lq=150, N=4, K=2, H=H, dtype=dtype)
+    q, k, v = on_device(draw(B=2, Lq=150, N=4, K=2, H=H, dtype=dtype)[0])
     for backend in BACKENDS:
         assert_steps_equal_reference(q, k, v, [10, 140, 64, 20], [149, 1], backend)
 
@@ -74,11 +75,11 @@ def test_dtypes_and_head_dims(dtype, H):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_on_the_left_and_slopes(backend):
     """Each row equals its own run without padding."""
-    (q, k, v), _ = draw(B=3, Lq=60, N=4, K=2, H=16, dtype=torch.float32)
+    q, k, v = on_device(draw(B=3, Lq=60, N=4, K=2, H=16, dtype=torch.float32)[0])
     starts, slopes = torch.tensor([0, 13, 57]), torch.tensor([0.5, 0.25, 0.1, 0.0])
     assert_steps_equal_reference(q, k, v, [3, 60, 30, 8], [57, 1, 1, 1][1:], backend, None, slopes)
     assert_steps_equal_reference(q, k, v, [3, 60, 30, 8], [58, 1, 1], backend, starts, slopes)
-    scopes = torch.tensor([3, 60, 30, 8])
+    scopes = torch.tensor([3, 60, 30, 8], device=DEVICE)
     together = cache_for(k, scopes.tolist(), 60)
     together.append(k, v)
     o = scoped_decode(q[:, -1], together, scopes, starts, slopes, backend=backend)
@@ -99,7 +100,7 @@ def test_any_steps(data):
     scopes = data.draw(st.lists(scope, min_size=N, max_size=N))
     slopes = torch.rand(N, generator=torch.Generator().manual_seed(0)) if data.draw(st.booleans()) else None
     starts = torch.tensor(data.draw(st.lists(st.integers(0, chunks[0] - 1), min_size=B, max_size=B)))
-    (q, k, v), _ = draw(B=B, Lq=L, N=N, K=K, H=16, dtype=torch.float32, seed=data.draw(st.integers(0, 9)))
+    q, k, v = on_device(draw(B=B, Lq=L, N=N, K=K, H=16, dtype=torch.float32, seed=data.draw(st.integers(0, 9)))[0])
     for backend in BACKENDS:
         assert_steps_equal_reference(q, k, v, scopes, chunks, backend, starts, slopes)
 
@@ -119,7 +120,7 @@ def test_the_cache_keeps_what_can_be_seen_and_no_more():
 def test_memory_never_written_is_never_used():
     torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
     try:
-        (q, k, v), _ = draw(B=2, Lq=30, N=4, K=2, H=16, dtype=torch.float32)
+        q, k, v = on_device(draw(B=2, Lq=30, N=4, K=2, H=16, dtype=torch.float32)[0])
         for backend in BACKENDS:
             cache = cache_for(k, [3, 900, 200, 8], 900)
             assert cache.keys_BSH.isnan().all()
@@ -131,7 +132,7 @@ def test_memory_never_written_is_never_used():
 
 
 def test_opcheck_and_strided_queries():
-    (q, k, v), _ = draw(B=2, Lq=40, N=4, K=2, H=16, dtype=torch.float32)
+    q, k, v = on_device(draw(B=2, Lq=40, N=4, K=2, H=16, dtype=torch.float32)[0])
     scopes = [1, 7, 30, 99]
     cache = cache_for(k, scopes, 40)
     cache.append(k, v)
@@ -192,7 +193,7 @@ class TestChoice:
 
     def test_triton_is_tried_first_and_then_used(self, caplog):
         caplog.set_level("INFO", logger="farsight.kernels")
-        (q, k, v), _ = draw(Lq=9, H=16, dtype=torch.float32)
+        q, k, v = on_device(draw(Lq=9, H=16, dtype=torch.float32)[0])
         scopes = torch.tensor([3, 4, 5, 6])
         with torch.inference_mode():
             o = scoped_attention(q, k, v, scopes)
@@ -203,21 +204,22 @@ class TestChoice:
         torch.testing.assert_close(last, o[:, -1])
         said = [r.getMessage() for r in caplog.records]
         assert len(said) == 2
-        assert said[0].startswith("attention backend for float32, head dim 16, on cpu: triton (tried")
-        assert said[1].startswith("decoding backend for float32, head dim 16, on cpu: triton (tried")
+        assert said[0].startswith(f"attention backend for float32, head dim 16, on {DEVICE}: triton (tried")
+        assert said[1].startswith(f"decoding backend for float32, head dim 16, on {DEVICE}: triton (tried")
 
     @pytest.mark.parametrize("wrong", [1.01, float("nan")])
     def test_wrong_numbers_stop_it(self, monkeypatch, wrong):
         right = triton_attention.triton_attention
         monkeypatch.setattr(triton_attention, "triton_attention", lambda *args: right(*args) * wrong)
-        (q, k, v), _ = draw(Lq=9, H=16, dtype=torch.float32)
+        q, k, v = on_device(draw(Lq=9, H=16, dtype=torch.float32)[0])
         with pytest.raises(RuntimeError, match=r'are off by .* set the attention backend to "banded"'):
             scoped_attention(q, k, v, torch.tensor([3, 4, 5, 6]))
 
     def test_inside_compilation_and_checkpointing(self):
         """The trial's own operators must not be recorded as the caller's."""
-        (q, k, v), do = draw(Lq=20, H=16, dtype=torch.float32)
-        scopes = torch.tensor([3, 4, 5, 30])
+        qkv, do = draw(Lq=20, H=16, dtype=torch.float32)
+        (q, k, v), do = on_device(qkv), do.to(DEVICE)
+        scopes = torch.tensor([3, 4, 5, 30], device=DEVICE)
         expected = scoped_attention(q, k, v, scopes, backend="reference")
         grads = torch.autograd.grad(expected, (q, k, v), do)
         save = partial(create_selective_checkpoint_contexts, [torch.ops.farsight.triton_attention.default])

@@ -1,6 +1,7 @@
-"""The Triton kernels, interpreted on the CPU against the reference, and compiled for GPUs that are not here.
+"""The Triton kernels against the reference, and compiled for GPUs that are not here.
 
-What a GPU alone can show (its own rounding, speed) is in no test here.
+On a machine with a GPU they run there; elsewhere Triton interprets them on the CPU, which shows neither a GPU's own
+rounding nor what its compiler does.
 """
 
 import json
@@ -16,6 +17,18 @@ from kernels.scoped_attention import scoped_attention, triton_attention
 from tests.running import ROOT, environment
 from tests.test_scoped_attention import INT32_MAX, SCOPES, any_inputs, documents, draw, math_attention, with_grads
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def on_device(tensors):
+    """Leaves there, with the strides that they have here."""
+    return [x.detach().to(DEVICE).requires_grad_() for x in tensors]
+
+
+def triton_with_grads(qkv, do, scopes, **options):
+    """Runs on the device and comes back."""
+    return [x.cpu() for x in with_grads(on_device(qkv), do.to(DEVICE), scopes, backend="triton", **options)]
+
 
 def assert_no_worse_than_pytorch(qkv, do, scopes, **options):
     """At most twice the error of PyTorch's math attention in the same dtype, both against fp64, or a few ulp."""
@@ -24,7 +37,7 @@ def assert_no_worse_than_pytorch(qkv, do, scopes, **options):
     extra = (options.get("document_starts_BL"), options.get("alibi_slopes_N"), options.get("q_offset", 0))
     o = math_attention(*qkv, torch.as_tensor(scopes), *extra)
     pytorch = o, *torch.autograd.grad(o, qkv, do)
-    found = with_grads(qkv, do, scopes, backend="triton", **options)
+    found = triton_with_grads(qkv, do, scopes, **options)
     # dq and dk come from differences of products do · v, which cancel: where a head sees one token, to zero. The kernel
     # takes the two from different sums.
     cancelled = 2 * float(do.norm(dim=-1).max() * qkv[2].detach().norm(dim=-1).max())
@@ -90,8 +103,8 @@ def test_strided_inputs_and_uninitialised_memory():
         strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
         assert strided[0].stride() != q.stride()
         scopes, starts = [2, 33, 60, 70], documents(2, 70, 0.05)
-        expected = with_grads((q, k, v), do, scopes, document_starts_BL=starts, backend="triton")
-        found = with_grads(strided, do, scopes, document_starts_BL=starts, backend="triton")
+        expected = triton_with_grads((q, k, v), do, scopes, document_starts_BL=starts)
+        found = triton_with_grads(strided, do, scopes, document_starts_BL=starts)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b)
             assert b.isfinite().all()
@@ -100,8 +113,10 @@ def test_strided_inputs_and_uninitialised_memory():
 
 
 def test_opcheck_and_whole_compilation():
-    (q, k, v), do = draw(B=2, Lq=40, N=4, K=2, H=16, dtype=torch.float32)
+    qkv, do = draw(B=2, Lq=40, N=4, K=2, H=16, dtype=torch.float32)
+    (q, k, v), do = on_device(qkv), do.to(DEVICE)
     scopes, starts, slopes = torch.tensor([1, 7, 30, 99]), documents(2, 40), torch.tensor([0.5, 0.25, 0.1, 0.0])
+    scopes, starts, slopes = (x.to(DEVICE) for x in (scopes, starts, slopes))
     for extra in ((None, None), (starts, slopes)):
         torch.library.opcheck(triton_attention.triton_forward, (q, k, v, scopes, *extra, 0, 0.3))
         with torch.no_grad():
@@ -116,18 +131,18 @@ def test_opcheck_and_whole_compilation():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     # Other scopes go through what was compiled for these.
     with torch.compiler.set_stance("fail_on_recompile"):
-        found = compiled(q, k, v, torch.tensor([9, 1, 40, 3]))
+        found = compiled(q, k, v, torch.tensor([9, 1, 40, 3], device=DEVICE))
     torch.testing.assert_close(found, scoped_attention(q, k, v, torch.tensor([9, 1, 40, 3]), backend="reference"))
 
 
 def test_log_sum_exp_is_the_rows_own():
     (q, k, v), _ = draw(Lq=50, N=2, K=1, H=16, q_offset=9, dtype=torch.float32)
     scopes = torch.tensor([20, 59])
-    _, lse_BNL = triton_attention.triton_forward(q, k, v, scopes, None, None, 9, 0.3)
+    _, lse_BNL = triton_attention.triton_forward(*on_device((q, k, v)), scopes, None, None, 9, 0.3)
     t, i = torch.arange(9, 59)[:, None], torch.arange(59)
     scores = torch.einsum("blnh,bmkh->bnlm", q, k) * 0.3
     seen = (i <= t) & (i > t - scopes[:, None, None])
-    torch.testing.assert_close(lse_BNL, scores.masked_fill(~seen, -torch.inf).logsumexp(-1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse_BNL.cpu(), scores.masked_fill(~seen, -torch.inf).logsumexp(-1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +150,7 @@ def test_log_sum_exp_is_the_rows_own():
     [({"dtype": torch.float64}, "does not take torch.float64"), ({"H": 160}, "head dims up to 128, not 160")],
 )
 def test_refuses(change, message):
-    (q, k, v), _ = draw(**{"Lq": 8, "dtype": torch.float32, **change})
+    q, k, v = on_device(draw(**{"Lq": 8, "dtype": torch.float32, **change})[0])
     with pytest.raises(ValueError, match=message):
         scoped_attention(q, k, v, torch.ones(4, dtype=torch.long), backend="triton")
 

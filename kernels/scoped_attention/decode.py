@@ -20,27 +20,30 @@ def ring_attention(
     scale: float,
 ) -> Tensor:
     """`api.scoped_decode` with all arguments given."""
-    semantics.check_values(scopes_N.tolist(), None)
-    dtype = torch.promote_types(q_BNH.dtype, torch.float32)
-    q_BKGH = q_BNH.to(dtype).unflatten(1, (cache.kv_heads, -1)) * scale
-    scopes_KG = scopes_N.to(q_BNH.device).long().unflatten(0, (cache.kv_heads, -1))
+    scopes = scopes_N.tolist()
+    semantics.check_values(scopes, None)
+    dtype, group = torch.promote_types(q_BNH.dtype, torch.float32), len(scopes) // cache.kv_heads
+    q_BKGH = q_BNH.to(dtype).unflatten(1, (cache.kv_heads, group)) * scale
     token = int(cache.tokens) - 1
     o_BKGH = torch.empty_like(q_BKGH)
     first = 0
     for head, capacity in enumerate(cache.capacities):
         filled = min(capacity, token + 1)
         ring = slice(first, first + filled)
-        keys, values = cache.keys_BSH[:, ring].to(dtype), cache.values_BSH[:, ring].to(dtype)
-        query = torch.tensor(token, device=q_BNH.device)
-        # Which token a slot holds: the last one, up to the query, that fell on it.
-        held_S = token - (token - torch.arange(filled, device=q_BNH.device)) % capacity
-        seen = semantics.visible(query, held_S, scopes_KG[head][:, None])
-        scores_BGS = q_BKGH[:, head] @ keys.transpose(1, 2)
-        if alibi_slopes_N is not None:
-            slopes_G = alibi_slopes_N.to(q_BNH.device, dtype).unflatten(0, (cache.kv_heads, -1))[head]
-            scores_BGS += semantics.alibi_bias(token, held_S, slopes_G[:, None])
-        if document_starts_B is not None:
-            seen = seen & semantics.in_document(held_S, document_starts_B.to(q_BNH.device)[:, None, None])
-        o_BKGH[:, head] = scores_BGS.masked_fill_(~seen, -torch.inf).softmax(-1) @ values
         first += capacity
+        keys, values = cache.keys_BSH[:, ring].to(dtype), cache.values_BSH[:, ring].to(dtype)
+        members = slice(head * group, (head + 1) * group)
+        scores_BGS = q_BKGH[:, head] @ keys.transpose(1, 2)
+        if min(scopes[members]) < filled or document_starts_B is not None or alibi_slopes_N is not None:
+            query = torch.tensor(token, device=q_BNH.device)
+            # Which token a slot holds: the last one, up to the query, that fell on it.
+            held_S = token - (token - torch.arange(filled, device=q_BNH.device)) % capacity
+            seen = semantics.visible(query, held_S, torch.tensor(scopes[members], device=q_BNH.device)[:, None])
+            if alibi_slopes_N is not None:
+                slopes_G = alibi_slopes_N[members].to(q_BNH.device, dtype)
+                scores_BGS += semantics.alibi_bias(token, held_S, slopes_G[:, None])
+            if document_starts_B is not None:
+                seen = seen & semantics.in_document(held_S, document_starts_B.to(q_BNH.device)[:, None, None])
+            scores_BGS.masked_fill_(~seen, -torch.inf)
+        o_BKGH[:, head] = scores_BGS.softmax(-1) @ values
     return o_BKGH.flatten(1, 2).to(q_BNH.dtype)

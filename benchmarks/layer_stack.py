@@ -1,0 +1,105 @@
+"""Layers of a Llama model around an attention function, for end-to-end times where only torch and the kernels are.
+
+Shape suffixes: B batch, L tokens, D model dim, N query heads, K key-value heads, H head dim.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+Attend = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""q [B, Lq, N, H], all keys and values so far [B, Lk, K, H], and the tokens before the first query."""
+
+
+@dataclass(frozen=True)
+class StackShape:
+    layers: int
+    D: int
+    N: int
+    K: int
+    H: int
+    ffn: int
+
+    def flops(self, tokens: int, visible_pairs: int) -> int:
+        """Of a forward pass: products with the weights, and two with each visible pair in each layer."""
+        weights = self.D * self.H * (self.N + 2 * self.K) + self.N * self.H * self.D + 3 * self.D * self.ffn
+        return self.layers * (2 * tokens * weights + 4 * self.H * visible_pairs)
+
+
+class LayerStack(nn.Module):
+    """RMSNorm, RoPE, attention, SwiGLU. `compiled` compiles what lies between two attentions, for any length."""
+
+    def __init__(self, shape: StackShape, dtype: torch.dtype, device: str, compiled: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        generator = torch.Generator(device).manual_seed(0)
+
+        def weight(rows: int, columns: int) -> nn.Parameter:
+            drawn = torch.randn(rows, columns, generator=generator, device=device, dtype=dtype)
+            return nn.Parameter(drawn * columns**-0.5)
+
+        heads = shape.N + 2 * shape.K
+        self.qkv = nn.ParameterList(weight(heads * shape.H, shape.D) for _ in range(shape.layers))
+        self.out = nn.ParameterList(weight(shape.D, shape.N * shape.H) for _ in range(shape.layers))
+        self.up = nn.ParameterList(weight(2 * shape.ffn, shape.D) for _ in range(shape.layers))
+        self.down = nn.ParameterList(weight(shape.D, shape.ffn) for _ in range(shape.layers))
+        self.before = torch.compile(self._before, dynamic=True) if compiled else self._before
+        self.after = torch.compile(self._after, dynamic=True) if compiled else self._after
+
+    def _before(self, x_BLD: Tensor, qkv: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        s = self.shape
+        projected = F.linear(F.rms_norm(x_BLD, (s.D,)), qkv).unflatten(-1, (-1, s.H))
+        q, k, v = projected.split((s.N, s.K, s.K), dim=2)
+        return rotated(q, cos_LH, sin_LH), rotated(k, cos_LH, sin_LH), v
+
+    def _after(self, x_BLD: Tensor, o_BLNH: Tensor, out: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        x_BLD = x_BLD + F.linear(o_BLNH.flatten(2), out)
+        gate, value = F.linear(F.rms_norm(x_BLD, (self.shape.D,)), up).chunk(2, dim=-1)
+        return x_BLD + F.linear(F.silu(gate) * value, down)
+
+    def forward(self, x_BLD: Tensor, attend: Attend) -> Tensor:
+        """A whole sequence, each layer recomputed in the backward pass."""
+        cos, sin = rope(0, x_BLD.shape[1], self.shape.H, x_BLD)
+
+        def layer(x: Tensor, i: int) -> Tensor:
+            q, k, v = self.before(x, self.qkv[i], cos, sin)
+            return self.after(x, attend(q, k, v, 0), self.out[i], self.up[i], self.down[i])
+
+        for i in range(self.shape.layers):
+            x_BLD = checkpoint(layer, x_BLD, i, use_reentrant=False)
+        return x_BLD
+
+    @torch.no_grad()
+    def prefill(self, x_BLD: Tensor, attend: Attend, chunk: int, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The last chunk's output. `caches` has keys and values [B, L, K, H] of each layer, which this fills."""
+        for begin in range(0, x_BLD.shape[1], chunk):
+            h = x_BLD[:, begin : begin + chunk]
+            end = begin + h.shape[1]
+            cos, sin = rope(begin, end, self.shape.H, h)
+            for i, (keys, values) in enumerate(caches):
+                q, k, v = self.before(h, self.qkv[i], cos, sin)
+                keys[:, begin:end], values[:, begin:end] = k, v
+                o = attend(q, keys[:, :end], values[:, :end], begin)
+                h = self.after(h, o, self.out[i], self.up[i], self.down[i])
+        return h
+
+    def caches(self, tokens: int, like: Tensor) -> list[tuple[Tensor, Tensor]]:
+        shape = (1, tokens, self.shape.K, self.shape.H)
+        return [(like.new_empty(shape), like.new_empty(shape)) for _ in range(self.shape.layers)]
+
+
+def rope(begin: int, end: int, head_dim: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [L, 1, H], base 500,000."""
+    frequencies = 500_000 ** -(torch.arange(0, head_dim, 2, device=like.device) / head_dim)
+    angles = torch.arange(begin, end, device=like.device)[:, None] * frequencies
+    angles = torch.cat((angles, angles), dim=-1)[:, None]
+    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotated(x_BLNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x_BLNH.chunk(2, dim=-1)
+    return x_BLNH * cos + torch.cat((-second, first), dim=-1) * sin
