@@ -107,6 +107,11 @@ def _check_unsupported(config: JobConfig) -> None:
         if value != default:
             shown = f" = {value!r}" if not dataclasses.is_dataclass(value) else ""
             raise ConfigError(f"{name}{shown} is not supported: {instead}.")
+    if config.compile.enable and config.attention.backend == "flash":
+        raise ConfigError(
+            'attention.backend = "flash" reads scopes on the host, which torch.compile cannot: set compile.enable = false '
+            'or attention.backend = "triton".'
+        )
     if set(config.compile.components) - {"model"}:
         raise ConfigError(f'compile.components = {config.compile.components}: only ["model"] is compiled.')
     if config.training.enable_cpu_offload and config.parallelism.data_parallel_shard_degree == 1:

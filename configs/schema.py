@@ -334,8 +334,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class Attention:
-    backend: Literal["auto", "reference", "banded", "triton"] = "auto"
-    """Kernel for scoped attention; "auto" picks by device and says which it took. "triton" needs a GPU."""
+    backend: Literal["auto", "reference", "banded", "triton", "flex", "flash"] = "auto"
+    """Kernel for scoped attention; "auto" picks by device and says which it took. "triton" needs a GPU, "flex" (PyTorch's
+    FlexAttention) a GPU to train, "flash" a GPU, bf16 or fp16, and the package flash-attn."""
 
 
 @dataclass

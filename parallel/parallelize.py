@@ -46,11 +46,20 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
 
 def saved_ops(config: JobConfig) -> set:
     """Operators whose results selective checkpointing keeps, because they cost the most to run again."""
-    attention = {torch.ops.farsight.banded_attention.default}
-    if config.attention.backend == "triton":
-        from kernels.scoped_attention import triton_attention  # noqa: F401  makes its operator known
+    attention: set = {torch.ops.farsight.banded_attention.default}
+    match config.attention.backend:
+        case "triton" | "auto" if torch.cuda.is_available():
+            from kernels.scoped_attention import triton_attention  # noqa: F401  makes its operator known
 
-        attention.add(torch.ops.farsight.triton_attention.default)
+            attention.add(torch.ops.farsight.triton_attention.default)
+        case "flex":
+            attention.add(torch._higher_order_ops.flex_attention)
+        case "flash":
+            from kernels.scoped_attention import flash
+
+            flash.package()  # makes its operators known
+            ops = torch.ops.flash_attn
+            attention |= {ops._flash_attn_forward.default, ops._flash_attn_varlen_forward.default}
     return {
         *attention,
         torch.ops.aten.mm.default,

@@ -145,6 +145,13 @@ def test_broken_toml_names_file_and_line(tmp_path):
         load_config(["--job.config_file", str(path)])
 
 
+def test_flash_attention_is_not_compiled():
+    wanted = {"attention": {"backend": "flash"}, "compile": {"enable": True}}
+    with pytest.raises(ConfigError, match=r"set compile\.enable = false or attention\.backend"):
+        build_config(wanted)
+    build_config({"attention": {"backend": "flash"}})
+
+
 def test_tokens_set_steps():
     t = {"tokens": 1000.0, "global_batch_size": 2, "seq_len": 64}
     assert build_config({"training": t, "lr_scheduler": {"warmup_steps": 0}}).training.steps == 8  # 7.8 rounded up

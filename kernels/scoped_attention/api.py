@@ -14,7 +14,7 @@ from .decode import ring_attention
 from .reference import reference_attention
 from .rolling_cache import RollingCache
 
-BACKENDS = ("reference", "banded", "triton")
+BACKENDS = ("reference", "banded", "triton", "flex", "flash")
 """What `backend` may name, besides "auto"."""
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -42,9 +42,9 @@ def scoped_attention(
         alibi_slopes_N: float tensor [N]; slope_n * (t - i) is taken off the score of token i seen from token t.
         q_offset: tokens before the first query, as in chunked prefill.
         scale: of the scores; None is 1 / sqrt(H).
-        backend: "auto", "reference" (O(L²) memory, any device), "banded" (O(L) memory, any device), "triton" (GPUs), "flex"
-            (PyTorch's FlexAttention; GPUs, without gradients CPUs) or "flash" (the package flash-attn; GPUs, bf16 and fp16).
-            "auto" is "triton" or "banded", as `choice.py` says.
+        backend: "reference" (O(L²) memory, any device), "banded" (O(L) memory, any device), "triton" (GPUs), "flex"
+            (PyTorch's FlexAttention; GPUs, and CPUs without gradients), "flash" (the package flash-attn; GPUs, bf16 and
+            fp16), or "auto", which is "triton" or "banded" as `choice.py` says.
 
     Returns:
         o_BLNH: [B, Lq, N, H] in q's dtype. Gradients flow to q, k and v. Softmax and sums are fp32 (fp64 for fp64).
@@ -66,6 +66,10 @@ def scoped_attention(
         case "triton":
             _require_triton()
             from .triton_attention import triton_attention as attention
+        case "flex":
+            from .flex import flex_attention as attention
+        case "flash":
+            from .flash import flash_attention as attention
         case _:
             raise ValueError(f'backend is "{backend}": set it to "auto" or one of {", ".join(BACKENDS)}')
     return attention(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)

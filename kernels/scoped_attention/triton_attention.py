@@ -207,9 +207,15 @@ class _Call:
         self.scopes = scopes_N.to(device=q_BLNH.device, dtype=torch.int64)
         self.widest_first = self.scopes.argsort(descending=True)
         # Absent tensors are never read, but a pointer has to be given.
-        self.starts = self.scopes if document_starts_BL is None else document_starts_BL.to(q_BLNH.device, torch.int32).contiguous()
+        self.starts = (
+            self.scopes
+            if document_starts_BL is None
+            else document_starts_BL.to(q_BLNH.device, torch.int32).contiguous()
+        )
         self.has_starts = document_starts_BL is not None
-        self.slopes = self.scopes if alibi_slopes_N is None else alibi_slopes_N.to(q_BLNH.device, torch.float32).contiguous()
+        self.slopes = (
+            self.scopes if alibi_slopes_N is None else alibi_slopes_N.to(q_BLNH.device, torch.float32).contiguous()
+        )
         self.constants = {
             "GROUP": self.N // self.K, "HEAD_DIM": self.H, "BLOCK_H": self.block_h, "HAS_STARTS": self.has_starts,
             "HAS_SLOPES": alibi_slopes_N is not None, "WIDE": q_BLNH.dtype == torch.float32,

@@ -1,0 +1,235 @@
+"""Scoped attention by the package flash-attn (FlashAttention 2): one call for all heads of equal scope.
+
+Its sliding window counts the tokens before a query's own, so that scope S is window S - 1; a window of -1 is all of
+them. Its causal mask is aligned to the last key, as in chunked prefill. Documents are its sequences of varying length.
+What decides about calls, the scopes and the documents' lengths, is read on the host: once, until the tensor changes.
+
+Each head group is a launch, which has to fill a GPU by itself: the Triton kernels launch all heads at once.
+
+Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
+"""
+
+import math
+from collections.abc import Iterable
+from functools import lru_cache, partial
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import semantics
+from .host import host_values, kept
+
+DTYPES = (torch.bfloat16, torch.float16)
+MOST_HEAD_DIM = 256
+MOST_DOCUMENTS = 65535
+"""Documents are the second dimension of the package's CUDA grids, which ends there."""
+
+
+def flash_attention(
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    scopes_N: Tensor,
+    document_starts_BL: Tensor | None,
+    alibi_slopes_N: Tensor | None,
+    q_offset: int,
+    scale: float,
+) -> Tensor:
+    """`api.scoped_attention` with all arguments given.
+
+    Backward, the package adds up dq in no fixed order. Under `torch.use_deterministic_algorithms(True)` it has a fixed
+    one, and up to as many fp32 copies of a call's dq as the GPU has SMs for each of its heads and batch rows.
+
+    Raises:
+        ValueError: where the package is missing or cannot run, and under torch.compile.
+    """
+    if torch.compiler.is_compiling():
+        _refuse_compilation()
+    _check(q_BLNH)
+    flash_attn = package()
+    scopes = host_values(scopes_N)
+    semantics.check_values(scopes, None)
+    options: dict[str, Any] = {
+        "softmax_scale": scale, "causal": True, "deterministic": torch.are_deterministic_algorithms_enabled(),
+    }  # fmt: skip
+    q, k, v, device = q_BLNH, k_BLKH, v_BLKH, q_BLNH.device
+    if document_starts_BL is None:
+        longest = k.shape[1]
+        attend = partial(flash_attn.flash_attn_func, **options)
+    else:
+        build = partial(_sequences, q_offset=q_offset, device=device)
+        sequences = kept(document_starts_BL, ("sequences", q_offset, device), build)
+        longest = sequences.max_seqlen_k
+        attend = partial(flash_attn.flash_attn_varlen_func, **sequences._asdict(), **options)
+        q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    slopes_N = None if alibi_slopes_N is None else alibi_slopes_N.to(device, torch.float32).contiguous()
+
+    # The right end is 0 and not -1, which means the same to a causal mask: with both ends -1, the package takes one
+    # query a document for granted where no document has two (Dao-AILab/flash-attention#1537).
+    groups = _groups(tuple(-1 if scope >= longest else scope - 1 for scope in scopes), k.shape[-2], device)
+    if len(groups) == 1:
+        o = attend(q, k, v, window_size=(groups[0].window, 0), alibi_slopes=slopes_N)
+    else:
+        heads, kv_heads = [group.heads for group in groups], [group.kv_heads for group in groups]
+        parts = [
+            attend(
+                *qkv,
+                window_size=(group.window, 0),
+                alibi_slopes=None if slopes_N is None else slopes_N[group.heads].contiguous(),
+            )
+            for group, *qkv in zip(
+                groups, _Take.apply(q, heads), _Take.apply(k, kv_heads), _Take.apply(v, kv_heads), strict=True
+            )
+        ]
+        o = _Join.apply(heads, *parts)
+    return o.view(q_BLNH.shape)
+
+
+@torch.compiler.assume_constant_result
+def _refuse_compilation() -> None:
+    """Called while compiling, not compiled: so that the message is the first line of what the compiler raises."""
+    raise ValueError('backend "flash" reads scopes on the host: turn compile off, or use "triton"')
+
+
+def _check(q_BLNH: Tensor) -> None:
+    """Refuses what the package would."""
+    if q_BLNH.device.type != "cuda":
+        raise ValueError(f'backend "flash" needs a GPU, and q_BLNH is on {q_BLNH.device}: use "banded"')
+    if q_BLNH.dtype not in DTYPES:
+        raise ValueError(f'backend "flash" does not take {q_BLNH.dtype}: use bfloat16 or float16, or "banded"')
+    if q_BLNH.shape[-1] > MOST_HEAD_DIM:
+        raise ValueError(f'backend "flash" takes head dims up to {MOST_HEAD_DIM}, not {q_BLNH.shape[-1]}: use "banded"')
+
+
+def package() -> Any:
+    """The module flash_attn. One that is installed and does not load says why itself."""
+    try:
+        import flash_attn
+    except ModuleNotFoundError as error:
+        if error.name != "flash_attn":
+            raise
+        raise ValueError(
+            'backend "flash" needs the package flash-attn: pip install flash-attn, or use "triton"'
+        ) from None
+    return flash_attn
+
+
+# Documents
+
+
+class _Sequences(NamedTuple):
+    """Documents of all batch rows one after the other, under the names of the package's arguments."""
+
+    cu_seqlens_q: Tensor
+    """int32 [documents + 1]: where each begins among the B * Lq queries. Those before q_offset have none."""
+    cu_seqlens_k: Tensor
+    """The same, among the B * Lk keys."""
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def _sequences(document_starts_BL: Tensor, q_offset: int, device: torch.device) -> _Sequences:
+    """The whole tensor is moved to the host, in one wait, and looked at there.
+
+    Raises:
+        ValueError: on starts that are not those of packed documents, or on too many documents.
+    """
+    starts_BL = document_starts_BL.cpu().long()
+    semantics.check_values((), starts_BL)
+    astray = starts_BL.gather(1, starts_BL) != starts_BL
+    if astray.any():
+        b, t = (int(x) for x in astray.nonzero()[0])
+        first = int(starts_BL[b, t])
+        raise ValueError(
+            f"document_starts_BL[{b}, {t}] is {first}, but token {first} is in the document that starts at "
+            f'{int(starts_BL[b, first])}: backend "flash" takes whole documents only, use "triton" or "banded"'
+        )
+    B, Lk = starts_BL.shape
+    row, start = (starts_BL == torch.arange(Lk)).nonzero(as_tuple=True)
+    if len(row) > MOST_DOCUMENTS:
+        raise ValueError(f'backend "flash" takes {MOST_DOCUMENTS} documents a batch, not {len(row)}: use "triton"')
+
+    def cumulative(first_token: int) -> tuple[Tensor, int]:
+        tokens = Lk - first_token
+        begins = row * tokens + (start - first_token).clamp_min(0)
+        begins = torch.cat((begins, torch.tensor([B * tokens])))
+        return begins.to(device, torch.int32), int(begins.diff().max())
+
+    (queries, most_queries), (keys, most_keys) = cumulative(q_offset), cumulative(0)
+    return _Sequences(queries, keys, most_queries, most_keys)
+
+
+# Which heads go together
+
+Heads = slice | Tensor
+"""Indexes of heads: a slice, which makes views, where they are evenly spaced."""
+
+
+class _Group(NamedTuple):
+    """Heads of equal scope, for one call."""
+
+    window: int
+    """Tokens before its own that a query sees; -1 is all."""
+    heads: Heads
+    kv_heads: Heads
+    """All of these serve equally many of the heads, in order."""
+
+
+@lru_cache(maxsize=1024)
+@torch.inference_mode(False)
+def _groups(windows_N: tuple[int, ...], kv_heads: int, device: torch.device) -> tuple[_Group, ...]:
+    """Query heads by window. Kept, because a list of heads on the GPU costs a wait."""
+    ratio = len(windows_N) // kv_heads
+    groups = []
+    for window in sorted(set(windows_N)):
+        heads = [n for n, other in enumerate(windows_N) if other == window]
+        served = [(kv_head, len(list(same))) for kv_head, same in groupby(n // ratio for n in heads)]
+        # A key-value head that serves more heads than the others is repeated, as often as makes the shares equal.
+        share = math.gcd(*(count for _, count in served))
+        repeated = [kv_head for kv_head, count in served for _ in range(count // share)]
+        groups.append(_Group(window, _indexes(heads, device), _indexes(repeated, device)))
+    return tuple(groups)
+
+
+def _indexes(heads: list[int], device: torch.device) -> Heads:
+    step = max(1, heads[1] - heads[0]) if len(heads) > 1 else 1
+    evenly = slice(heads[0], heads[-1] + 1, step)
+    return evenly if list(range(*evenly.indices(evenly.stop))) == heads else torch.tensor(heads, device=device)
+
+
+class _Take(torch.autograd.Function):
+    """Some heads of [..., heads, H] for each call. Autograd would make a whole gradient for each, and add them up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: Iterable[Heads]) -> tuple[Tensor, ...]:
+        ctx.groups, ctx.shape = groups, x.shape
+        return tuple(x[..., heads, :] for heads in groups)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        dx = grads[0].new_zeros(ctx.shape)
+        for heads, grad in zip(ctx.groups, grads, strict=True):
+            if isinstance(heads, slice):
+                dx[..., heads, :] += grad
+            else:
+                dx.index_add_(-2, heads, grad)
+        return dx, None
+
+
+class _Join(torch.autograd.Function):
+    """The calls' outputs in the place of their heads, with one copy; backward, views of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, groups: Iterable[Heads], *parts: Tensor) -> Tensor:
+        ctx.groups = groups
+        *before, _, H = parts[0].shape
+        o = parts[0].new_empty((*before, sum(part.shape[-2] for part in parts), H))
+        for heads, part in zip(groups, parts, strict=True):
+            o[..., heads, :] = part
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(do[..., heads, :] for heads in ctx.groups)

@@ -1,0 +1,318 @@
+"""Scoped attention through PyTorch's FlexAttention, compiled, its block mask worked out from scopes and documents.
+
+FlexAttention is told which blocks of 128 queries and 128 keys to compute, and which of them to mask token by token. Its
+own `create_block_mask` finds that out by looking at every pair of tokens. Here a row of blocks is three runs, as in
+`triton_forward.py`: blocks that the scope or a document cuts, those that every query sees, those on the diagonal.
+
+Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim; R blocks of
+queries, C blocks of keys. The batch dim of the tables is 1 without documents.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+
+from . import semantics
+from .host import host_values
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+BLOCK = 128
+"""Queries and keys of a block of the mask; on GPUs FlexAttention's own tiles have to divide it."""
+RECOMPILE_LIMIT = 32
+"""Most variants compiled in a process. Dynamo's own limit of 8 is soon reached by evaluation after training."""
+BYTES_KEPT = 2**31
+"""Of masks that wait for the next layer or step. One takes 0.5 GB at 32 heads and 131,072 tokens, 2 MB at 8,192."""
+
+
+class BlockTables(NamedTuple):
+    """Which blocks are computed, as `BlockMask` takes it: first those that are masked, then those that are full.
+
+    All int32. Of a row's indices its first `num_blocks` count; those after them mean nothing, but exist.
+    """
+
+    kv_num_blocks_BNR: Tensor
+    kv_indices_BNRC: Tensor
+    full_kv_num_blocks_BNR: Tensor
+    full_kv_indices_BNRC: Tensor
+    q_num_blocks_BNC: Tensor
+    q_indices_BNCR: Tensor
+    full_q_num_blocks_BNC: Tensor
+    full_q_indices_BNCR: Tensor
+
+
+class Mask(NamedTuple):
+    """Blocks, and what is read to mask one."""
+
+    tables: BlockTables
+    scopes_N: Tensor
+    document_starts_BL: Tensor | None
+    q_offset: Tensor | int
+    """0-dim where it is not to be compiled for."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(table.nbytes for table in self.tables)
+
+
+def flex_attention(
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    scopes_N: Tensor,
+    document_starts_BL: Tensor | None,
+    alibi_slopes_N: Tensor | None,
+    q_offset: int,
+    scale: float,
+) -> Tensor:
+    """`api.scoped_attention` with all arguments given.
+
+    Layers of equal scopes share one mask, which is kept from call to call: see `shared_mask`. Under torch.compile the
+    mask is made inside the graph instead, by each layer, and nothing checks values.
+
+    Raises:
+        ValueError: where FlexAttention cannot run.
+        RuntimeError: where it would run uncompiled, with the whole matrix of scores in memory.
+    """
+    on_cpu = q_BLNH.device.type == "cpu"
+    if q_BLNH.dtype not in DTYPES:
+        raise ValueError(f'backend "flex" does not take {q_BLNH.dtype}: use bfloat16, float16 or float32, or "banded"')
+    if on_cpu and torch.is_grad_enabled() and (q_BLNH.requires_grad or k_BLKH.requires_grad or v_BLKH.requires_grad):
+        raise ValueError('backend "flex" has no backward on a CPU: use "banded"')
+    if not on_cpu and q_BLNH.shape[-1] < 16:
+        raise ValueError(f'backend "flex" takes head dims from 16 on a GPU, not {q_BLNH.shape[-1]}: use "triton"')
+    if on_cpu:  # FlexAttention refuses what requires grad, even where gradients are off
+        q_BLNH, k_BLKH, v_BLKH = q_BLNH.detach(), k_BLKH.detach(), v_BLKH.detach()
+    q_BNLH, k_BKLH, v_BKLH = q_BLNH.transpose(1, 2), k_BLKH.transpose(1, 2), v_BLKH.transpose(1, 2)
+    Lq, device = q_BLNH.shape[1], q_BLNH.device
+    slopes_N = None if alibi_slopes_N is None else alibi_slopes_N.to(device, torch.float32)
+    with torch.autocast(device.type, enabled=False):
+        if torch.compiler.is_compiling():
+            # Scopes and documents as they come: for a CPU, torch 2.13 compiles no mask that reads what its graph computes.
+            scopes_N = scopes_N.to(device)
+            document_starts_BL = None if document_starts_BL is None else document_starts_BL.to(device)
+            tables = block_tables(scopes_N, document_starts_BL, Lq, q_offset)
+            mask = Mask(tables, scopes_N, document_starts_BL, q_offset)
+            return _attend(q_BNLH, k_BKLH, v_BKLH, mask, slopes_N, scale).transpose(1, 2)
+        mask = shared_mask(scopes_N, document_starts_BL, Lq, q_offset, device)
+        return _attend_compiled(q_BNLH, k_BKLH, v_BKLH, mask, slopes_N, scale).transpose(1, 2)
+
+
+def _attend(
+    q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask, slopes_N: Tensor | None, scale: float
+) -> Tensor:
+    """What is compiled: [B, N, Lq, H]. All that may change between calls is a tensor or a size."""
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(
+            'backend "flex" was about to run without compilation, which takes O(L²) memory: enable torch.compile '
+            '(TORCHDYNAMO_DISABLE, torch.compiler.set_stance and suppress_errors turn it off), or use "banded"'
+        )
+    tables, scopes_N, starts_BL, q_offset = mask
+
+    def seen(b: Tensor, n: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        token = row + q_offset
+        return semantics.visible(token, key, scopes_N[n], None if starts_BL is None else starts_BL[b, token])
+
+    def biased(score: Tensor, b: Tensor, n: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        assert slopes_N is not None
+        return score + semantics.alibi_bias(row + q_offset, key, slopes_N[n])
+
+    sizes = (q_BNLH.shape[2], k_BKLH.shape[2])
+    block_mask = torch_flex.BlockMask(sizes, *tables, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen)
+    score_mod = None if slopes_N is None else biased
+    return torch_flex.flex_attention(q_BNLH, k_BKLH, v_BKLH, score_mod, block_mask, scale, enable_gqa=True)
+
+
+# Compilation
+
+
+_compiled: Callable[..., Tensor] | None = None
+_variants: dict[str, set] = {}
+"""Values that calls have had of what is compiled for one value at a time."""
+
+
+def _attend_compiled(
+    q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask, slopes_N: Tensor | None, scale: float
+) -> Tensor:
+    global _compiled
+    if _compiled is None:
+        _compiled = torch.compile(_attend, fullgraph=True)
+    N, H = q_BNLH.shape[1], q_BNLH.shape[3]
+    for name, value in (
+        ("dtype", q_BNLH.dtype), ("device", q_BNLH.device), ("query heads", N), ("key-value heads", k_BKLH.shape[1]),
+        ("head dim", H), ("scale", scale), ("documents", mask.document_starts_BL is not None),
+        ("ALiBi", slopes_N is not None), ("gradients", torch.is_grad_enabled()),
+    ):  # fmt: skip
+        _variants.setdefault(name, set()).add(value)
+    arguments = (q_BNLH, k_BKLH, v_BKLH, mask, slopes_N, scale)
+    limit_hit = torch._dynamo.exc.FailOnRecompileLimitHit
+    with contextlib.suppress(limit_hit):
+        return _compiled(*arguments)
+    # Past Dynamo's own limit, under ours. Setting it takes a millisecond, and is not needed for what is compiled.
+    try:
+        with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True):
+            return _compiled(*arguments)
+    except limit_hit as error:
+        varied = [f"{name} ({', '.join(map(str, values))})" for name, values in _variants.items() if len(values) > 1]
+        raise RuntimeError(
+            f'backend "flex" has compiled {RECOMPILE_LIMIT} variants, the most it may. Calls differed in '
+            f"{', '.join(varied) or 'sizes alone'}. Run fewer of these in one process, raise RECOMPILE_LIMIT in "
+            f'{__name__}, or use "banded", which compiles none. TORCH_LOGS=recompiles says what each was for.'
+        ) from error
+
+
+# Masks
+
+
+def block_tables(scopes_N: Tensor, document_starts_BL: Tensor | None, queries: int, q_offset: int = 0) -> BlockTables:
+    """The blocks to compute, in both directions, without reading a tensor.
+
+    Args:
+        scopes_N: [N].
+        document_starts_BL: [B, Lk], on the same device; no start is smaller than the one before it.
+        queries: Lq.
+
+    A block is full where all its queries see all its keys. One that sticks out past the end of the sequence is not,
+    as in PyTorch's `create_block_mask`. Blocks without a visible pair are left out.
+    """
+    device = scopes_N.device
+    keys = queries + q_offset
+    rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
+    row, column = (torch.arange(n, dtype=torch.int32, device=device) for n in (rows, columns))
+    scope = scopes_N.long().clamp(max=keys).int()[None, :, None]
+    starts_BL = None if document_starts_BL is None else document_starts_BL.int().contiguous()
+
+    # Keys of a block of queries. Neither the scope nor the start of a query falls from one token to the next, so that
+    # the first query bounds what any sees, and the last what all see.
+    first_t = row * BLOCK + q_offset
+    last_t = (first_t + BLOCK).clamp(max=keys) - 1
+    first_start = last_start = torch.zeros_like(row)
+    if starts_BL is not None:
+        first_start, last_start = starts_BL[:, None, first_t], starts_BL[:, None, last_t]
+    kv = _runs(
+        begin=torch.maximum(first_t - scope + 1, first_start) // BLOCK,
+        end=last_t // BLOCK + 1,
+        seen_from=_blocks(torch.maximum(last_t - scope + 1, last_start)),
+        seen_to=torch.where(first_t + BLOCK <= keys, (first_t + 1) // BLOCK, 0),
+        blocks=column,
+    )
+
+    # Queries of a block of keys, as rows: from the first key's own, or the first row, up to where the scope or the
+    # document of the last key ends; all those of the block up to where the first key's ends.
+    first_i = column * BLOCK
+    last_i = (first_i + BLOCK).clamp(max=keys) - 1
+    first_until = last_until = torch.full_like(column, keys)
+    if starts_BL is not None:
+        # Starts do not fall: the tokens that see token i are those up to the last with a start no later than i.
+        ends = torch.cat((first_i, last_i)).repeat(len(starts_BL), 1)
+        ends = torch.searchsorted(starts_BL, ends, right=True, out_int32=True)[:, None]
+        first_until, last_until = ends.chunk(2, dim=-1)
+    q = _runs(
+        begin=(first_i - q_offset).clamp(min=0) // BLOCK,
+        end=_blocks((torch.minimum(last_i + scope, last_until) - q_offset).clamp(min=0)),
+        seen_from=_blocks((first_i + BLOCK - 1 - q_offset).clamp(min=0)),
+        seen_to=(torch.minimum(first_i + scope, first_until) - q_offset).clamp(min=0) // BLOCK,
+        blocks=row,
+    )
+    return BlockTables(*kv, *q)
+
+
+def _blocks(tokens: Tensor) -> Tensor:
+    """Blocks that so many tokens begin."""
+    return (tokens + BLOCK - 1) // BLOCK
+
+
+def _runs(
+    begin: Tensor, end: Tensor, seen_from: Tensor, seen_to: Tensor, blocks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Number and indices of partial, then of full blocks: full from `seen_from` to `seen_to`, partial around them."""
+    begin = torch.minimum(begin, end)
+    seen_from = torch.minimum(torch.maximum(seen_from, begin), end)
+    full_count = torch.minimum(torch.maximum(seen_to, seen_from), end) - seen_from
+    last = len(blocks) - 1
+    partial = begin[..., None] + blocks
+    partial = partial + torch.where(partial >= seen_from[..., None], full_count[..., None], 0)
+    full = seen_from[..., None] + blocks
+    return end - begin - full_count, partial.clamp(max=last), full_count, full.clamp(max=last)
+
+
+def _new_mask(scopes_N: Tensor, document_starts_BL: Tensor | None, queries: int, q_offset: int) -> Mask:
+    """In tensors of its own, alike in dtype, so that one compilation serves all and a mask keeps no caller's tensor."""
+    tables = block_tables(scopes_N, document_starts_BL, queries, q_offset)
+    scopes_N = scopes_N.long().clamp(max=queries + q_offset).int()
+    if document_starts_BL is not None:
+        document_starts_BL = document_starts_BL.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
+        if document_starts_BL.device.type == "cpu":
+            document_starts_BL = _with_static_sizes(document_starts_BL)
+    offset = torch.full((), q_offset, dtype=torch.int32, device=scopes_N.device)
+    return Mask(tables, scopes_N, document_starts_BL, offset)
+
+
+def _with_static_sizes(starts_BL: Tensor) -> Tensor:
+    """Document starts with columns added up to a power of two, and compiled for that size.
+
+    In a mask, torch 2.13's C++ code mixes up the names of sizes that vary (`ks1` is replaced inside `ks13`) and does
+    not compile, or reads at a wrong stride. This leaves the mask no such size, at a variant for each power of two.
+    """
+    L = starts_BL.shape[1]
+    starts_BL = F.pad(starts_BL, (0, max(1024, 1 << (L - 1).bit_length()) - L))
+    torch._dynamo.mark_static(starts_BL)
+    return starts_BL
+
+
+class _Kept(NamedTuple):
+    mask: Mask
+    documents: weakref.ref[Tensor] | None
+    version: int
+
+
+_kept: OrderedDict[tuple, _Kept] = OrderedDict()
+"""The masks last used, the latest at the end."""
+
+
+def shared_mask(
+    scopes_N: Tensor, document_starts_BL: Tensor | None, queries: int, q_offset: int, device: torch.device
+) -> Mask:
+    """A new mask, or that of an earlier call with equal scopes and sizes, and the same document tensor unchanged.
+
+    Scopes are read on the host once for each tensor, and again when it has changed; documents on a GPU never are. The
+    masks last used are kept, up to BYTES_KEPT, those of documents no longer than their tensor. One holds 16 BNRC bytes.
+    Tensors made under inference_mode do not tell when they change: they are read at each call, and masks of such
+    documents are not kept.
+
+    Raises:
+        ValueError: on a scope below 1, and on a CPU on document starts that are none.
+    """
+    scopes = host_values(scopes_N)
+    documents = document_starts_BL
+    key = (scopes, queries, q_offset, device, None if documents is None else id(documents))
+    keep = documents is None or not documents.is_inference()
+    if keep and (kept := _kept.get(key)) is not None:
+        same = documents is None or (kept.documents is not None and kept.documents() is documents)
+        if same and (documents is None or kept.version == documents._version):
+            _kept.move_to_end(key)
+            return kept.mask
+    semantics.check_values(scopes, documents if documents is not None and documents.device.type == "cpu" else None)
+    with torch.inference_mode(False), torch.no_grad():  # training may use what is made for an evaluation
+        mask = _new_mask(scopes_N.to(device), None if documents is None else documents.to(device), queries, q_offset)
+    if keep:
+        forget = functools.partial(_forget, key)
+        reference = None if documents is None else weakref.ref(documents, forget)
+        _kept[key] = _Kept(mask, reference, 0 if documents is None else documents._version)
+        _kept.move_to_end(key)
+        while len(_kept) > 1 and sum(kept.mask.nbytes for kept in _kept.values()) > BYTES_KEPT:
+            _kept.popitem(last=False)
+    return mask
+
+
+def _forget(key: tuple, reference: weakref.ref[Tensor]) -> None:
+    """Drops the mask of documents that are gone, unless another has taken its place."""
+    if key in _kept and _kept[key].documents is reference:
+        del _kept[key]
