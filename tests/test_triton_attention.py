@@ -113,9 +113,9 @@ def test_strided_inputs_and_uninitialised_memory():
 
 
 def test_opcheck_and_whole_compilation():
-    qkv, do = draw(B=2, Lq=40, N=4, K=2, H=16, dtype=torch.float32)
+    qkv, do = draw(B=2, Lq=20, N=2, K=1, H=16, dtype=torch.float32)
     (q, k, v), do = on_device(qkv), do.to(DEVICE)
-    scopes, starts, slopes = torch.tensor([1, 7, 30, 99]), documents(2, 40), torch.tensor([0.5, 0.25, 0.1, 0.0])
+    scopes, starts, slopes = torch.tensor([7, 99]), documents(2, 20, 0.2), torch.tensor([0.5, 0.0])
     scopes, starts, slopes = (x.to(DEVICE) for x in (scopes, starts, slopes))
     for extra in ((None, None), (starts, slopes)):
         torch.library.opcheck(triton_attention.triton_forward, (q, k, v, scopes, *extra, 0, 0.3))
@@ -131,8 +131,10 @@ def test_opcheck_and_whole_compilation():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     # Other scopes go through what was compiled for these.
     with torch.compiler.set_stance("fail_on_recompile"):
-        found = compiled(q, k, v, torch.tensor([9, 1, 40, 3], device=DEVICE))
-    torch.testing.assert_close(found, scoped_attention(q, k, v, torch.tensor([9, 1, 40, 3]), backend="reference"))
+        found = compiled(q, k, v, torch.tensor([9, 1], device=DEVICE))
+    torch.testing.assert_close(
+        found, scoped_attention(q, k, v, torch.tensor([9, 1], device=DEVICE), backend="reference")
+    )
 
 
 def test_log_sum_exp_is_the_rows_own():
