@@ -74,18 +74,37 @@ class LayerStack(nn.Module):
         return x_BLD
 
     @torch.no_grad()
-    def prefill(self, x_BLD: Tensor, attend: Attend, chunk: int, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """The last chunk's output. `caches` has keys and values [B, L, K, H] of each layer, which this fills."""
-        for begin in range(0, x_BLD.shape[1], chunk):
-            h = x_BLD[:, begin : begin + chunk]
-            end = begin + h.shape[1]
-            cos, sin = rope(begin, end, self.shape.H, h)
-            for i, (keys, values) in enumerate(caches):
-                q, k, v = self.before(h, self.qkv[i], cos, sin)
-                keys[:, begin:end], values[:, begin:end] = k, v
-                o = attend(q, keys[:, :end], values[:, :end], begin)
-                h = self.after(h, o, self.out[i], self.up[i], self.down[i])
-        return h
+    def prefill(
+        self, x_BLD: Tensor, attend: Attend, chunk: int, caches: list[tuple[Tensor, Tensor]], whole: bool = False
+    ) -> Tensor:
+        """The last chunk's output. `caches` has keys and values [B, L, K, H] of each layer, which this fills.
+
+        With `whole` attention takes the sequence at once, layer by layer, and all else the same chunks.
+        """
+        chunks = [slice(begin, min(begin + chunk, x_BLD.shape[1])) for begin in range(0, x_BLD.shape[1], chunk)]
+        if not whole:
+            for part in chunks:
+                h = x_BLD[:, part]
+                for i, (keys, values) in enumerate(caches):
+                    q = self._fill(i, h, part, keys, values)
+                    o = attend(q, keys[:, : part.stop], values[:, : part.stop], part.start)
+                    h = self.after(h, o, self.out[i], self.up[i], self.down[i])
+            return h
+        h = x_BLD.clone()
+        q = x_BLD.new_empty((*x_BLD.shape[:2], self.shape.N, self.shape.H))
+        for i, (keys, values) in enumerate(caches):
+            for part in chunks:
+                q[:, part] = self._fill(i, h[:, part], part, keys, values)
+            o = attend(q, keys[:, : x_BLD.shape[1]], values[:, : x_BLD.shape[1]], 0)
+            for part in chunks:
+                h[:, part] = self.after(h[:, part], o[:, part], self.out[i], self.up[i], self.down[i])
+        return h[:, chunks[-1]]
+
+    def _fill(self, i: int, h: Tensor, part: slice, keys: Tensor, values: Tensor) -> Tensor:
+        """Queries of a chunk in layer i; its keys and values go to their places."""
+        q, k, v = self.before(h, self.qkv[i], *rope(part.start, part.stop, self.shape.H, h))
+        keys[:, part], values[:, part] = k, v
+        return q
 
     def caches(self, tokens: int, like: Tensor) -> list[tuple[Tensor, Tensor]]:
         shape = (1, tokens, self.shape.K, self.shape.H)

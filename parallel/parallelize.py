@@ -3,6 +3,7 @@
 Recomputation wraps a block first, so that compilation sees it; FSDP and DDP come last, around what is then run.
 """
 
+from importlib.util import find_spec
 from typing import cast
 
 import torch
@@ -48,11 +49,11 @@ def saved_ops(config: JobConfig) -> set:
     """Operators whose results selective checkpointing keeps, because they cost the most to run again."""
     attention: set = {torch.ops.farsight.banded_attention.default}
     match config.attention.backend:
-        case "triton" | "auto" if torch.cuda.is_available():
+        case "triton" | "auto" if torch.cuda.is_available() and find_spec("triton"):
             from kernels.scoped_attention import triton_attention  # noqa: F401  makes its operator known
 
             attention.add(torch.ops.farsight.triton_attention.default)
-        case "flex":
+        case "flex":  # seen where blocks are compiled; elsewhere it is inside a compiled function, and run again
             attention.add(torch._higher_order_ops.flex_attention)
         case "flash":
             from kernels.scoped_attention import flash

@@ -63,10 +63,12 @@ def assert_equals_reference(qkv, do, scopes, tolerance=1e-11, **options):
 def math_attention(q, k, v, scopes, document_starts=None, slopes=None, q_offset=0):
     """PyTorch's own unfused attention with a mask made here, in the dtype of its inputs."""
     L, N, K = k.shape[1], q.shape[2], k.shape[2]
-    t, i = torch.arange(L)[q_offset:, None], torch.arange(L)
+    scopes, document_starts, slopes = (x if x is None else x.to(q.device) for x in (scopes, document_starts, slopes))
+    i = torch.arange(L, device=q.device)
+    t = i[q_offset:, None]
     seen = (i <= t) & (i > t - scopes.long()[:, None, None])
     seen = seen[None] if document_starts is None else seen & (i >= document_starts[:, None, q_offset:, None])
-    bias = torch.zeros(()) if slopes is None else -slopes[:, None, None] * (t - i)
+    bias = torch.zeros((), device=q.device) if slopes is None else -slopes[:, None, None] * (t - i)
     bias = bias.to(q.dtype).expand_as(seen).masked_fill(~seen, -math.inf)
     k, v = (x.repeat_interleave(N // K, dim=2).transpose(1, 2) for x in (k, v))
     with sdpa_kernel(SDPBackend.MATH):

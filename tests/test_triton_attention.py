@@ -171,7 +171,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv", "decode"])
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv", "decode", "delta", "combine"])
 def test_every_tile_compiles_without_spills_and_fits(kernel, head_dim):
     done = subprocess.run(
         [sys.executable, "-m", "tests.triton_ahead_of_time", kernel, str(head_dim)],
@@ -184,4 +184,4 @@ def test_every_tile_compiles_without_spills_and_fits(kernel, head_dim):
     }
     for row in rows:
         assert row["spills"] == 0, row
-        assert 0 < row["shared"] <= SHARED_MEMORY[row["sm"]], row
+        assert 0 <= row["shared"] <= SHARED_MEMORY[row["sm"]], row

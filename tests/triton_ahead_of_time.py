@@ -1,10 +1,11 @@
 """Compiles a Triton kernel for GPUs that are not here; prints registers, spills and shared memory as JSON lines.
 
-    python -m tests.triton_ahead_of_time forward|dq|dkv|decode HEAD_DIM
+    python -m tests.triton_ahead_of_time forward|dq|dkv|decode|delta|combine HEAD_DIM
 
 A process of its own: not one in which the kernels are interpreted.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -17,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.scoped_attention import triton_backward, triton_decode, triton_forward
+from kernels.scoped_attention import triton_attention, triton_backward, triton_decode, triton_forward
 from kernels.scoped_attention.triton_attention import tiles
 
 KERNELS = {
@@ -25,18 +26,26 @@ KERNELS = {
     "dq": triton_backward.dq_kernel,
     "dkv": triton_backward.dkv_kernel,
     "decode": triton_decode.decode_kernel,
+    "delta": triton_backward.delta_kernel,
+    "combine": triton_decode.combine_kernel,
 }
+GROUPS = {"decode": (4, 32)}  # query heads of a key-value head, where they change the block; else 4
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTERS = {"p_scopes": "*i64", "p_order": "*i64"}  # of the others, those that are not of the inputs' type:
 POINTERS |= dict.fromkeys(("p_starts", "p_until", "p_tokens", "p_heads", "p_first_parts", "p_first_slots"), "*i32")
 POINTERS |= dict.fromkeys(("p_lse", "p_delta", "p_slopes", "p_parts"), "*fp32")
 
 
-def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, starts: bool, slopes: bool, group: int = 4):
+def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, starts: bool, slopes: bool, group: int):
     kernel, block_h = KERNELS[name], max(16, triton.next_power_of_2(head_dim))
     wide = dtype == torch.float32
     if name == "decode":
-        options = triton_decode.launch_options(wide) | {"BLOCK_G": max(16, triton.next_power_of_2(group))}
+        block_g = max(16, triton.next_power_of_2(group))
+        options = triton_decode.launch_options(wide, block_g) | {"BLOCK_G": block_g}
+    elif name == "delta":
+        options = {"BLOCK_M": triton_attention.DELTA_ROWS, "num_warps": 4, "num_stages": 3}
+    elif name == "combine":
+        options = {"BLOCK_P": triton_decode.PARTS_AT_ONCE, "num_warps": 4, "num_stages": 3}
     else:
         options = tiles(name, block_h, dtype.itemsize, sm // 10).options()
     launch = {key: options.pop(key) for key in ("num_warps", "num_stages")}
@@ -44,6 +53,7 @@ def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, starts
         "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "HAS_STARTS": starts, "HAS_SLOPES": slopes,
         "WIDE": wide, "INTERPRETED": False, **options,
     }  # fmt: skip
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
     for position, argument in enumerate(kernel.arg_names):
         if argument in constants:
@@ -76,15 +86,13 @@ def registers_and_spills(ptx: str, sm: int) -> dict[str, int]:
 
 def main() -> None:
     name, head_dim = sys.argv[1:]
-    for dtype in (
-        torch.bfloat16,
-        torch.float32,
-    ):  # float16 is bfloat16 to the compiler: the same instructions and sizes
-        for sm in (80, 90, 100):
-            # Documents and slopes: what takes most registers.
-            compiled = compile_kernel(name, int(head_dim), dtype, sm, starts=True, slopes=True)
-            report = {"dtype": str(dtype).removeprefix("torch."), "sm": sm, "shared": compiled.metadata.shared}
-            print(json.dumps(report | registers_and_spills(compiled.asm["ptx"], sm)), flush=True)
+    # float16 is bfloat16 to the compiler: the same instructions and sizes.
+    for dtype, sm, group in itertools.product((torch.bfloat16, torch.float32), (80, 90, 100), GROUPS.get(name, (4,))):
+        # Documents and slopes: what takes most registers.
+        compiled = compile_kernel(name, int(head_dim), dtype, sm, starts=True, slopes=True, group=group)
+        report = {"dtype": str(dtype).removeprefix("torch."), "sm": sm, "group": group}
+        report["shared"] = compiled.metadata.shared
+        print(json.dumps(report | registers_and_spills(compiled.asm["ptx"], sm)), flush=True)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,10 @@ def scoped_decode(
     Args:
         q_BNH: the queries [B, N, H] of the token that was appended last.
         cache: holds that token and those before it.
-        scopes_N: integer tensor [N], those that the cache was made for; head n sees the last S_n tokens.
-        document_starts_B: integer tensor [B]; the first token that each row sees, as for prompts padded on the left.
+        scopes_N: integer tensor [N], those that the cache was made for; head n sees the last S_n tokens. "triton", which
+            reads nothing on the host, takes wider ones for what the cache keeps.
+        document_starts_B: integer tensor [B]; the first token that each row sees, as for prompts padded on the left. It
+            is not later than the newest token.
         alibi_slopes_N: float tensor [N], as in `scoped_attention`.
         scale: of the scores; None is 1 / sqrt(H).
         backend: "auto", "banded" (any device) or "triton" (GPUs).

@@ -66,20 +66,26 @@ TRIAL_SCOPES, TRIAL_TOKENS = [3, 300, 100, 40], 300
 
 
 def _attention_error(device_type: str, dtype: str, head_dim: int) -> float:
-    """Largest error of output and gradients over two documents, in parts of the largest value."""
+    """Largest error of output and gradients, of one document and of two, in parts of the largest value."""
     from .triton_attention import triton_attention
 
     q, k, v, do = _trial_inputs(device_type, dtype, head_dim)
-    starts = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int32, device=device_type)
-    starts[:, 170:] = 170
+    scopes = torch.tensor(TRIAL_SCOPES, device=device_type)
+    two_documents = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int32, device=device_type)
+    two_documents[:, 170:] = 170
 
-    def with_gradients(attend: Callable[..., Tensor], kind: torch.dtype) -> tuple[Tensor, ...]:
+    def with_gradients(attend: Callable[..., Tensor], kind: torch.dtype, starts: Tensor | None) -> tuple[Tensor, ...]:
         leaves = [x.to(kind).requires_grad_() for x in (q, k, v)]
-        o = attend(*leaves, torch.tensor(TRIAL_SCOPES, device=device_type), starts, None, 0, head_dim**-0.5)
+        o = attend(*leaves, scopes, starts, None, 0, head_dim**-0.5)
         return o.detach(), *torch.autograd.grad(o, leaves, do.to(kind))
 
-    found, exact = with_gradients(triton_attention, q.dtype), with_gradients(reference_attention, torch.float32)
-    return _largest_error(found, exact)
+    return max(
+        _largest_error(
+            with_gradients(triton_attention, q.dtype, starts),
+            with_gradients(reference_attention, torch.float32, starts),
+        )
+        for starts in (None, two_documents)
+    )
 
 
 def _decode_error(device_type: str, dtype: str, head_dim: int) -> float:

@@ -22,12 +22,20 @@ def ring_attention(
     """`api.scoped_decode` with all arguments given."""
     scopes = scopes_N.tolist()
     semantics.check_values(scopes, None)
+    token = int(cache.tokens) - 1
+    if token < 0:
+        raise ValueError("the cache is empty: append the token's own keys and values first")
     dtype, group = torch.promote_types(q_BNH.dtype, torch.float32), len(scopes) // cache.kv_heads
     q_BKGH = q_BNH.to(dtype).unflatten(1, (cache.kv_heads, group)) * scale
-    token = int(cache.tokens) - 1
     o_BKGH = torch.empty_like(q_BKGH)
     first = 0
     for head, capacity in enumerate(cache.capacities):
+        widest = max(scopes[head * group : (head + 1) * group])
+        if min(widest, cache.most_tokens) > capacity:
+            raise ValueError(
+                f"a query head of key-value head {head} has scope {widest}, of which the cache keeps {capacity} tokens: "
+                "pass the scopes that the cache was made for"
+            )
         filled = min(capacity, token + 1)
         ring = slice(first, first + filled)
         first += capacity

@@ -15,6 +15,7 @@ from torch import Tensor
 from .triton_backward import delta_kernel, dkv_kernel, dq_kernel
 from .triton_forward import forward_kernel
 
+DELTA_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)
 """Under TRITON_INTERPRET=1 the kernels run on the CPU, for tests."""
@@ -147,8 +148,8 @@ def triton_backward(
     call = _Call(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset)
     do = _rows(do_BLNH)
     delta_BNL = torch.empty_like(lse_BNL)
-    delta_kernel[(triton.cdiv(call.Lq, 64), call.B, call.N)](
-        o_BLNH, do, delta_BNL, *o_BLNH.stride()[:3], *do.stride()[:3], call.Lq, call.N, call.H, call.block_h, 64
+    delta_kernel[(triton.cdiv(call.Lq, DELTA_ROWS), call.B, call.N)](
+        o_BLNH, do, delta_BNL, *o_BLNH.stride()[:3], *do.stride()[:3], call.Lq, call.N, call.H, call.block_h, DELTA_ROWS
     )
     dq_BLNH, dk_BLKH, dv_BLKH = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BLNH, k_BLKH, v_BLKH))
     strides = (*call.q.stride()[:3], *call.k.stride()[:3], *call.v.stride()[:3], *do.stride()[:3])

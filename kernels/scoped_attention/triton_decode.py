@@ -22,7 +22,7 @@ from .triton_forward import dot, load_rows
 
 SHORTEST_PART = 128
 PROGRAMS_A_PROCESSOR = 4  # parts for each of a GPU's multiprocessors, so that none waits long for the last
-_BLOCK_PARTS = 16
+PARTS_AT_ONCE = 16
 
 
 @triton.jit
@@ -198,7 +198,7 @@ def decode_op(
     part_slots = _part_slots(sum(capacities) * B, q_BNH.device)
     heads, first_parts, first_slots = _parts(tuple(capacities), part_slots, q_BNH.device)
     parts, block_h = heads.shape[0], max(16, triton.next_power_of_2(H))
-    wide = q_BNH.dtype == torch.float32
+    wide, block_g = q_BNH.dtype == torch.float32, max(16, triton.next_power_of_2(group))
     o_parts = torch.empty((B, parts, group, H), dtype=torch.float32, device=q_BNH.device)
     lse_parts = torch.empty((B, parts, group), dtype=torch.float32, device=q_BNH.device)
     o_BNH = torch.empty((B, N, H), dtype=q_BNH.dtype, device=q_BNH.device)
@@ -208,12 +208,12 @@ def decode_op(
     decode_kernel[(parts, B)](
         q_BNH, keys_BSH, values_BSH, o_parts, lse_parts, tokens, scopes_N.to(q_BNH.device, torch.int64), heads,
         first_parts, first_slots, starts, slopes, *q_BNH.stride()[:2], keys_BSH.stride(0), parts, part_slots,
-        scale * LOG2_E, GROUP=group, BLOCK_G=max(16, triton.next_power_of_2(group)), HEAD_DIM=H, BLOCK_H=block_h,
+        scale * LOG2_E, GROUP=group, BLOCK_G=block_g, HEAD_DIM=H, BLOCK_H=block_h,
         HAS_STARTS=document_starts_B is not None, HAS_SLOPES=alibi_slopes_N is not None, WIDE=wide,
-        INTERPRETED=INTERPRETED, **launch_options(wide),
+        INTERPRETED=INTERPRETED, **launch_options(wide, block_g),
     )  # fmt: skip
     combine_kernel[(N, B)](
-        o_parts, lse_parts, o_BNH, first_parts, *o_BNH.stride()[:2], parts, group, H, block_h, _BLOCK_PARTS
+        o_parts, lse_parts, o_BNH, first_parts, *o_BNH.stride()[:2], parts, group, H, block_h, PARTS_AT_ONCE
     )
     return o_BNH
 
@@ -223,11 +223,11 @@ def _(q, keys, values, tokens, capacities, scopes, starts, slopes, scale):
     return q.new_empty(q.shape)
 
 
-def launch_options(wide: bool) -> dict[str, int]:
+def launch_options(wide: bool, block_g: int) -> dict[str, int]:
     """Keys at once, warps and stages of the decode kernel; not tuned on a GPU yet."""
-    return (
-        {"BLOCK_N": 32, "num_warps": 4, "num_stages": 2} if wide else {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
-    )
+    if wide:
+        return {"BLOCK_N": 32, "num_warps": 4 if block_g == 16 else 8, "num_stages": 2}
+    return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 
 def _part_slots(slots: int, device: torch.device) -> int:
