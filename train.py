@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
@@ -51,6 +52,7 @@ from model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from model.flops import batch_flops
 from model.layers import describe
 from parallel.device import prepare_device, wait_for_rank_zero
+from parallel.halo import Context
 from parallel.parallelize import parallelize, release_gathered
 
 logger = logging.getLogger("farsight")
@@ -153,6 +155,24 @@ def build_tokenizer(config: JobConfig) -> Tokenizer:
 # ── The trainer ───────────────────────────────────────────────────────────────────────────────────────
 
 
+def model_inputs(
+    config: JobConfig, context: Context | None, input_dict: dict[str, Tensor], labels: Tensor
+) -> dict[str, Any]:
+    """What the model is given of a batch: under context parallelism the rank's tokens, and all document starts."""
+    inputs = {"tokens": input_dict["input"], "positions": input_dict["positions"], "labels": labels}
+    if context is not None:
+        inputs["positions"] = inputs["positions"].expand(labels.shape)
+        inputs = {name: context.own(x) for name, x in inputs.items()}
+    return {**inputs, "document_starts": input_dict["document_starts"] if config.data.mask_documents else None}
+
+
+def sum_of_losses(dims: ParallelDims, value: Tensor) -> Tensor:
+    """Sum over the ranks that hold different rows, or different tokens of them."""
+    if dims.dp_cp_enabled:
+        dist.all_reduce(value, group=dims.get_mesh("loss").get_group())
+    return value
+
+
 class Trainer(TitanTrainer):
     """torchtitan's Trainer, with what it gets wrong put right.
 
@@ -182,6 +202,7 @@ class Trainer(TitanTrainer):
         self.trained_layers = trained_layers(config)
         self.trained_parameters = sum(p.numel() for p in self.model_parts[0].parameters() if p.requires_grad)
         dims = self.parallel_dims
+        self.context = Context.of(dims, config)
         # DDP averages over its ranks where the loss is already a share of the global batch: undo that here.
         self.loss_copies = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
         self.stop_signal: int | None = None
@@ -202,13 +223,8 @@ class Trainer(TitanTrainer):
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
         """Positions, document starts and labels go to every part of the model."""
-        extra: dict[str, Tensor | None] = {
-            "positions": input_dict["positions"],
-            "document_starts": input_dict["document_starts"],
-        }
-        if not self.job_config.data.mask_documents:
-            extra["document_starts"] = None
-        return input_dict["input"], labels, {}, {**extra, "labels": labels}
+        extra = model_inputs(self.job_config, self.context, input_dict, labels)
+        return extra.pop("tokens"), extra["labels"], {}, extra
 
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
@@ -246,7 +262,7 @@ class Trainer(TitanTrainer):
             positions = input_dict["positions"].expand(labels.shape)
             self.flops += batch_flops(self.job_config.architecture, self.layers, positions, self.trained_layers)
 
-        loss = float(self._sum_over_data_ranks(torch.stack(losses).sum()))
+        loss = float(sum_of_losses(self.parallel_dims, torch.stack(losses).sum()))
         grad_norm = float(
             dist_utils.clip_grad_norm_(
                 [p for part in self.model_parts for p in part.parameters()],
@@ -425,20 +441,16 @@ class Validator:
         device = self.metrics_processor.device
         total = torch.zeros(2, dtype=torch.float64, device=device)
         model.eval()
+        context = Context.of(self.parallel_dims, self.job_config)
         for input_dict, labels in self.batches:
-            starts = input_dict["document_starts"].to(device) if self.job_config.data.mask_documents else None
+            on_device = {name: x.to(device) for name, x in input_dict.items()}
             with self.validation_context(), self.maybe_enable_amp:
-                loss_sum = model(
-                    input_dict["input"].to(device),
-                    positions=input_dict["positions"].to(device),
-                    document_starts=starts,
-                    labels=labels.to(device),
-                )
-            total += torch.stack([loss_sum.double(), (labels != IGNORE_INDEX).sum().to(device).double()])
+                inputs = model_inputs(self.job_config, context, on_device, labels.to(device))
+                loss_sum = model(**inputs)
+            total += torch.stack([loss_sum.double(), (inputs["labels"] != IGNORE_INDEX).sum().double()])
         model.train()
         release_gathered(model)
-        if self.parallel_dims.dp_enabled:
-            dist.all_reduce(total, group=self.parallel_dims.get_mesh("batch").get_group())
+        sum_of_losses(self.parallel_dims, total)
         self.metrics_processor.log_validation(step, float(total[0] / total[1]), int(total[1]))
 
 

@@ -97,6 +97,7 @@ _UNSUPPORTED = {
     "fault_tolerance": "runs resume from checkpoints",
     "memory_estimation": "it is torchtitan's own tool, for its own models",
     "parallelism.expert_parallel_degree": "these models have no experts",
+    "parallelism.context_parallel_rotate_method": "keys go once, to the ranks whose queries see them",
 }
 
 
@@ -114,6 +115,13 @@ def _check_unsupported(config: JobConfig) -> None:
         )
     if set(config.compile.components) - {"model"}:
         raise ConfigError(f'compile.components = {config.compile.components}: only ["model"] is compiled.')
+    c = config.parallelism
+    parts = c.context_parallel_degree * (2 if c.context_parallel_load_balancer == "zigzag" else 1)
+    if c.context_parallel_degree > 1 and config.training.seq_len % parts:
+        raise ConfigError(
+            f"training.seq_len = {config.training.seq_len} is not a multiple of {parts}, the spans into which "
+            f'context_parallel_degree = {c.context_parallel_degree} cuts it ("{c.context_parallel_load_balancer}").'
+        )
     if config.training.enable_cpu_offload and config.parallelism.data_parallel_shard_degree == 1:
         raise ConfigError(
             "training.enable_cpu_offload needs FSDP: set parallelism.data_parallel_shard_degree to -1 or more than 1."
@@ -153,7 +161,7 @@ def model_parallel_ranks(config: JobConfig) -> int:
 
 def refuse_unsupported_parallelism(config: JobConfig) -> None:
     """Raises `ConfigError` for layouts that a config may name and a run cannot have yet."""
-    for name in MODEL_PARALLEL:
+    for name in ("tensor", "pipeline"):
         degree = getattr(config.parallelism, f"{name}_parallel_degree")
         if degree > 1:
             raise ConfigError(

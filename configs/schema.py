@@ -394,6 +394,13 @@ class Validation(titan.Validation):
 
 
 @dataclass
+class Parallelism(titan.Parallelism):
+    context_parallel_load_balancer: Literal["zigzag", "contiguous"] = "zigzag"  # type: ignore[assignment]  # torchtitan's values name its own kernels
+    """How sequences are cut over context-parallel ranks: "zigzag" gives each a span from the front and one from the back,
+    so that all have equally much before theirs; "contiguous" one span, and a little less to exchange."""
+
+
+@dataclass
 class Compile(titan.job_config.Compile):
     components: list[str] = field(default_factory=lambda: ["model"])
     """What `torch.compile` takes; "model" compiles block by block."""
@@ -417,6 +424,7 @@ class JobConfig(titan.JobConfig):
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
     compile: Compile = field(default_factory=Compile)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     architecture: Architecture = field(default_factory=Architecture)
     position: Position = field(default_factory=Position)
     attention: Attention = field(default_factory=Attention)

@@ -3,6 +3,9 @@
 Shapes: B batch, L sequence, D model, N query heads, K key/value heads, H head dimension.
 """
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
@@ -10,6 +13,25 @@ from configs.schema import Architecture
 from kernels.scoped_attention.api import scoped_attention
 from model.layers import LayerPosition
 from model.rope import rotate
+
+
+class KeysOnTheirWay(Protocol):
+    """Keys and values of a sequence that several ranks hold."""
+
+    def attend(
+        self,
+        q_BLNH: Tensor,
+        scopes_N: Tensor,
+        document_starts_BT: Tensor | None,
+        alibi_slopes_N: Tensor | None,
+        backend: str,
+    ) -> Tensor: ...
+
+
+class SequenceContext(Protocol):
+    """Context parallelism, as an attention layer knows it; see `parallel.halo`."""
+
+    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> KeysOnTheirWay: ...
 
 
 class Attention(nn.Module):
@@ -24,6 +46,10 @@ class Attention(nn.Module):
 
     scopes_N: Tensor
     slopes_N: Tensor | None
+    scopes: tuple[int, ...]
+    """The same as numbers."""
+    context: SequenceContext | None = None
+    """Set where sequences are cut over ranks: the layer is then given the tokens of its rank."""
 
     def __init__(self, architecture: Architecture, position: LayerPosition, backend: str) -> None:
         super().__init__()
@@ -42,6 +68,7 @@ class Attention(nn.Module):
 
     def set_position(self, position: LayerPosition) -> None:
         """Fills the buffers, which building on the meta device leaves empty."""
+        self.scopes = tuple(position.scopes)
         if self.scopes_N.is_meta:
             return
         self.scopes_N.copy_(torch.tensor(position.scopes, dtype=torch.int32))
@@ -58,23 +85,33 @@ class Attention(nn.Module):
 
         Args:
             rope: cosine and sine tables of this layer's rotation; None does not rotate.
-            document_starts_BL: index in the row at which each token's document starts; None is one document.
+            document_starts_BL: index in the row at which each token's document starts; None is one document. Of the
+                whole sequence, also where ranks hold parts of it.
         """
         # -1 and not N or K: under tensor parallelism a rank holds some of the heads.
-        q_BLNH = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         k_BLKH = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None and self.k_norm is not None:
-            q_BLNH, k_BLKH = self.q_norm(q_BLNH), self.k_norm(k_BLKH)
+        if self.k_norm is not None:
+            k_BLKH = self.k_norm(k_BLKH)
         if rope is not None:
-            q_BLNH, k_BLKH = rotate(q_BLNH, *rope), rotate(k_BLKH, *rope)
-        o_BLNH = scoped_attention(
-            q_BLNH,
-            k_BLKH,
-            v_BLKH,
-            self.scopes_N,
-            document_starts_BL=document_starts_BL,
-            alibi_slopes_N=self.slopes_N,
-            backend=self.backend,
-        )
+            k_BLKH = rotate(k_BLKH, *rope)
+        # Keys and values first: they travel while the queries are made.
+        exchange = None if self.context is None else self.context.exchange(k_BLKH, v_BLKH, self.scopes)
+        q_BLNH = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
+        if self.q_norm is not None:
+            q_BLNH = self.q_norm(q_BLNH)
+        if rope is not None:
+            q_BLNH = rotate(q_BLNH, *rope)
+        if exchange is not None:
+            o_BLNH = exchange.attend(q_BLNH, self.scopes_N, document_starts_BL, self.slopes_N, self.backend)
+        else:
+            o_BLNH = scoped_attention(
+                q_BLNH,
+                k_BLKH,
+                v_BLKH,
+                self.scopes_N,
+                document_starts_BL=document_starts_BL,
+                alibi_slopes_N=self.slopes_N,
+                backend=self.backend,
+            )
         return self.wo(o_BLNH.flatten(-2))

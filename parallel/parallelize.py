@@ -16,12 +16,18 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from configs.schema import JobConfig
+from model.attention import Attention
 from model.llama import Llama
+from parallel.halo import Context
 
 
 def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Module:
-    """Applies activation checkpointing, per-block `torch.compile`, and FSDP, HSDP or DDP to a model on the meta device."""
+    """Applies context parallelism, activation checkpointing, per-block `torch.compile`, and FSDP, HSDP or DDP, in place."""
     compiled = config.compile.enable and "model" in config.compile.components
+    context = Context.of(dims, config)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.context = context
     if config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
@@ -31,9 +37,10 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
             base_folder=config.job.dump_folder,
         )
     if compiled:
+        whole = context is None  # the exchange is not compiled: blocks are, up to it and after it
         for name, block in model.layers.named_children():
             model.layers.register_module(
-                name, cast(nn.Module, torch.compile(block, backend=config.compile.backend, fullgraph=True))
+                name, cast(nn.Module, torch.compile(block, backend=config.compile.backend, fullgraph=whole))
             )
     if dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"]

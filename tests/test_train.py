@@ -64,8 +64,12 @@ def test_a_run_leaves_what_it_promises(undisturbed):
         ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1",
          "--training.local_batch_size", "1"],
         ["--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "1"],
+        ["--parallelism.context_parallel_degree", "2", "--training.local_batch_size", "4"],
+        ["--parallelism.context_parallel_degree", "2", "--training.local_batch_size", "4",
+         "--parallelism.context_parallel_load_balancer", "contiguous", "--activation_checkpoint.mode", "full",
+         "--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager"],
     ],
-    ids=["ddp", "fsdp", "ddp-accumulation", "fsdp-accumulation"],
+    ids=["ddp", "fsdp", "ddp-accumulation", "fsdp-accumulation", "cp-zigzag", "cp-contiguous-recomputed-compiled"],
 )  # fmt: skip
 def test_two_ranks_equal_one_process(undisturbed, tmp_path, options):
     defaults = ["--training.local_batch_size", "2"]
@@ -296,7 +300,7 @@ def test_a_non_finite_loss_stops_before_the_optimizer_step(undisturbed, tmp_path
     ("options", "says"),
     [
         (["--training.seq_length", "3"], "Did you mean 'seq_len'"),
-        (["--parallelism.context_parallel_degree", "2"], "context_parallel_degree = 2 is not supported"),
+        (["--parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree = 2 is not supported"),
         (["--checkpoint.initial_load_path", "no/such/dir", "--tokenizer.kind", "bytes"], "no/such/dir does not exist"),
         (["--architecture.vocab_size", "100"], "vocab_size = 100 is less than the tokenizer's"),
         (["--data.sources", "[{ kind = 'jsonl', path = 'no/such.jsonl' }]"], "no/such.jsonl"),

@@ -1,0 +1,113 @@
+"""Who holds which part of a sequence under context parallelism, and who needs which keys: plain integers, no tensors.
+
+A rank's queries see, in a key-value head whose widest query head has reach R, the R - 1 tokens before them. Of those the
+rank receives what others hold: a halo where R is short, everything before it where R is the whole sequence. All of it
+follows from (rank, ranks, tokens, scopes), so that every rank knows what all others send and receive.
+
+Words: a span is a range of tokens [begin, end); a rank's pieces are the spans of which it holds queries, keys and values.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+Layout = Literal["contiguous", "zigzag"]
+Span = tuple[int, int]
+
+
+def pieces(rank: int, ranks: int, tokens: int, layout: Layout) -> tuple[Span, ...]:
+    """The spans of a rank, in the order in which it holds them.
+
+    "contiguous" cuts the sequence into one span a rank. "zigzag" cuts it into two a rank and gives rank r the r-th from
+    the front and the r-th from the back, so that all have equally many tokens before theirs.
+
+    Raises:
+        ValueError: if the tokens do not divide.
+    """
+    parts = ranks if layout == "contiguous" else 2 * ranks
+    if tokens % parts:
+        raise ValueError(
+            f"{tokens} tokens do not divide over {ranks} context-parallel ranks ({layout}): "
+            f"set training.seq_len to a multiple of {parts}"
+        )
+    length = tokens // parts
+    numbers = (rank,) if layout == "contiguous" else (rank, parts - 1 - rank)
+    return tuple((number * length, (number + 1) * length) for number in numbers)
+
+
+def reaches(scopes: Sequence[int], kv_heads: int, tokens: int) -> tuple[int, ...]:
+    """Tokens that the widest query head of each key-value head sees, itself included."""
+    group = len(scopes) // kv_heads
+    return tuple(min(tokens, max(scopes[head * group : (head + 1) * group])) for head in range(kv_heads))
+
+
+def keys_seen(piece: Span, reach: int) -> Span:
+    """The keys that the queries of a piece see."""
+    return max(0, piece[0] - reach + 1), piece[1]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Keys and values of one key-value head that one rank sends another."""
+
+    kv_head: int
+    begin: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.begin
+
+
+@lru_cache(maxsize=256)
+def sent(source: int, target: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: Layout) -> tuple[Rows, ...]:
+    """What `source` sends `target`, in order: for each key-value head the spans it holds of those that `target` lacks."""
+    if source == target:
+        return ()
+    own, others = pieces(source, ranks, tokens, layout), pieces(target, ranks, tokens, layout)
+    rows = []
+    for kv_head, far in enumerate(reach):
+        lacking = without(union(keys_seen(piece, far) for piece in others), others)
+        rows += [Rows(kv_head, *span) for span in overlap(lacking, own)]
+    return tuple(rows)
+
+
+def received_rows(rank: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: Layout) -> int:
+    """Tokens that a rank receives, summed over key-value heads."""
+    return sum(len(rows) for source in range(ranks) for rows in sent(source, rank, ranks, tokens, reach, layout))
+
+
+def received_bytes(
+    rank: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: Layout, head_dim: int, itemsize: int
+) -> int:
+    """Keys and values that a rank receives in the forward pass of one layer and one row; backward it sends as many."""
+    return 2 * head_dim * itemsize * received_rows(rank, ranks, tokens, reach, layout)
+
+
+# Spans
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same tokens in spans that neither touch nor overlap, in order."""
+    merged: list[Span] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        elif begin < end:
+            merged.append((begin, end))
+    return merged
+
+
+def overlap(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+    """The tokens that are in both."""
+    others = list(others)
+    found = [(max(a, c), min(b, d)) for a, b in spans for c, d in others]
+    return sorted((begin, end) for begin, end in found if begin < end)
+
+
+def without(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
+    """The tokens of `spans` that are not in `others`."""
+    left = list(spans)
+    for c, d in others:
+        left = [part for a, b in left for part in ((a, min(b, c)), (max(a, d), b)) if part[0] < part[1]]
+    return left

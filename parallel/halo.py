@@ -1,0 +1,184 @@
+"""Attention over a sequence that several ranks hold: the halo exchange, and the attention of a rank's own queries.
+
+Each rank packs what the plan of `context.py` has it send into one buffer, all ranks exchange in one all-to-all, and each
+key-value head's keys are put together from the rank's own and what it received. Autograd takes gradients back the way
+the keys came. Queries never move.
+
+Shape suffixes: B batch, L tokens that the rank holds, T tokens of the whole sequence, N query heads, K key-value heads,
+H head dim, R rows (one token of one key-value head), 2 keys and values.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torchtitan.distributed import ParallelDims
+
+from configs.schema import JobConfig
+from kernels.scoped_attention import scoped_attention
+from parallel.context import Layout, Rows, keys_seen, pieces, reaches, sent
+
+
+@dataclass(frozen=True)
+class Context:
+    """The ranks over which sequences are cut, and how."""
+
+    group: dist.ProcessGroup
+    layout: Layout
+
+    @classmethod
+    def of(cls, dims: ParallelDims, config: JobConfig) -> "Context | None":
+        """None where sequences stay whole."""
+        if not dims.cp_enabled:
+            return None
+        return cls(dims.get_mesh("cp").get_group(), config.parallelism.context_parallel_load_balancer)
+
+    def own(self, x_BT: Tensor) -> Tensor:
+        """The rank's part of what has one entry a token in its second dimension, in the order in which it holds it."""
+        spans = pieces(self.group.rank(), self.group.size(), x_BT.shape[1], self.layout)
+        return torch.cat([x_BT[:, begin:end] for begin, end in spans], dim=1)
+
+    @torch.compiler.disable
+    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> "Exchange":
+        """Sends what other ranks need, and returns before what this rank needs has come.
+
+        Args:
+            k_BLKH, v_BLKH: keys and values of the tokens that the rank holds.
+            scopes: of the query heads, as numbers.
+        """
+        B, L, K, H = k_BLKH.shape
+        rank, ranks = self.group.rank(), self.group.size()
+        reach = reaches(scopes, K, L * ranks)
+        plan = _plan(rank, ranks, L * ranks, reach, len(scopes) // K, self.layout, k_BLKH.device)
+        own_R2BH = torch.stack((k_BLKH, v_BLKH)).permute(2, 3, 0, 1, 4).reshape(L * K, 2, B, H)
+        packed_R2BH = own_R2BH.index_select(0, plan.send)
+        received = all_to_all_single_autograd(packed_R2BH, plan.received_splits, plan.sent_splits, self.group)
+        return Exchange(plan, own_R2BH, received)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Keys and values on their way."""
+
+    plan: "_Plan"
+    own_R2BH: Tensor
+    received_R2BH: Tensor
+    """Reading it waits for it."""
+
+    @property
+    def received_bytes(self) -> int:
+        return self.received_R2BH.nbytes
+
+    @torch.compiler.disable
+    def attend(
+        self,
+        q_BLNH: Tensor,
+        scopes_N: Tensor,
+        document_starts_BT: Tensor | None,
+        alibi_slopes_N: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        """Attention of the rank's queries over all that they see, on this rank or another: [B, L, N, H].
+
+        Args:
+            document_starts_BT: of the whole sequence; the others as `scoped_attention` takes them.
+        """
+        rows_R2BH = torch.cat((self.own_R2BH, self.received_R2BH))
+        pieces_of_o = []
+        for parts, order in self.plan.pieces:
+            outputs = []
+            for part in parts:
+                kv_BLKH = rows_R2BH.index_select(0, part.rows).unflatten(0, (-1, part.kv_heads)).permute(2, 3, 0, 1, 4)
+                starts = None
+                if document_starts_BT is not None:
+                    starts = (document_starts_BT[:, part.keys] - part.keys.start).clamp(min=0)
+                whole = order is None
+                outputs.append(
+                    scoped_attention(
+                        q_BLNH[:, part.queries] if whole else q_BLNH[:, part.queries].index_select(2, part.heads),
+                        kv_BLKH[0],
+                        kv_BLKH[1],
+                        scopes_N if whole else scopes_N[part.heads],
+                        starts,
+                        alibi_slopes_N if whole or alibi_slopes_N is None else alibi_slopes_N[part.heads],
+                        q_offset=part.q_offset,
+                        backend=backend,
+                    )
+                )
+            pieces_of_o.append(outputs[0] if order is None else torch.cat(outputs, dim=2).index_select(2, order))
+        return torch.cat(pieces_of_o, dim=1)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Queries of one piece, of the query heads whose key-value heads need the same keys."""
+
+    queries: slice
+    """Among the tokens that the rank holds."""
+    keys: slice
+    """Tokens of the sequence."""
+    q_offset: int
+    """Keys before the first query."""
+    heads: Tensor
+    kv_heads: int
+    """How many."""
+    rows: Tensor
+    """[keys × kv_heads]: which of the rank's own and the received rows those keys are."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A rank's part of the plan, as indexes."""
+
+    send: Tensor
+    """[R]: the rank's own rows to send, by target."""
+    sent_splits: list[int]
+    received_splits: list[int]
+    pieces: list[tuple[list[_Part], Tensor | None]]
+    """For each piece its parts, and where in their outputs each head is; None where one part has all heads in order."""
+
+
+@lru_cache(maxsize=64)
+def _plan(
+    rank: int, ranks: int, tokens: int, reach: tuple[int, ...], kv_group: int, layout: Layout, device: torch.device
+) -> _Plan:
+    """Rows are numbered token by token, in each by key-value head: first the rank's own, then those received."""
+    own, K = pieces(rank, ranks, tokens, layout), len(reach)
+    firsts = [0, *accumulate(end - begin for begin, end in own)]
+    place = torch.full((tokens, K), -1)  # row of each token and key-value head; -1 is not here
+    for (begin, end), first in zip(own, firsts, strict=False):
+        place[begin:end] = torch.arange(first * K, (first + end - begin) * K).view(-1, K)
+
+    def rows_of(rows: Rows) -> Tensor:
+        return place[rows.begin : rows.end, rows.kv_head]
+
+    to = [sent(rank, target, ranks, tokens, reach, layout) for target in range(ranks)]
+    send = torch.cat([place.new_empty(0), *(rows_of(rows) for target in to for rows in target)])
+    come = [sent(source, rank, ranks, tokens, reach, layout) for source in range(ranks)]
+    next_row = firsts[-1] * K
+    for rows in (rows for source in come for rows in source):
+        rows_of(rows).copy_(torch.arange(next_row, next_row + len(rows)))
+        next_row += len(rows)
+
+    by_piece: list[tuple[list[_Part], Tensor | None]] = []
+    for piece, first in zip(own, firsts, strict=False):
+        sharing: dict[tuple[int, int], list[int]] = {}
+        for kv_head, far in enumerate(reach):
+            sharing.setdefault(keys_seen(piece, far), []).append(kv_head)
+        parts, order = [], []
+        for (begin, end), kv_heads in sharing.items():
+            needed = place[begin:end, kv_heads]
+            assert (needed >= 0).all(), "a rank lacks keys that its queries see"
+            heads = [kv_head * kv_group + member for kv_head in kv_heads for member in range(kv_group)]
+            order += heads
+            queries = slice(first, first + piece[1] - piece[0])
+            heads_N = torch.tensor(heads, device=device)
+            before = piece[0] - begin
+            parts.append(_Part(queries, slice(begin, end), before, heads_N, len(kv_heads), needed.flatten().to(device)))
+        by_piece.append((parts, None if len(parts) == 1 else torch.tensor(order, device=device).argsort()))
+    return _Plan(send.to(device), [sum(map(len, x)) for x in to], [sum(map(len, x)) for x in come], by_piece)
