@@ -177,7 +177,7 @@ class RunCheckpoints(CheckpointManager):
                 entry["start"] = "the run above, with other settings"
             self.model_config.save(folder / CONFIG, job=to_toml(self.config), training=[*self.history, entry])
         super().save(curr_step, last_step)
-        if last_step:
+        if last_step and self.enable:
             self._purge_stale_checkpoints()
 
     def saved(self, step: int) -> Path | None:

@@ -126,6 +126,13 @@ def test_recomputation_and_compilation_change_no_losses(undisturbed, tmp_path, o
     assert_same_losses(undisturbed, tmp_path / "run")
 
 
+def test_a_run_without_checkpoints(tmp_path):
+    done = train(tmp_path / "run", "--checkpoint.enable=false", "--training.steps", "3", "--validation.enable=false")
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3]
+    assert "step 3 has no checkpoint, so no model directory is written" in done.stderr
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
 def test_killed_three_times_and_resumed_ends_with_the_same_weights(undisturbed, tmp_path):
     folder, rng = tmp_path / "killed", random.Random(0)
     command = train_command(folder)

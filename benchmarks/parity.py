@@ -1,0 +1,177 @@
+"""The same losses and gradient norms under every parallel layout, on gloo ranks of this machine.
+
+    python -m benchmarks.parity --json parity.json
+
+Five steps of the tiny size in fp32 on the same global batch of packed documents, for SCOPE, RoPE and a stack of both; each
+layout against one process.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tqdm import tqdm
+
+ROOT = Path(__file__).parent.parent
+TOLERANCE = 1e-4
+"""Relative. Sums come in another order; a wrong share or a missing token is far above."""
+
+CONFIG = """
+[model]
+flavor = "tiny"
+
+[tokenizer]
+kind = "bytes"
+
+[data]
+held_out = 0.05
+
+[training]
+seq_len = 128
+global_batch_size = 4
+steps = 5
+mixed_precision_param = "float32"
+
+[activation_checkpoint]
+mode = "none"
+
+[optimizer]
+lr = 1e-2
+
+[lr_scheduler]
+warmup_steps = 2
+
+[checkpoint]
+enable = false
+
+[validation]
+enable = false
+
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+
+[position]
+"""
+
+MODELS = {
+    "SCOPE": 'heads = { kind = "scope", layout = "group_balanced" }\nlasp = { s_max = 2.0, anchor_layers = 1 }',
+    "RoPE": 'rotary = { kind = "rope", theta = 10000.0 }',
+    "mixed": 'rotary = { kind = "rope" }\nrules = [{ layers = "1::2", rotary = { kind = "none" }, '
+    'heads = { kind = "scope" } }]',
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    ranks: int
+    local_batch_size: int
+    degrees: dict[str, int | str]
+    """Options of [parallelism], without `_degree`."""
+
+    def options(self) -> list[str]:
+        named = {name if name.endswith("balancer") else f"{name}_degree": value for name, value in self.degrees.items()}
+        options = [f"--parallelism.{name}={value}" for name, value in named.items()]
+        return [*options, f"--training.local_batch_size={self.local_batch_size}"]
+
+
+def _context(ranks: int, cut: str, **others: int) -> dict[str, int | str]:
+    return {"context_parallel": ranks, "context_parallel_load_balancer": cut, "data_parallel_shard": 1, **others}
+
+
+ONE = Layout("one process", 1, 4, {})
+LAYOUTS = [
+    ONE,
+    Layout("accumulation 4", 1, 1, {}),
+    Layout("DDP 2", 2, 2, {"data_parallel_replicate": 2, "data_parallel_shard": 1}),
+    Layout("FSDP 2", 2, 2, {"data_parallel_shard": 2}),
+    Layout("HSDP 2 × 2", 4, 1, {"data_parallel_replicate": 2, "data_parallel_shard": 2}),
+    Layout("CP 2, zigzag", 2, 4, _context(2, "zigzag")),
+    Layout("CP 2, contiguous", 2, 4, _context(2, "contiguous")),
+    Layout("CP 4, zigzag", 4, 4, _context(4, "zigzag")),
+    Layout("CP 4, contiguous", 4, 4, _context(4, "contiguous")),
+    Layout("CP 2 × FSDP 2, accumulation 2", 4, 1, _context(2, "zigzag", data_parallel_shard=2)),
+    Layout("CP 2 × DDP 2", 4, 2, _context(2, "zigzag", data_parallel_replicate=2)),
+]
+
+
+def run(layout: Layout, model: str, folder: Path) -> None:
+    launcher = [sys.executable]
+    if layout.ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={layout.ranks}"]
+    options = [f"--job.dump_folder={folder / layout.name / model}", *layout.options()]
+    command = [*launcher, "train.py", "--job.config_file", str(folder / f"{model}.toml"), *options]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{layout.name}, {model}: ended with {done.returncode}:\n{done.stderr[-4000:]}")
+
+
+def series(folder: Path, key: str) -> list[float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row[key] for row in rows if key in row]
+
+
+def largest(found: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True))
+
+
+def table(rows: list[dict]) -> str:
+    header = ("layout", "model", "ranks", "last loss", "off by", "last grad norm", "off by")
+    lines = [
+        (
+            row["layout"], row["model"], str(row["ranks"]), f"{row['loss'][-1]:.6f}", f"{row['max_rel_loss']:.0e}",
+            f"{row['grad_norm'][-1]:.6f}", f"{row['max_rel_grad_norm']:.0e}",
+        )
+        for row in rows
+    ]  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)) for line in (header, *lines)
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.parity",
+        description="Train five steps under every parallel layout and compare losses and gradient norms with one process.",
+    )
+    names = [layout.name for layout in LAYOUTS]
+    parser.add_argument("--layouts", nargs="+", choices=names, default=names, help="which (default: all)")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    args = parser.parse_args()
+
+    begin, rows = time.perf_counter(), []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for model in args.models:
+            (folder / f"{model}.toml").write_text(CONFIG + MODELS[model])
+        chosen = [ONE, *(layout for layout in LAYOUTS if layout.name in args.layouts and layout is not ONE)]
+        runs = [(layout, model) for layout in chosen for model in args.models]
+        for layout, model in tqdm(runs, disable=None, unit="run", leave=False):
+            run(layout, model, folder)
+            row: dict = {"layout": layout.name, "model": model, "ranks": layout.ranks}
+            for key in ("loss", "grad_norm"):
+                row[key] = series(folder / layout.name / model, key)
+                row[f"max_rel_{key}"] = largest(row[key], series(folder / ONE.name / model, key))
+            rows.append(row)
+    print(table(rows))
+    print(f"{time.perf_counter() - begin:.0f} s")
+    if args.json:
+        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    off = [row for row in rows if max(row["max_rel_loss"], row["max_rel_grad_norm"]) > TOLERANCE]
+    for row in off:
+        print(f"{row['layout']}, {row['model']}: off by more than {TOLERANCE}", file=sys.stderr)
+    return 1 if off else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
