@@ -293,13 +293,18 @@ def main(arguments: list[str] | None = None) -> int:
         "--nproc", type=int, help="processes on this machine (default: 1; the recipe's GPUs in a dry run)"
     )
     parser.add_argument("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")
+    parser.add_argument(
+        "--launcher", metavar="COMMAND", help="start ranks with this before train.py, instead; launch/slurm.sh does"
+    )
     options, rest = parser.parse_known_args(arguments)
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(message)s", level=logging.INFO)
-    launcher = [sys.executable]
+    launcher = shlex.split(options.launcher) if options.launcher else [sys.executable]
     if options.torchrun or (options.nproc or 1) > 1:
         given = options.torchrun or f"--standalone --nproc_per_node {options.nproc}"
         launcher += ["-m", "torch.distributed.run", *shlex.split(given)]
+    if options.launcher and (options.torchrun or options.nproc):
+        parser.error("--launcher starts all ranks itself: leave out --nproc and --torchrun")
     try:
         recipe, stages = load_recipe(options.recipe, parse_options(rest))
         if options.dry_run:
@@ -307,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
             check_stages(stages, processes)
             print(plan_table(stages, processes))
             return 0
-        check_stages(stages, None if options.torchrun else options.nproc or 1)
+        check_stages(stages, None if options.torchrun or options.launcher else options.nproc or 1)
         for stage in stages:
             refuse_unsupported_parallelism(stage.config)
         return run_recipe(recipe, stages, launcher)

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Trains under Slurm, one rank a GPU, from the folder in which sbatch is called:
+#
+#     sbatch --nodes 4 launch/slurm.sh train --job.config_file configs/X.toml [--section.key value …]
+#     sbatch --nodes 4 launch/slurm.sh recipe configs/recipes/X.toml [--section.key value …]
+#
+# sbatch's own options (--gpus-per-node, --ntasks-per-node, --time, --partition, …) replace those below. Ten minutes
+# before the time limit, and on preemption, ranks get SIGTERM: they save, end with status 75, and the job is queued
+# again and goes on from there. `scancel` has them save too, and queues nothing. The folder has to be one that all nodes
+# see, and is where PYTHON (default: .venv/bin/python) is looked for. Ranks write to runs/slurm/JOB/rank-N.log.
+#
+#SBATCH --job-name=farsight
+#SBATCH --ntasks-per-node=8
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --time=24:00:00
+#SBATCH --signal=TERM@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+set -uo pipefail
+
+usage="usage: sbatch launch/slurm.sh train|recipe … (the head of this file says more)"
+cd "${SLURM_SUBMIT_DIR:?is not set: $usage}" || exit 2
+python=${PYTHON:-.venv/bin/python}
+logs=runs/slurm/$SLURM_JOB_ID
+mkdir -p "$logs"
+
+# All ranks meet at the first node, at a port that jobs beside each other on it are unlikely to share.
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+export MASTER_ADDR MASTER_PORT
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
+
+# --wait: a rank that ends, well or not, leaves the others five minutes.
+ranks=(srun --wait=300 --open-mode=append "--output=$logs/rank-%t.log" launch/rank.sh "$python")
+case ${1:-} in
+    train)
+        command=("${ranks[@]}" train.py "${@:2}")
+        ;;
+    recipe)
+        command=("$python" -m launch.recipe --launcher "${ranks[*]@Q}" "${@:2}")
+        ;;
+    *)
+        echo "$usage" >&2
+        exit 2
+        ;;
+esac
+
+# scancel signals this shell as well; the time limit and preemption do not.
+cancelled=
+trap 'cancelled=yes' TERM
+"${command[@]}"
+status=$?
+if [[ $status -eq 75 && -z $cancelled ]]; then
+    echo "stopped with a checkpoint; queued again"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

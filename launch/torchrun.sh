@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Trains under torchrun on all GPUs of this machine, or of several:
+#
+#     launch/torchrun.sh train --job.config_file configs/X.toml [--section.key value …]
+#     launch/torchrun.sh recipe configs/recipes/X.toml [--section.key value …]
+#     NODES=4 HEAD=node0:29500 launch/torchrun.sh train …         the same on each of four machines
+#
+# PROCESSES is the ranks a machine (default: its GPUs, or 1 without), PYTHON the interpreter (default: .venv/bin/python).
+# Several machines need a folder that all see, and meet at HEAD, a port of one of them.
+set -euo pipefail
+
+usage="usage: launch/torchrun.sh train|recipe … (the head of this file says more)"
+cd "$(dirname "$0")/.."
+python=${PYTHON:-.venv/bin/python}
+nodes=${NODES:-1}
+gpus=$(nvidia-smi --list-gpus 2> /dev/null | wc -l || true)
+processes=${PROCESSES:-$((gpus > 0 ? gpus : 1))}
+
+arguments=(--nnodes "$nodes" --nproc_per_node "$processes")
+if ((nodes > 1)); then
+    head=${HEAD:?is not set: name a machine and port at which all $nodes meet, such as HEAD=node0:29500}
+    arguments+=(--rdzv_backend c10d --rdzv_endpoint "$head" --rdzv_id farsight)
+else
+    arguments+=(--standalone)
+fi
+# torchrun gives ranks 30 s to end after a signal, which is less than a large model takes to save.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-3600}
+
+case ${1:-} in
+    train) exec "$python" -m torch.distributed.run "${arguments[@]}" train.py "${@:2}" ;;
+    recipe) exec "$python" -m launch.recipe --torchrun "${arguments[*]}" "${@:2}" ;;
+    *)
+        echo "$usage" >&2
+        exit 2
+        ;;
+esac
