@@ -132,15 +132,15 @@ def test_a_recipe_starts_its_stages_with_srun(slurm, tmp_path):
     assert (tmp_path / "arguments").read_text() == expected
 
 
-def test_a_recipes_ranks_train(slurm, tmp_path):
-    """All of it but Slurm: two real ranks, started by the recipe through the fake srun."""
-    stages = '[recipe]\nname = "two"\nperplexity_lengths = []\n' + TINY + '\n[[stages]]\nname = "first"\n'
-    (tmp_path / "recipe.toml").write_text(stages)
+def test_ranks_train(slurm, tmp_path):
+    """All of it but Slurm: two real ranks, started by the fake srun."""
+    (tmp_path / "config.toml").write_text(TINY)
     options = ["--training.steps=2", "--training.local_batch_size=2", "--validation.enable=false"]
-    status, said = ended(slurm("recipe", "recipe.toml", *options, python=sys.executable, TASKS="2"))
+    arguments = ["--job.config_file", "config.toml", "--job.dump_folder", "run", *options]
+    status, said = ended(slurm("train", *arguments, python=sys.executable, TASKS="2"))
     logs = "".join(path.read_text() for path in (tmp_path / "runs" / "slurm" / "123456").iterdir())
     assert status == 0, said + logs
-    assert [row["step"] for row in metrics(tmp_path / "runs" / "two" / "first")] == [1, 2]
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
 
 
 def torchrun(tmp_path, *arguments, **variables):

@@ -62,7 +62,8 @@ def _can_run_triton(device_type: str, dtype: str, head_dim: int) -> bool:
     return torch.cuda.get_device_capability()[0] >= 8 and dtype in TRITON_DTYPES and head_dim <= 128
 
 
-TRIAL_SCOPES, TRIAL_TOKENS = [3, 300, 100, 40], 300
+TRIAL_SCOPES = [3, 300, 100, 40]
+TRIAL_TOKENS, TRIAL_DOCUMENT = 300, 170  # where the second of two documents starts
 
 
 def _attention_error(device_type: str, dtype: str, head_dim: int) -> float:
@@ -72,7 +73,7 @@ def _attention_error(device_type: str, dtype: str, head_dim: int) -> float:
     q, k, v, do = _trial_inputs(device_type, dtype, head_dim)
     scopes = torch.tensor(TRIAL_SCOPES, device=device_type)
     two_documents = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int32, device=device_type)
-    two_documents[:, 170:] = 170
+    two_documents[:, TRIAL_DOCUMENT:] = TRIAL_DOCUMENT
 
     def with_gradients(attend: Callable[..., Tensor], kind: torch.dtype, starts: Tensor | None) -> tuple[Tensor, ...]:
         leaves = [x.to(kind).requires_grad_() for x in (q, k, v)]
