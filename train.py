@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
@@ -42,18 +41,20 @@ from configs.check import refuse_unsupported_parallelism
 from configs.help import help_text
 from configs.load import ConfigError, load_config, to_toml
 from configs.schema import JobConfig
-from data.loader import build_loader, build_validation_loader
+from data.loader import build_loader
 from data.sources import DataError
 from data.tokenizer import Tokenizer, load_tokenizer
 from launch.files import lock_run_folder, write_text
 from launch.metrics import RunMetrics
 from launch.tokenizer import prepare_tokenizer, tokenizer_of
+from launch.validation import Validator
 from model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from model.flops import batch_flops
 from model.layers import describe
+from parallel.batch import model_inputs, sum_of_losses
 from parallel.device import prepare_device, wait_for_rank_zero
 from parallel.halo import Context
-from parallel.parallelize import parallelize, release_gathered
+from parallel.parallelize import parallelize
 
 logger = logging.getLogger("farsight")
 
@@ -119,7 +120,7 @@ def register(config: JobConfig) -> None:
             build_tokenizer_fn=build_tokenizer,  # type: ignore[arg-type]  # takes our config, a subclass
             # The model returns the summed loss itself, so that logits never exist all at once.
             build_loss_fn=lambda job_config, **_: lambda loss_sum, labels: loss_sum,
-            build_validator_fn=lambda **parts: Validator(**parts),
+            build_validator_fn=Validator,
             build_metrics_processor_fn=RunMetrics,
         ),
     )
@@ -153,24 +154,6 @@ def build_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 # ── The trainer ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def model_inputs(
-    config: JobConfig, context: Context | None, input_dict: dict[str, Tensor], labels: Tensor
-) -> dict[str, Any]:
-    """What the model is given of a batch: under context parallelism the rank's tokens, and all document starts."""
-    inputs = {"tokens": input_dict["input"], "positions": input_dict["positions"], "labels": labels}
-    if context is not None:
-        inputs["positions"] = inputs["positions"].expand(labels.shape)
-        inputs = {name: context.own(x) for name, x in inputs.items()}
-    return {**inputs, "document_starts": input_dict["document_starts"] if config.data.mask_documents else None}
-
-
-def sum_of_losses(dims: ParallelDims, value: Tensor) -> Tensor:
-    """Sum over the ranks that hold different rows, or different tokens of them."""
-    if dims.dp_cp_enabled:
-        dist.all_reduce(value, group=dims.get_mesh("loss").get_group())
-    return value
 
 
 class Trainer(TitanTrainer):
@@ -412,46 +395,6 @@ class Trainer(TitanTrainer):
             checkpoint_to_model_dir(saved, out)
             logger.info(f"model directory: {out}")
         wait_for_rank_zero()
-
-
-@dataclass
-class Validator:
-    """Mean loss over the same held-out batches each time, whatever the number of ranks."""
-
-    job_config: JobConfig
-    dp_world_size: int
-    dp_rank: int
-    tokenizer: Any
-    parallel_dims: Any
-    metrics_processor: RunMetrics
-    validation_context: Any
-    maybe_enable_amp: Any
-    loss_fn: Any = None
-    pp_schedule: Any = None
-    pp_has_first_stage: bool | None = None
-    pp_has_last_stage: bool | None = None
-    batches: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.batches = build_validation_loader(self.job_config, self.tokenizer, self.dp_rank, self.dp_world_size)
-
-    @torch.no_grad()
-    def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        (model,) = model_parts
-        device = self.metrics_processor.device
-        total = torch.zeros(2, dtype=torch.float64, device=device)
-        model.eval()
-        context = Context.of(self.parallel_dims, self.job_config)
-        for input_dict, labels in self.batches:
-            on_device = {name: x.to(device) for name, x in input_dict.items()}
-            with self.validation_context(), self.maybe_enable_amp:
-                inputs = model_inputs(self.job_config, context, on_device, labels.to(device))
-                loss_sum = model(**inputs)
-            total += torch.stack([loss_sum.double(), (inputs["labels"] != IGNORE_INDEX).sum().double()])
-        model.train()
-        release_gathered(model)
-        sum_of_losses(self.parallel_dims, total)
-        self.metrics_processor.log_validation(step, float(total[0] / total[1]), int(total[1]))
 
 
 # ── How a run starts and ends ─────────────────────────────────────────────────────────────────────────

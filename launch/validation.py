@@ -1,0 +1,55 @@
+"""The validation loss of a run."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.loss import IGNORE_INDEX
+
+from configs.schema import JobConfig
+from data.loader import build_validation_loader
+from launch.metrics import RunMetrics
+from parallel.batch import model_inputs, sum_of_losses
+from parallel.halo import Context
+from parallel.parallelize import release_gathered
+
+
+@dataclass
+class Validator:
+    """Mean loss over the same held-out batches each time, whatever the number of ranks."""
+
+    job_config: JobConfig
+    dp_world_size: int
+    dp_rank: int
+    tokenizer: Any
+    parallel_dims: Any
+    metrics_processor: RunMetrics
+    validation_context: Any
+    maybe_enable_amp: Any
+    loss_fn: Any = None
+    pp_schedule: Any = None
+    pp_has_first_stage: bool | None = None
+    pp_has_last_stage: bool | None = None
+    batches: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.batches = build_validation_loader(self.job_config, self.tokenizer, self.dp_rank, self.dp_world_size)
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+        (model,) = model_parts
+        device = self.metrics_processor.device
+        total = torch.zeros(2, dtype=torch.float64, device=device)
+        model.eval()
+        context = Context.of(self.parallel_dims, self.job_config)
+        for input_dict, labels in self.batches:
+            on_device = {name: x.to(device) for name, x in input_dict.items()}
+            with self.validation_context(), self.maybe_enable_amp:
+                inputs = model_inputs(self.job_config, context, on_device, labels.to(device))
+                loss_sum = model(**inputs)
+            total += torch.stack([loss_sum.double(), (inputs["labels"] != IGNORE_INDEX).sum().double()])
+        model.train()
+        release_gathered(model)
+        sum_of_losses(self.parallel_dims, total)
+        self.metrics_processor.log_validation(step, float(total[0] / total[1]), int(total[1]))
