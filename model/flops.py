@@ -39,12 +39,17 @@ def matmul_flops_per_token(architecture: Architecture, trained_layers: Collectio
     The embedding is a look-up and counts nothing; a tied head counts as a head.
     """
     a = architecture
-    layer = 2 * a.dim * a.head_dim * (a.n_heads + a.n_kv_heads) + 3 * a.dim * a.ffn_dim
-    head = a.dim * a.vocab_size
+    layer, head = layer_matmul_weights(a), a.dim * a.vocab_size
     if not trained_layers:
         return 6 * (a.n_layers * layer + head)
     passed_back = (a.n_layers - min(trained_layers)) * layer + head
     return 2 * (a.n_layers * layer + head) + 2 * passed_back + 2 * len(trained_layers) * layer
+
+
+def layer_matmul_weights(architecture: Architecture) -> int:
+    """Weights of a layer's linear parts: projections and feed-forward."""
+    a = architecture
+    return 2 * a.dim * a.head_dim * (a.n_heads + a.n_kv_heads) + 3 * a.dim * a.ffn_dim
 
 
 def batch_pairs(layers: Sequence[LayerPosition], positions_BL: Tensor) -> int:
