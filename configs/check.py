@@ -181,7 +181,10 @@ def _check_pipeline(config: JobConfig) -> None:
             f"{name}: with architecture.tie_embeddings the first and the last stage would share a weight."
         )
     if t.layers:
-        raise ConfigError(f"{name}: training.layers = {t.layers!r} leaves stages without gradients; use FSDP.")
+        raise ConfigError(
+            f"{name}: training.layers = {t.layers!r} would leave stages that train nothing; divide the model by "
+            "tensor_parallel_degree, context_parallel_degree and data_parallel_shard_degree instead."
+        )
     if v.enable and (v.local_batch_size not in (0, t.local_batch_size) or v.seq_len not in (0, t.seq_len)):
         raise ConfigError(
             f"{name}: stages exchange tensors of one shape, so validation.local_batch_size and seq_len have to be "

@@ -11,6 +11,7 @@ import sysconfig
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -233,19 +234,20 @@ def _no_documents(name: str) -> DataError:
     return DataError(f"{name}: no documents; every file is empty. Correct the source's path or fill the files.")
 
 
+@cache
 def stdlib_files() -> list[tuple[str, Path]]:
     """The standard library's modules by their relative path; files that are not UTF-8 (test data) are left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
-    for path in root.rglob("*.py"):
-        relative = path.relative_to(root)
-        if {"site-packages", "dist-packages"} & set(relative.parts) or path.stat().st_size == 0:
-            continue
-        try:
-            path.read_bytes().decode()
-        except UnicodeDecodeError:
-            continue
-        files.append((relative.as_posix(), path))
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in ("site-packages", "dist-packages")]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            try:
+                text = path.read_bytes().decode()
+            except UnicodeDecodeError:
+                continue
+            if text:
+                files.append((path.relative_to(root).as_posix(), path))
     if not files:
         raise DataError(
             f'stdlib source: {root} has no .py files. Use a Python installed with its sources, or kind = "text".'

@@ -194,6 +194,11 @@ def _run(stage: Stage, launcher: list[str]) -> int:
     path = stage.folder / "stage.toml"
     write_text(path, to_toml(stage.config))
     train = str(Path(__file__).parent.parent / "train.py")
+    return _wait_for([*launcher, train, "--job.config_file", str(path)])
+
+
+def _wait_for(command: list[str]) -> int:
+    """Runs a command to its end and passes on the signal to stop; returns its exit status."""
     # torchrun gives workers 30 s to end after a signal, which is less than a large model takes to save.
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600", **os.environ}
     process: subprocess.Popen | None = None
@@ -207,7 +212,6 @@ def _run(stage: Stage, launcher: list[str]) -> int:
         n: signal.signal(n, forward if n == signal.SIGTERM else signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)
     }
     try:
-        command = [*launcher, train, "--job.config_file", str(path)]
         process = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
         return process.wait()
     finally:

@@ -5,6 +5,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
+
+from launch.forked import Finished, Forked
 
 ROOT = Path(__file__).parent.parent
 
@@ -82,9 +85,20 @@ def run(command: list[str], check: bool = True) -> subprocess.CompletedProcess[s
     return done
 
 
-def train(folder: Path, *options: str, **arguments) -> subprocess.CompletedProcess[str]:
-    """Trains to the end."""
-    return run(train_command(folder, *options, **arguments))
+def forked(arguments: list[str], output: Path, ranks: int = 1) -> Finished:
+    """Runs `train.py` in forks of a process that has imported everything."""
+    with patch.dict(os.environ):
+        os.environ.pop("TRITON_INTERPRET", None)
+        return Forked(arguments, ranks, output).wait()
+
+
+def train(folder: Path, *options: str, ranks: int = 1, config: str = TINY, check: bool = True) -> Finished:
+    """Trains to the end; with `check`, a failure shows what it printed."""
+    arguments = train_command(folder, *options, config=config)[2:]
+    done = forked(arguments, folder.with_suffix(".printed"), ranks)
+    if check and done.returncode:
+        raise AssertionError(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
+    return done
 
 
 def metrics(folder: Path, key: str = "loss") -> list[dict]:

@@ -33,7 +33,7 @@ from configs.schema import (
 )
 from launch.recipe import check_stages, load_recipe, main
 from model.build import ModelConfig, count_parameters, trained_layers
-from tests.running import ROOT, environment, metrics, run
+from tests.running import ROOT, environment, forked, metrics, run
 
 RECIPES = ROOT / "configs" / "recipes"
 
@@ -160,7 +160,9 @@ def test_lasp_is_table_4_with_five_arms():
         c = stage.config
         assert recipe.gpus == 64
         assert c.checkpoint.initial_load_path == "assets/llama3"
-        assert (c.parallelism.tensor_parallel_degree, c.parallelism.pipeline_parallel_degree) == (8, 4)
+        p, partial = c.parallelism, name in trained
+        degrees = p.tensor_parallel_degree, p.pipeline_parallel_degree, p.context_parallel_degree
+        assert degrees == ((8, 1, 4) if partial else (8, 4, 1))
         assert (c.training.seq_len, c.training.global_batch_size) == (96384, 32)
         assert 96384 * 32 * c.training.steps == pytest.approx(5e9, rel=1e-3)
         o = c.optimizer
@@ -217,18 +219,19 @@ def test_recipes_of_others_are_configs_alone():
     assert [s.config.position for s in stages] == [Position(rotary=Rope(theta=theta)) for theta in (8e6, 1.28e8)]
 
 
-def test_a_plan_states_tokens_steps_and_gpus_and_what_cannot_run(capsys):
+def test_a_plan_states_tokens_steps_and_gpus(capsys, caplog):
     path = str(RECIPES / "yarn_500k_first8_llama3_8b.toml")
     assert main([path, "--dry-run"]) == 0
     said = capsys.readouterr().out
-    for part in ("1,622", "5e+09 tokens, 64 GPUs", "dp 2 × tp 8 × pp 4", "layers 0:8 alone", "can't run as planned"):
+    for part in ("1,622", "5e+09 tokens, 64 GPUs", "dp 2 × tp 8 × cp 4", "layers 0:8 alone"):
         assert part in said
-    assert main([path]) == 2  # before anything is trained
-    data_parallel = ["--parallelism.tensor_parallel_degree", "1", "--parallelism.pipeline_parallel_degree", "1"]
+    assert main([path]) == 2  # one process, not a multiple of 32
+    assert main([path, "--dry-run", "--parallelism.pipeline_parallel_degree", "4"]) == 2
+    assert "training.layers = '0:8' would leave stages that train nothing" in caplog.text
+    data_parallel = ["--parallelism.tensor_parallel_degree", "1", "--parallelism.context_parallel_degree", "1"]
     assert main([path, "--dry-run", "--nproc", "32", *data_parallel]) == 0
     said = capsys.readouterr().out
     assert "dp 32 " in said
-    assert "can't" not in said
     assert main([path, "--dry-run", "--nproc", "64", *data_parallel]) == 2  # 32 sequences over 64 ranks
     assert main([path, "--dry-run", "--nproc", "-32"]) == 2
     assert main([path, "--dry-run", "--parallelism.data_parallel_shard_degree", "3"]) == 2  # of two data-parallel ranks
@@ -276,8 +279,7 @@ WHOLE = ["scope_llama3_8b", "scope_lasp_llama3_8b"]
 
 @pytest.mark.parametrize("first", sorted({*NAMES} - {*WHOLE, *(name for chain in CHAINS.values() for name in chain)}))
 def test_every_tiny_twin_trains(first, tmp_path, monkeypatch):
-    for name, value in environment().items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("launch.recipe._wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode)
     start = ""
     for name in [first, *CHAINS.get(first, [])]:
         text = f'base = "{RECIPES / "tiny" / name}.toml"\n[recipe]\nfolder = "{tmp_path}"\nperplexity_lengths = [1]\n'

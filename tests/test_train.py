@@ -16,7 +16,7 @@ from checkpoints.names import from_hf_name
 from configs.load import ConfigError
 from data.tokenizer import load_tokenizer_dir
 from model.build import ModelConfig, build_model
-from tests.running import ROOT, environment, metrics, run, train, train_command
+from tests.running import ROOT, environment, metrics, train, train_command
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_layers_that_do_not_train_stay_as_they_started(undisturbed, tmp_path, de
     train(tmp_path / "two", *only, *layout, "--parallelism.data_parallel_shard_degree", shard, ranks=2)
     assert_same_losses(tmp_path / "one", tmp_path / "two")
     shutil.rmtree(tmp_path / "two" / "checkpoint" / "step-12")
-    refused = run(train_command(tmp_path / "two"), check=False)
+    refused = train(tmp_path / "two", check=False)
     assert refused.returncode == 2
     assert "optimizer state of layers 1: alone" in refused.stderr
     train(tmp_path / "two", *only)
@@ -268,10 +268,10 @@ def test_going_back_to_an_earlier_step_in_place_is_refused(undisturbed, tmp_path
 
     shutil.copytree(undisturbed, tmp_path / "copy")
     for step, says in (("9", "goes on to step 12"), ("7", "holds steps 9, 12")):
-        done = run(train_command(tmp_path / "copy", "--checkpoint.load_step", step), check=False)
+        done = train(tmp_path / "copy", "--checkpoint.load_step", step, check=False)
         assert done.returncode == 2
         assert says in done.stderr
-    done = run(train_command(tmp_path / "copy", "--position.heads.layout", "sorted"), check=False)
+    done = train(tmp_path / "copy", "--position.heads.layout", "sorted", check=False)
     assert done.returncode == 2
     assert "the heads would change places" in done.stderr
 
@@ -286,15 +286,8 @@ def test_a_non_finite_loss_stops_before_the_optimizer_step(undisturbed, tmp_path
     from safetensors.torch import save_file
 
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
-    command = train_command(
-        tmp_path / "run",
-        "--checkpoint.initial_load_path",
-        str(broken),
-        "--validation.no_enable",
-        "--checkpoint.interval",
-        "1",
-    )
-    done = run(command, check=False)
+    start = ["--checkpoint.initial_load_path", str(broken), "--validation.no_enable", "--checkpoint.interval", "1"]
+    done = train(tmp_path / "run", *start, check=False)
     assert done.returncode == 3
     assert "step 1" in done.stderr
     assert "micro-batch 0 of 1 on rank 0" in done.stderr
@@ -317,7 +310,7 @@ def test_a_non_finite_loss_stops_before_the_optimizer_step(undisturbed, tmp_path
     ],
 )
 def test_refusals_end_with_two_and_no_traceback(tmp_path, options, says):
-    done = run(train_command(tmp_path / "run", *options), check=False)
+    done = train(tmp_path / "run", *options, check=False)
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
