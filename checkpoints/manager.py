@@ -29,6 +29,7 @@ from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
 from model.build import ModelConfig, trained_layers
 from model.layers import select_layers
+from parallel.device import GIB
 
 logger = logging.getLogger("farsight")
 
@@ -266,9 +267,10 @@ class RunCheckpoints(CheckpointManager):
             causes = [f"rank {rank}: {cause!r}" for rank, (cause, _) in sorted(error.failures.items())]
         else:
             causes = [repr(error)]
-        steps = complete_steps(Path(self.folder))
+        steps, free = complete_steps(Path(self.folder)), shutil.disk_usage(self.config.job.dump_folder).free
         return (
-            f"step {step} could not be saved in {self.folder}: {'; '.join(causes)}. "
+            f"step {step} could not be saved in {self.folder} ({free / GIB:.1f} GiB free there; a quota may allow less): "
+            f"{'; '.join(causes)}. "
             f"The newest complete checkpoint is {f'step {steps[-1]}' if steps else 'none'}."
         )
 
