@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -193,6 +194,7 @@ def kill_and_resume(
 
     Args:
         whole: from `train_undisturbed`, to compare with.
+        aimed_at: keys of `AIMS`; after "export" there is nothing left to aim at.
     """
     folder, outcome = training.folder / name, Outcome()
     for number, aim in enumerate(aimed_at):
@@ -200,11 +202,10 @@ def kill_and_resume(
         while True:
             processes = training.start(name, log)
             _wait_for(aim, training, folder, log, whole, rng, processes)
-            late = any(process.poll() is not None for process in processes)
             for process in processes:
                 process.kill()
             statuses = {process.wait() for process in processes}
-            if not late:
+            if -signal.SIGKILL in statuses and statuses <= {-signal.SIGKILL, 0}:
                 break
             if statuses != {0}:
                 outcome.wrong.append(f"{name} ended with {statuses} before it was killed:\n{log.read_text()[-2000:]}")

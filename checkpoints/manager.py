@@ -70,6 +70,8 @@ class RunCheckpoints(CheckpointManager):
 
     initial_load_path: str | None
     exclude_from_loading: list[str]
+    async_mode: AsyncMode
+    save_future: Future[Any] | None
 
     def __init__(self, config: JobConfig, **parts: Any) -> None:
         self.config, self.model_config = config, ModelConfig.from_job(config)
@@ -175,9 +177,9 @@ class RunCheckpoints(CheckpointManager):
                 + "\n  ".join(wrong or sorted(path.name for path in folder.iterdir()))
                 + "\nRestore the files, or set another job.dump_folder to begin anew."
             )
-        for checkpoint, found in damaged.items():
+        for checkpoint, wrong_files in damaged.items():
             kept = set_aside(checkpoint)
-            logger.warning(f"{checkpoint} is damaged: {found}. It is kept as {kept.name}, and step {step} is used.")
+            logger.warning(f"{checkpoint} is damaged: {wrong_files}. It is kept as {kept.name}; step {step} is used.")
         return step
 
     def _check_resumable(self, checkpoint: Path) -> None:

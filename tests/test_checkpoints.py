@@ -22,7 +22,7 @@ from checkpoints.intact import faults, main
 from checkpoints.manager import RunCheckpoints, SaveError, complete_steps
 from checkpoints.model_dir import tensor_files
 from configs.load import ConfigError, build_config
-from tests.running import metrics, run, train, train_command
+from tests.running import metrics, run, train_command
 
 # ── Is a folder whole? ────────────────────────────────────────────────────────────────────────────────
 
@@ -404,20 +404,20 @@ def contents(checkpoint):
     return found
 
 
-def test_fsdp_saves_the_step_s_state_asynchronously(tmp_path):
-    """Weights, moments, schedule and data order of every step, beside those that one process saved and waited for."""
-    options = ["--training.steps", "9", "--checkpoint.keep_latest_k", "0", "--validation.no_enable"]
-    two = ["--training.local_batch_size", "2", "--parallelism.data_parallel_shard_degree", "2"]
-    train(tmp_path / "one", *options)
-    train(tmp_path / "two", *options, *two, "--checkpoint.async_mode", "async", ranks=2)
-    for step in (3, 6, 9):
-        one, found = (contents(tmp_path / name / "checkpoint" / f"step-{step}") for name in ("one", "two"))
-        assert one.keys() == found.keys()
+def test_fsdp_saves_the_step_s_state_asynchronously(whole):
+    """Weights, moments, schedule and data order, beside those that one process saved and waited for."""
+    training = Training(whole.training.folder, steps=24, interval=4, ranks=2, asynchronous=True)
+    log = training.folder / "fsdp.log"
+    assert [process.wait() for process in training.start("fsdp", log)] == [0, 0], log.read_text()
+    for step in (20, 24):  # saved while training went on, and the last
+        one, two = (contents(training.folder / n / "checkpoint" / f"step-{step}") for n in ("undisturbed", "fsdp"))
+        assert one.keys() == two.keys()
         for name, value in one.items():
             if isinstance(value, torch.Tensor):
-                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+                # Sums in another order make 1e-6; four steps on, no tensor differs by less than 7e-4.
+                assert torch.linalg.vector_norm(two[name] - value) <= 1e-5 * torch.linalg.vector_norm(value), name
             else:
-                assert found[name] == value, name
+                assert two[name] == value, name
 
 
 def test_a_full_disk_ends_the_run_with_four(tmp_path):
