@@ -259,17 +259,20 @@ def test_training_goes_on_while_the_state_of_the_step_is_saved(start_run, gate):
     saved = start_run(async_mode="async", keep_latest_k=2)
     saved.save(3)
     saved.save(6)
-    saved.manager.close()
+    saved.manager.save_future.result()
     gate.clear()
     saved.save(9)  # returns, and nothing is written yet
-    assert complete_steps(saved.folder) == [3, 6]  # torchtitan would count step 9 and delete step 3
+    assert complete_steps(saved.folder) == [3, 6]
     assert (saved.folder / "step-9" / "farsight.json").is_file()
     gate.set()
     saved.manager.close()
-    assert complete_steps(saved.folder) == [3, 6, 9]
-    saved.save(12)
-    saved.save(13, last_step=True)
+    assert complete_steps(saved.folder) == [3, 6, 9]  # torchtitan counts step 9 when it begins, and deletes step 3
+    more = start_run(async_mode="async", keep_latest_k=2)
+    more.save(12)
+    more.save(13, last_step=True)
     assert complete_steps(saved.folder)[-2:] == [12, 13]  # the last one is complete at once
+    more.manager.close()
+    assert sorted(p.name for p in saved.folder.iterdir()) == ["step-12", "step-13"]
     again = start_run()
     assert again.load() == 13
     shutil.rmtree(saved.folder / "step-13")
