@@ -36,7 +36,7 @@ from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enabl
 from torchtitan.train import Trainer as TitanTrainer
 
 from checkpoints.convert import checkpoint_to_model_dir
-from checkpoints.manager import RunCheckpoints
+from checkpoints.manager import RunCheckpoints, SaveError
 from configs.help import help_text
 from configs.load import ConfigError, load_config, to_toml
 from configs.schema import JobConfig
@@ -62,6 +62,8 @@ EXIT_CONFIG = 2
 """The configuration or the data can't be used."""
 EXIT_NON_FINITE = 3
 """The loss or the gradients were not finite; the weights are those before the step."""
+EXIT_SAVE = 4
+"""A checkpoint could not be written; the newest complete one is kept."""
 EXIT_INTERRUPTED = 75
 """SIGTERM or SIGINT: a checkpoint was saved, and the same command goes on from it."""
 
@@ -450,6 +452,9 @@ def pretrain(config: JobConfig) -> int:
     except NonFiniteError as error:
         logger.error(str(error))
         status = EXIT_NON_FINITE
+    except SaveError as error:
+        logger.error(str(error))
+        status = EXIT_SAVE
     except Interrupted:
         assert trainer is not None
         goes_on = trainer.checkpointer.saved(trainer.step) is not None

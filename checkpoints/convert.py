@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tqdm import tqdm
 
 from checkpoints.card import CONFIG, read_history
-from checkpoints.manager import COMPLETE
+from checkpoints.intact import faults
 from checkpoints.model_dir import SHARD_BYTES, TensorReader, check_tensors, read_model_config, write_model_dir
 from configs.load import ConfigError
 from data.tokenizer import find_tokenizer_dir, load_tokenizer_dir
@@ -41,11 +41,10 @@ def checkpoint_to_model_dir(
         dtype: of the weights written; None keeps the checkpoint's.
 
     Raises:
-        ConfigError: not a complete checkpoint of ours.
+        ConfigError: not a complete, undamaged checkpoint of ours.
     """
-    for name in (COMPLETE, CONFIG):
-        if not (checkpoint / name).is_file():
-            raise ConfigError(f"{checkpoint} has no {name}: it is not a complete checkpoint folder (step-N).")
+    if found := faults(checkpoint):
+        raise ConfigError(f"{checkpoint} is not an intact checkpoint folder (step-N): {'; '.join(found)}.")
     config = ModelConfig.load(checkpoint / CONFIG)
     metadata: dict[str, Any] = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {}

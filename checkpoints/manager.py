@@ -2,27 +2,42 @@
 
 - `farsight.json` and the resolved config lie beside every checkpoint.
 - A first save that was interrupted does not hide the weights the run was to start from.
+- A damaged checkpoint is named and set aside, and the newest intact one is used.
 - What to start from may be a model directory or a checkpoint, told apart by looking.
+- Only complete checkpoints count in `keep_latest_k`, and a save that failed is reported when it fails.
 """
 
 import dataclasses
+import logging
+import re
 import shutil
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torchtitan.components.checkpoint import CheckpointManager
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 
 from checkpoints.card import CONFIG, read_history, training_entry
+from checkpoints.intact import COMPLETE, faults
 from checkpoints.model_dir import check_tensors, read_model_config
 from checkpoints.names import from_hf_name, to_hf_name
 from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
 from model.build import ModelConfig, trained_layers
 from model.layers import select_layers
+from parallel.device import GIB
 
-COMPLETE = ".metadata"
-"""DCP writes this file last: a step folder without it was interrupted."""
+logger = logging.getLogger("farsight")
+
+T = TypeVar("T")
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written."""
 
 
 class HuggingFaceAdapter:
@@ -55,12 +70,16 @@ class RunCheckpoints(CheckpointManager):
 
     initial_load_path: str | None
     exclude_from_loading: list[str]
+    async_mode: AsyncMode
+    save_future: Future[Any] | None
 
     def __init__(self, config: JobConfig, **parts: Any) -> None:
         self.config, self.model_config = config, ModelConfig.from_job(config)
         # The runs that trained the weights before this one, and how far it was when its settings were last changed.
         self.history: list[dict[str, Any]] = []
         self.done = (0, 0)
+        if config.checkpoint.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM and not torch.cuda.is_available():
+            raise ConfigError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU; set "async".')
         super().__init__(
             **parts,
             checkpoint_config=config.checkpoint,
@@ -69,26 +88,26 @@ class RunCheckpoints(CheckpointManager):
         )
 
     def load(self, step: int = -1) -> bool:
-        """Loads this run's newest complete checkpoint, or what `checkpoint.initial_load_path` names.
+        """Loads this run's newest intact checkpoint, or what `checkpoint.initial_load_path` names.
 
         Raises:
-            ConfigError: a start that does not exist or does not fit the model.
+            ConfigError: a start that does not exist or does not fit the model, or checkpoints of which none is intact.
         """
         if not self.enable:
             return False
-        discard_incomplete(Path(self.folder))
-        resumes = Path(self.folder).is_dir()
-        if not resumes and self.initial_load_path:
-            self._prepare_initial_load(Path(self.initial_load_path))
-            self.history = read_history(Path(self.initial_load_path))
-        if resumes:
-            step = self._step_to_resume(step)
-            self.states["dataloader"].check_checkpoint(self._create_checkpoint_id(step))
+        newest = on_rank_zero(lambda: self._step_to_resume(step))
+        if newest is not None:
+            checkpoint = Path(self._create_checkpoint_id(newest))
+            self._check_resumable(checkpoint)
             # Both are for the start from another run; a run that resumes itself needs all of its state.
             self.exclude_from_loading, self.initial_load_path = [], None
-            loaded = super().load(step)
-            self._continue_history(Path(self._create_checkpoint_id(step)), step)
+            loaded = super().load(newest)
+            self._continue_history(checkpoint, newest)
+            logger.info(f"resuming from {checkpoint}")
             return loaded
+        if self.initial_load_path:
+            self._prepare_initial_load(Path(self.initial_load_path))
+            self.history = read_history(Path(self.initial_load_path))
         # Another run's optimizer brings its moments, and with them its learning rate and weight decay: ours stay.
         groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
@@ -124,23 +143,50 @@ class RunCheckpoints(CheckpointManager):
                 "model directory."
             )
 
-    def _step_to_resume(self, asked: int) -> int:
-        """The step to go on from, which has to be the newest: a run does not write over its own later steps."""
-        steps = sorted(int(path.name.removeprefix("step-")) for path in Path(self.folder).glob("step-*"))
-        if asked not in (-1, *steps):
+    def _step_to_resume(self, asked: int) -> int | None:
+        """The step to go on from, or None where the run has saved nothing; newer ones that are damaged are set aside.
+
+        It has to be the newest: a run does not write over its own later steps. Rank 0 alone calls it.
+        """
+        folder = Path(self.folder)
+        discard_incomplete(folder)
+        if not folder.is_dir():
+            return None
+        steps = complete_steps(folder)
+        if steps and asked not in (-1, *steps):
             raise ConfigError(
                 f"checkpoint.load_step = {asked}: {self.folder} holds steps {', '.join(map(str, steps))}."
             )
-        if not steps or asked not in (-1, steps[-1]):
+        if steps and asked not in (-1, steps[-1]):
             raise ConfigError(
-                f"checkpoint.load_step = {asked}, but {self.folder} goes on to step {steps[-1] if steps else 'none'}. "
+                f"checkpoint.load_step = {asked}, but {self.folder} goes on to step {steps[-1]}. "
                 "To go back, name the earlier step in checkpoint.initial_load_path of a run in another job.dump_folder, "
                 "or remove the later steps."
             )
-        saved = ModelConfig.load(Path(self._create_checkpoint_id(steps[-1])) / CONFIG)
-        self._refuse_another_model(saved, self._create_checkpoint_id(steps[-1]))
-        self._refuse_other_layers(Path(self._create_checkpoint_id(steps[-1])))
-        return steps[-1]
+        damaged: dict[Path, str] = {}
+        for step in reversed(steps):
+            checkpoint = Path(self._create_checkpoint_id(step))
+            if not (found := faults(checkpoint)):
+                break
+            damaged[checkpoint] = "; ".join(found)
+        if len(damaged) == len(steps) or (damaged and asked != -1):
+            wrong = [f"{checkpoint}: {found}" for checkpoint, found in damaged.items()]
+            raise ConfigError(
+                f"{folder} holds no intact checkpoint{f' of step {asked}' * (asked != -1)}, and the run does not start "
+                "again from its first weights by itself:\n  "
+                + "\n  ".join(wrong or sorted(path.name for path in folder.iterdir()))
+                + "\nRestore the files, or set another job.dump_folder to begin anew."
+            )
+        for checkpoint, wrong_files in damaged.items():
+            kept = set_aside(checkpoint)
+            logger.warning(f"{checkpoint} is damaged: {wrong_files}. It is kept as {kept.name}; step {step} is used.")
+        return step
+
+    def _check_resumable(self, checkpoint: Path) -> None:
+        """Raises unless model, trained layers and data order are those that the checkpoint was saved with."""
+        self._refuse_another_model(ModelConfig.load(checkpoint / CONFIG), str(checkpoint))
+        self._refuse_other_layers(checkpoint)
+        self.states["dataloader"].check_checkpoint(checkpoint)
 
     def _refuse_another_model(self, saved: ModelConfig, where: str) -> None:
         """What weights depend on may not change: their shapes, and which head has which scope."""
@@ -157,7 +203,9 @@ class RunCheckpoints(CheckpointManager):
     def _prepare_initial_load(self, start: Path) -> None:
         if not start.is_dir():
             raise ConfigError(f"checkpoint.initial_load_path = {start} does not exist.")
-        self.initial_load_in_hf = not (start / COMPLETE).is_file()
+        self.initial_load_in_hf = not (start / COMPLETE).is_file() and not any(start.glob("*.distcp"))
+        if not self.initial_load_in_hf and (found := on_rank_zero(lambda: faults(start))):
+            raise ConfigError(f"checkpoint.initial_load_path = {start} is damaged: {'; '.join(found)}.")
         source = read_model_config(start)
         self._refuse_another_model(source, f"checkpoint.initial_load_path = {start}")
         if self.initial_load_in_hf:
@@ -167,18 +215,83 @@ class RunCheckpoints(CheckpointManager):
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Saves when the step is due, or always with `last_step`; the config goes first, so that a complete
-        checkpoint always has it."""
-        if self._should_save(curr_step, last_step) and dist.get_rank() == 0:
-            folder = Path(self._create_checkpoint_id(curr_step))
-            folder.mkdir(parents=True, exist_ok=True)
-            steps, tokens = curr_step - self.done[0], self._tokens_seen() - self.done[1]
-            entry = training_entry(self.config, steps, tokens)
-            if self.done[0]:
-                entry["start"] = "the run above, with other settings"
-            self.model_config.save(folder / CONFIG, job=to_toml(self.config), training=[*self.history, entry])
-        super().save(curr_step, last_step)
-        if last_step and self.enable:
+        checkpoint always has it.
+
+        With asynchronous saving it waits for the save before, and returns when the state is copied; the last step's
+        is complete when it returns. After an asynchronous save that failed, the next one is waited for.
+
+        Raises:
+            SaveError: on all ranks.
+        """
+        if not self._should_save(curr_step, last_step):
+            return
+        mode = self.async_mode
+        if not self._finish_saving():
+            self.async_mode = AsyncMode.DISABLED
+        try:
+            on_rank_zero(lambda: self._write_config(curr_step))
+            super().save(curr_step, last_step)
+        except (CheckpointException, OSError) as error:
+            self._discard_failed(curr_step)
+            raise SaveError(self._failure(curr_step, error)) from error
+        finally:
+            self.async_mode = mode
+        if self.save_future is not None:
+            self.saving = curr_step
+            if dist.get_rank() == 0:
+                self.save_future.add_done_callback(lambda future: self._report(curr_step, future))
+        if last_step:
             self._purge_stale_checkpoints()
+
+    def _write_config(self, step: int) -> None:
+        folder = Path(self._create_checkpoint_id(step))
+        folder.mkdir(parents=True, exist_ok=True)
+        entry = training_entry(self.config, step - self.done[0], self._tokens_seen() - self.done[1])
+        if self.done[0]:
+            entry["start"] = "the run above, with other settings"
+        self.model_config.save(folder / CONFIG, job=to_toml(self.config), training=[*self.history, entry])
+
+    def _finish_saving(self) -> bool:
+        """Waits for the save that is under way; returns whether it succeeded, on all ranks the same."""
+        future, self.save_future = self.save_future, None
+        if future is None or future.exception() is None:
+            return True
+        self._discard_failed(self.saving)
+        return False
+
+    def _report(self, step: int, future: Future[Any]) -> None:
+        """Called by the thread that saves: an hour may pass until the next save asks."""
+        if (error := future.exception()) is not None:
+            logger.error(f"{self._failure(step, error)} The run goes on, and stops if the next save fails too.")
+
+    def _failure(self, step: int, error: BaseException) -> str:
+        if isinstance(error, CheckpointException):
+            causes = [f"rank {rank}: {cause!r}" for rank, (cause, _) in sorted(error.failures.items())]
+        else:
+            causes = [repr(error)]
+        steps, free = complete_steps(Path(self.folder)), shutil.disk_usage(self.config.job.dump_folder).free
+        return (
+            f"step {step} could not be saved in {self.folder} ({free / GIB:.1f} GiB free there; a quota may allow less): "
+            f"{'; '.join(causes)}. "
+            f"The newest complete checkpoint is {f'step {steps[-1]}' if steps else 'none'}."
+        )
+
+    def _discard_failed(self, step: int) -> None:
+        """A disk that is full has room again for the next."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._create_checkpoint_id(step), ignore_errors=True)
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Deletes all but the newest `keep_latest_k` complete checkpoints; one that is being saved does not count.
+
+        torchtitan counts it, and what is damaged or was interrupted. It also leaves a folder with `.metadata` and
+        without the rest when a run is killed while it deletes: here `.metadata` goes first.
+        """
+        if self.keep_latest_k > 0 and dist.get_rank() == 0:
+            for step in complete_steps(Path(self.folder))[: -self.keep_latest_k]:
+                checkpoint = Path(self._create_checkpoint_id(step))
+                (checkpoint / COMPLETE).unlink()
+                self.purge_queue.put(str(checkpoint))
 
     def saved(self, step: int) -> Path | None:
         """The complete checkpoint of a step, if there is one."""
@@ -188,20 +301,49 @@ class RunCheckpoints(CheckpointManager):
     def close(self) -> None:
         """Waits for a save that is under way, then ends the threads."""
         if getattr(self, "save_future", None) is not None:
-            self._async_wait()
+            self._finish_saving()
         super().close()
 
 
+def on_rank_zero(work: Callable[[], T]) -> T:
+    """Does work on rank 0 alone; what it returns or raises is returned or raised on every rank."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except Exception as error:
+            outcome[1] = error
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The steps with a complete checkpoint, in order."""
+    names = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in folder.glob(f"*/{COMPLETE}"))
+    return sorted(int(match[1]) for match in names if match)
+
+
 def discard_incomplete(folder: Path) -> None:
-    """Removes step folders whose save was interrupted, and the folder itself if none is left. All ranks call it.
+    """Removes step folders whose save was interrupted, and the folder itself if none is left.
 
     torchtitan takes an existing folder as a sign of checkpoints in it, and would start from random weights.
     """
-    if dist.get_rank() == 0 and folder.is_dir():
-        for step in folder.glob("step-*"):
-            if not (step / COMPLETE).is_file():
-                shutil.rmtree(step)
-        if not any(folder.iterdir()):
-            folder.rmdir()
-    if dist.get_world_size() > 1:
-        dist.barrier()
+    if not folder.is_dir():
+        return
+    for step in folder.glob("step-*"):
+        if not (step / COMPLETE).is_file():
+            shutil.rmtree(step)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Renames step-N to damaged-N, or to damaged-N.2 and so on, a name that torchtitan takes for no checkpoint."""
+    number, kept = 1, checkpoint.with_name(checkpoint.name.replace("step", "damaged"))
+    while kept.exists():
+        number += 1
+        kept = kept.with_name(f"{kept.name.split('.')[0]}.{number}")
+    return checkpoint.rename(kept)

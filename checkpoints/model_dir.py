@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
@@ -133,7 +133,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
     """Our parameter name → the safetensors file that holds it.
 
     Raises:
-        ConfigError: no safetensors, or tensors that a Llama of ours does not have.
+        ConfigError: no safetensors, a damaged file, or tensors that a Llama of ours does not have.
     """
     files: dict[str, Path] = {}
     paths = sorted(directory.glob("*.safetensors"))
@@ -148,7 +148,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
                 f"{index} names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} missing."
             )
     for path in paths:
-        with safe_open(path, framework="pt") as file:
+        with _open_safetensors(path) as file:
             for key in file.keys():  # noqa: SIM118  safe_open is not a dict
                 if key.endswith("rotary_emb.inv_freq"):
                     continue  # older exports carry it; the config says the same
@@ -157,6 +157,14 @@ def tensor_files(directory: Path) -> dict[str, Path]:
                     raise ConfigError(f"{path.name} holds {key}, which a Llama of this shape does not have.")
                 files[name] = path
     return files
+
+
+def _open_safetensors(path: Path) -> Any:
+    """`safe_open`, whose own error of a damaged file does not name it."""
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is damaged ({path.stat().st_size:,} bytes): {error}. Copy it again.") from None
 
 
 def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Path]:

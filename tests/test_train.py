@@ -1,6 +1,6 @@
 """Whole runs: data parallelism, resuming, signals, and how a run refuses or stops."""
 
-import random
+import re
 import shutil
 import signal
 import subprocess
@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoints.card import read_history
+from checkpoints.intact import faults
+from checkpoints.manager import complete_steps
 from checkpoints.model_dir import load_model
 from checkpoints.names import from_hf_name
 from configs.load import ConfigError
@@ -133,32 +135,17 @@ def test_a_run_without_checkpoints(tmp_path):
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
-def test_killed_three_times_and_resumed_ends_with_the_same_weights(undisturbed, tmp_path):
-    folder, rng = tmp_path / "killed", random.Random(0)
-    command = train_command(folder)
-    for _ in range(3):
-        # Somewhere in training or saving: a moment after a step that is drawn at random.
-        steps = len(metrics(folder)) if (folder / "metrics.jsonl").is_file() else 0
-        process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.DEVNULL)
-        target = steps + rng.randint(1, 3)
-        while process.poll() is None and not ((folder / "metrics.jsonl").is_file() and len(metrics(folder)) >= target):
-            time.sleep(0.005)
-        time.sleep(rng.random() * 0.05)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-    train(folder)
-    assert_same_weights(undisturbed, folder)
-    # Steps that ran twice are reported once, with the same losses.
-    assert [row["step"] for row in metrics(folder)] == list(range(1, 13))
-    assert [row["loss"] for row in metrics(folder)] == [row["loss"] for row in metrics(undisturbed)]
-    (run,) = read_history(folder / "model")  # one run, however often it was started
-    assert (run["name"], run["start"], run["steps"], run["tokens"]) == ("killed", "random weights", 12, 12 * 4 * 64)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, number):
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [
+        (signal.SIGTERM, ["--checkpoint.interval", "1000"]),
+        (signal.SIGINT, ["--checkpoint.interval", "2", "--checkpoint.async_mode", "async"]),
+    ],
+    ids=["term", "int-async"],
+)
+def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, number, options):
     folder = tmp_path / "stopped"
-    command = train_command(folder, "--checkpoint.interval", "1000")
+    command = train_command(folder, *options)
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
     while not (folder / "metrics.jsonl").is_file() or len(metrics(folder)) < 3:
         time.sleep(0.01)
@@ -166,9 +153,11 @@ def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, numb
     _, printed = process.communicate()
     assert process.returncode == 75
     assert "goes on from there" in printed
-    (saved,) = (folder / "checkpoint").iterdir()
-    assert (saved / "farsight.json").is_file()
-    train(folder, "--checkpoint.interval", "1000")
+    (stopped,) = re.findall(r"stopped after step (\d+)", printed)
+    assert complete_steps(folder / "checkpoint")[-1] == int(stopped)
+    assert faults(folder / "checkpoint" / f"step-{stopped}") == []
+    done = train(folder, *options)
+    assert f"step-{stopped}" in done.stderr  # where it resumes from
     assert_same_weights(undisturbed, folder)
 
 

@@ -1,0 +1,355 @@
+"""Kill training runs at random moments, resume them, and compare each with the run that was never disturbed.
+
+    python -m benchmarks.kills --json kills.json
+    python -m benchmarks.kills --ranks 2 --async
+
+Each run trains a tiny model, is killed with SIGKILL (all ranks at once) and resumed by the same command. Of ten kills, one
+is aimed at start-up, four at training, four at a save and one at the export after the last step; the table counts where
+they fell. A run passes when it resumes from its newest complete checkpoint, whose bytes match their checksums, loses no
+more than the steps since that one, and ends with the same rows in metrics.jsonl and the same weights, bit for bit.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tqdm import tqdm
+
+from checkpoints.intact import COMPLETE, faults
+from checkpoints.manager import complete_steps
+
+ROOT = Path(__file__).parent.parent
+CONFIG = """
+[architecture]
+vocab_size = 0
+dim = 32
+n_layers = 2
+n_heads = 4
+n_kv_heads = 2
+head_dim = 8
+ffn_dim = 64
+
+[position]
+heads = { kind = "scope" }
+
+[tokenizer]
+kind = "bytes"
+
+[data]
+held_out = 0.05
+
+[training]
+seq_len = 32
+global_batch_size = 2
+mixed_precision_param = "float32"
+
+[activation_checkpoint]
+mode = "none"
+
+[optimizer]
+lr = 1e-2
+
+[lr_scheduler]
+warmup_steps = 2
+
+[validation]
+freq = 50
+steps = 2
+
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+"""
+AIMS = {"start-up": 1, "training": 4, "saving": 4, "export": 1}
+"""Of ten kills."""
+SPEED = {"tokens_per_second", "tflops", "mfu", "memory_gib", "data_seconds"}
+"""Figures of a row that differ between two equal runs."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and where it is called for."""
+
+    folder: Path
+    """Holds the run folders."""
+    steps: int = 200
+    interval: int = 10
+    ranks: int = 1
+    asynchronous: bool = False
+
+    def start(self, name: str, log: Path) -> list[subprocess.Popen]:
+        """Starts the run's processes, one a rank; rank 0 prints into `log`.
+
+        Without torchrun, whose workers outlive a launcher that is killed.
+        """
+        config = self.folder / "kills.toml"
+        config.write_text(CONFIG)
+        options = {
+            "job.config_file": config, "job.dump_folder": self.folder / name, "training.steps": self.steps,
+            "training.local_batch_size": 2 // self.ranks, "checkpoint.interval": self.interval,
+            "checkpoint.async_mode": "async" if self.asynchronous else "disabled",
+        }  # fmt: skip
+        command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in options.items())]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        processes = []
+        for rank in range(self.ranks):
+            variables = {"OMP_NUM_THREADS": 1, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks}
+            if self.ranks > 1:
+                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environment = {**os.environ, **{key: str(value) for key, value in variables.items()}}
+            with (log if rank == 0 else Path(os.devnull)).open("w") as output:
+                processes.append(
+                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+                )
+        return processes
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """What a run has to end with, and how long its parts take."""
+
+    rows: list[dict]
+    weights: bytes
+    start_seconds: float
+    save_seconds: float
+    export_seconds: float
+
+
+@dataclass
+class Kill:
+    where: str
+    reached: int
+    """The last step that was done."""
+    resumed: int
+    """The step of the newest complete checkpoint; 0 for none."""
+
+    @property
+    def lost(self) -> int:
+        return self.reached - self.resumed
+
+
+@dataclass
+class Outcome:
+    kills: list[Kill] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+def train_undisturbed(training: Training) -> Undisturbed:
+    log, begin = training.folder / "undisturbed.log", time.time()
+    (status,) = {process.wait() for process in training.start("undisturbed", log)}
+    if status:
+        raise SystemExit(f"the undisturbed run ended with {status}:\n{log.read_text()[-4000:]}")
+    folder = training.folder / "undisturbed"
+    last = folder / "checkpoint" / f"step-{training.steps}"
+    saved = _modified(last / COMPLETE)
+    return Undisturbed(
+        rows=rows(folder),
+        weights=weights(folder),
+        # The lock and the tokenizer come early, the config just before the first step.
+        start_seconds=_modified(folder / "config.toml") - begin,
+        save_seconds=saved - _modified(last / "farsight.json"),
+        export_seconds=_modified(folder / "model" / "README.md") - saved,
+    )
+
+
+def _modified(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def rows(folder: Path) -> list[dict]:
+    """`metrics.jsonl` without the figures of speed."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in SPEED} for line in lines]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def aims(rng: random.Random) -> Iterator[str]:
+    """What each kill is aimed at, without end."""
+    while True:
+        ten = [aim for aim, count in AIMS.items() for _ in range(count)]
+        rng.shuffle(ten)
+        yield from ten
+
+
+def kill_and_resume(
+    training: Training, name: str, whole: Undisturbed, aimed_at: Sequence[str], rng: random.Random
+) -> Outcome:
+    """Trains in a new run folder, killed once for each aim and resumed after each.
+
+    Args:
+        whole: from `train_undisturbed`, to compare with.
+        aimed_at: keys of `AIMS`; after "export" there is nothing left to aim at.
+    """
+    folder, outcome = training.folder / name, Outcome()
+    for number, aim in enumerate(aimed_at):
+        log = training.folder / f"{name}.{number}.log"
+        while True:
+            processes = training.start(name, log)
+            _wait_for(aim, training, folder, log, whole, rng, processes)
+            for process in processes:
+                process.kill()
+            statuses = {process.wait() for process in processes}
+            if -signal.SIGKILL in statuses and statuses <= {-signal.SIGKILL, 0}:
+                break
+            if statuses != {0}:
+                outcome.wrong.append(f"{name} ended with {statuses} before it was killed:\n{log.read_text()[-2000:]}")
+                return outcome
+            # It was done before the moment came: take its last checkpoint away, and aim again.
+            _undo_last_save(training, folder)
+        _check_start(outcome, log)
+        outcome.kills.append(_look(training, folder, log, outcome))
+    log = training.folder / f"{name}.log"
+    statuses = {process.wait() for process in training.start(name, log)}
+    printed = log.read_text()
+    if statuses != {0}:
+        outcome.wrong.append(f"{name} ended with {statuses} when resumed:\n{printed[-2000:]}")
+        return outcome
+    _check_start(outcome, log)
+    if rows(folder) != whole.rows:
+        outcome.wrong.append(f"{name}: the rows of metrics.jsonl differ from the undisturbed run's")
+    if weights(folder) != whole.weights:
+        outcome.wrong.append(f"{name}: the final weights differ from the undisturbed run's")
+    return outcome
+
+
+def _wait_for(
+    aim: str, training: Training, folder: Path, log: Path, whole: Undisturbed, rng: random.Random,
+    processes: Sequence[subprocess.Popen],
+) -> None:  # fmt: skip
+    """Waits until the moment to kill, drawn at random within what is aimed at, or until a process has ended."""
+    checkpoints, begun = folder / "checkpoint", max(complete_steps(folder / "checkpoint"), default=0)
+    saves = range(begun + training.interval, training.steps + 1, training.interval)
+    reached: Callable[[], bool]
+    if aim == "start-up":
+        seconds, reached = whole.start_seconds, lambda: True
+    elif aim == "training":
+        step = rng.randint(begun + 1, training.steps - 1)
+        seconds, reached = 0.03, lambda: _last_step(log) >= step
+    elif aim == "saving":
+        save = checkpoints / f"step-{rng.choice(saves)}"
+        seconds, reached = whole.save_seconds, save.exists
+    else:
+        seconds, reached = whole.export_seconds, (checkpoints / f"step-{training.steps}" / COMPLETE).exists
+    delay = rng.random() * seconds
+    while not reached() and all(process.poll() is None for process in processes):
+        time.sleep(0.001)
+    time.sleep(delay)
+
+
+def _last_step(log: Path) -> int:
+    """The last training step that a process has reported; 0 for none."""
+    steps = re.findall(r"^step (\d+)/\d+  loss ", log.read_text(), re.MULTILINE)
+    return int(steps[-1]) if steps else 0
+
+
+def _started_at(log: Path) -> int | None:
+    """The step that a process resumed from: 0 for a new run, None where it was killed before it had loaded."""
+    printed = log.read_text()
+    resumed = re.search(r"^resuming from .*step-(\d+)$", printed, re.MULTILINE)
+    return int(resumed[1]) if resumed else 0 if re.search(r"^step 0/", printed, re.MULTILINE) else None
+
+
+def _check_start(outcome: Outcome, log: Path) -> None:
+    """A process has to go on from the newest checkpoint that the one before it left."""
+    expected, found = outcome.kills[-1].resumed if outcome.kills else 0, _started_at(log)
+    if found not in (None, expected):
+        outcome.wrong.append(f"{log.stem} started at step {found}; the newest complete checkpoint was {expected}")
+    if "damaged" in (printed := log.read_text()):
+        outcome.wrong.append(f"{log.stem} found a damaged checkpoint:\n{printed[-2000:]}")
+
+
+def _look(training: Training, folder: Path, log: Path, outcome: Outcome) -> Kill:
+    """Where a kill fell, by what it left behind."""
+    checkpoints = folder / "checkpoint"
+    newest = max(complete_steps(checkpoints), default=0)
+    if newest and (found := faults(checkpoints / f"step-{newest}", progress=lambda length: None)):
+        outcome.wrong.append(f"{log.stem}: step {newest} is complete and damaged: {'; '.join(found)}")
+    begun = max(int(path.name.removeprefix("step-")) for path in [*checkpoints.glob("step-*"), Path("step-0")])
+    started = _started_at(log)
+    reached = max(_last_step(log), started if started is not None else newest)
+    if begun > newest:
+        where = "saving"
+    elif newest == training.steps:
+        where = "export"
+    else:
+        where = "training" if _last_step(log) else "start-up"
+    kill = Kill(where, reached, newest)
+    # A save that is under way is waited for before the next begins.
+    if kill.lost > training.interval * (2 if training.asynchronous else 1):
+        outcome.wrong.append(f"{log.stem}: {kill.lost} steps lost, saved every {training.interval}")
+    return kill
+
+
+def _undo_last_save(training: Training, folder: Path) -> None:
+    (folder / "checkpoint" / f"step-{training.steps}" / COMPLETE).unlink()
+
+
+def table(kills: Sequence[Kill]) -> str:
+    lines = [("killed in", "kills", "steps lost, mean", "largest")]
+    for where in AIMS:
+        lost = [kill.lost for kill in kills if kill.where == where]
+        if lost:
+            lines.append((where, str(len(lost)), f"{sum(lost) / len(lost):.1f}", str(max(lost))))
+    lost = [kill.lost for kill in kills]
+    lines.append(("all", str(len(lost)), f"{sum(lost) / max(1, len(lost)):.1f}", str(max(lost, default=0))))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=int, default=30, help="how many runs are killed, once each (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="2 trains with FSDP (default: 1)")
+    parser.add_argument("--async", dest="asynchronous", action="store_true", help="save while training goes on")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the kills there")
+    args = parser.parse_args()
+
+    begin, rng = time.perf_counter(), random.Random(args.seed)
+    kills: list[Kill] = []
+    wrong: list[str] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        training = Training(Path(temporary), ranks=args.ranks, asynchronous=args.asynchronous)
+        whole = train_undisturbed(training)
+        for number, aim in tqdm(
+            zip(range(args.runs), aims(rng), strict=False), total=args.runs, disable=None, unit="run", leave=False
+        ):
+            outcome = kill_and_resume(training, f"run-{number}", whole, [aim], rng)
+            kills += outcome.kills
+            wrong += outcome.wrong
+    print(table(kills))
+    print(
+        f"{args.runs} runs of {training.steps} steps on {args.ranks} rank{'s' * (args.ranks > 1)}, saved every "
+        f"{training.interval}{' asynchronously' * args.asynchronous}: {len(wrong)} failures, "
+        f"{time.perf_counter() - begin:.0f} s"
+    )
+    if args.json:
+        found = {"runs": args.runs, "seed": args.seed, "ranks": args.ranks, "asynchronous": args.asynchronous}
+        found |= {"steps": training.steps, "interval": training.interval}
+        lines = [asdict(kill) | {"lost": kill.lost} for kill in kills]
+        args.json.write_text(json.dumps({**found, "kills": lines, "wrong": wrong}, indent=1) + "\n")
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

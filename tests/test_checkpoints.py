@@ -1,0 +1,433 @@
+"""Checkpoints that are damaged, cut short, written while training goes on, or not written at all."""
+
+import random
+import resource
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from benchmarks.kills import Training, kill_and_resume, rows, train_undisturbed
+from benchmarks.kills import weights as weight_bytes
+from checkpoints.card import read_history
+from checkpoints.convert import checkpoint_to_model_dir
+from checkpoints.intact import faults, main
+from checkpoints.manager import RunCheckpoints, SaveError, complete_steps
+from checkpoints.model_dir import tensor_files
+from configs.load import ConfigError, build_config
+from tests.running import metrics, run, train_command
+
+# ── Is a folder whole? ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A checkpoint of two shards."""
+    tensors = {name: torch.randn(50, 20) for name in "abc"} | {"step": 3}
+    writer = dcp.FileSystemWriter(tmp_path / "step-3", thread_count=2)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    (tmp_path / "step-3" / "farsight.json").write_text("{}")
+    return tmp_path / "step-3"
+
+
+def test_a_whole_folder_has_no_faults(folder, capsys):
+    assert len(list(folder.glob("*.distcp"))) == 2
+    assert faults(folder) == []
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out == f"{folder}: whole\n"
+
+
+def cut(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+
+
+@pytest.mark.parametrize("by", [1, 20, 5000])
+def test_a_truncated_shard(folder, by):
+    path = folder / "__0_1.distcp"
+    size = path.stat().st_size
+    cut(path, size - by)
+    assert faults(folder) == [f"__0_1.distcp has {size - by:,} bytes, {size:,} expected"]
+
+
+def test_a_missing_shard(folder):
+    size = (folder / "__0_0.distcp").stat().st_size
+    (folder / "__0_0.distcp").unlink()
+    assert faults(folder) == [f"__0_0.distcp is missing ({size:,} bytes expected)"]
+
+
+@pytest.mark.parametrize("left", [0, 1, 200, -1])
+def test_truncated_metadata(folder, left):
+    cut(folder / ".metadata", left)
+    (found,) = faults(folder)
+    assert found.startswith(".metadata can't be read (")
+
+
+def test_metadata_that_is_something_else(folder):
+    (folder / ".metadata").write_bytes(b"\x80\x04K\x01.")  # the pickle of 1
+    (found,) = faults(folder)
+    assert found.startswith(".metadata can't be read (")
+
+
+def test_no_config(folder):
+    (folder / "farsight.json").unlink()
+    assert faults(folder) == ["farsight.json is missing"]
+    (folder / "farsight.json").write_text('{"architecture": ')
+    (found,) = faults(folder)
+    assert found.startswith("farsight.json can't be read (")
+
+
+def test_an_empty_folder(tmp_path):
+    assert faults(tmp_path) == [".metadata is missing: the save was interrupted, or the file was lost"]
+
+
+def test_flipped_bits_are_found_where_all_is_read(folder, capsys):
+    saved = {name: torch.zeros(50, 20) for name in "abc"}
+    dcp.load(saved, checkpoint_id=folder, no_dist=True)
+    path = next(p for p in folder.glob("*.distcp") if saved["a"].numpy().tobytes() in p.read_bytes())
+    altered = bytearray(path.read_bytes())
+    at = altered.find(saved["a"].numpy().tobytes())
+    altered[at + 100] ^= 1
+    path.write_bytes(altered)
+    dcp.load(again := {"a": torch.zeros(50, 20)}, checkpoint_id=folder, no_dist=True)
+    assert not torch.equal(again["a"], saved["a"])  # torch does not notice, and neither do sizes
+    assert faults(folder) == []
+    assert main([str(folder)]) == 1
+    _, name, *_, start, _, end = capsys.readouterr().out.replace(",", "").split()
+    assert name == path.name
+    assert int(start) < at + 100 < int(end)
+
+
+def test_a_truncated_model_directory_names_the_file(whole):
+    _, copy = whole.copy("model_dir")
+    cut(copy / "model" / "model.safetensors", 1000)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged \(1,000 bytes\)"):
+        tensor_files(copy / "model")
+    cut(copy / "model" / "model.safetensors", 0)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged \(0 bytes\)"):
+        tensor_files(copy / "model")
+
+
+# ── The manager, in this process ──────────────────────────────────────────────────────────────────────
+
+
+class State(dict):
+    """A part of the training state that is saved."""
+
+    def state_dict(self):
+        return dict(self)
+
+    def load_state_dict(self, state):
+        self.update(state)
+
+    def check_checkpoint(self, directory):
+        pass
+
+
+class Optimizers(State):
+    def __iter__(self):
+        return iter(())
+
+
+class Run:
+    """A run's manager with one matrix to save, whose values are the step's."""
+
+    def __init__(self, run_folder, **options):
+        architecture = {"vocab_size": 64, "dim": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 8}
+        config = build_config(
+            {
+                "architecture": {**architecture, "ffn_dim": 8}, "job": {"dump_folder": str(run_folder)},
+                "checkpoint": {"interval": 3, **options},
+            }
+        )  # fmt: skip
+        self.model = nn.Linear(512, 512, bias=False)
+        self.manager = RunCheckpoints(
+            config, dataloader=State(), model_parts=[self.model], optimizers=Optimizers(), lr_schedulers=State(),
+            states={"train_state": State(tokens_seen=0)},
+        )  # fmt: skip
+        self.folder = run_folder / config.checkpoint.folder
+
+    def save(self, step, last_step=False):
+        nn.init.constant_(self.model.weight, step)
+        self.manager.save(step, last_step)
+        nn.init.constant_(self.model.weight, -1)  # what training does to the weights while a save is under way
+
+    def load(self, **options):
+        self.manager.load(**options)
+        value = self.model.weight.detach()
+        assert (value == value[0, 0]).all()
+        return int(value[0, 0])
+
+    def shard(self, step):
+        return self.folder / f"step-{step}" / "__0_0.distcp"
+
+
+@pytest.fixture
+def start_run(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    runs = []
+
+    def start(**options):
+        runs.append(Run(tmp_path / "run", **options))
+        return runs[-1]
+
+    yield start
+    for started in runs:
+        started.manager.close()
+    dist.destroy_process_group()
+
+
+def test_the_newest_intact_one_is_used_and_the_others_are_kept(start_run, caplog):
+    saved = start_run(keep_latest_k=0)
+    for step in (3, 6, 9, 12):
+        saved.save(step)
+    size = saved.shard(12).stat().st_size
+    cut(saved.shard(12), size - 7)
+    (saved.folder / "step-9" / "farsight.json").unlink()
+    with pytest.raises(ConfigError, match="no intact checkpoint of step 12"):
+        start_run().load(step=12)
+    assert complete_steps(saved.folder) == [3, 6, 9, 12]
+
+    again = start_run(keep_latest_k=2)
+    assert again.load() == 6
+    assert f"__0_0.distcp has {size - 7:,} bytes, {size:,} expected" in caplog.text
+    assert "farsight.json is missing" in caplog.text
+    assert (again.folder / "damaged-12" / "__0_0.distcp").stat().st_size == size - 7
+    # The same steps are saved once more, and what was set aside neither counts nor is deleted.
+    again.save(9)
+    again.save(12, last_step=True)
+    again.manager.close()
+    assert sorted(p.name for p in again.folder.iterdir()) == ["damaged-12", "damaged-9", "step-12", "step-9"]
+    cut(again.shard(12), 0)
+    assert start_run().load() == 9
+    assert (again.folder / "damaged-12.2").is_dir()
+
+
+def test_without_an_intact_one_no_run_begins(start_run):
+    saved = start_run()
+    saved.save(3)
+    saved.save(6)
+    saved.shard(3).unlink()
+    cut(saved.folder / "step-6" / ".metadata", 100)
+    for _ in range(2):  # saying so changes nothing
+        with pytest.raises(ConfigError, match="no intact checkpoint") as error:
+            start_run().load()
+        assert "__0_0.distcp is missing" in str(error.value)
+        assert ".metadata can't be read" in str(error.value)
+    shutil.rmtree(saved.folder / "step-3")
+    (saved.folder / "step-6").rename(saved.folder / "damaged-6")
+    with pytest.raises(ConfigError, match="damaged-6"):
+        start_run().load()
+
+
+def test_a_damaged_start_is_refused(start_run, tmp_path):
+    saved = start_run()
+    saved.save(3)
+    other = shutil.copytree(saved.folder / "step-3", tmp_path / "other")
+    cut(other / "__0_0.distcp", 100)
+    with pytest.raises(ConfigError, match=r"__0_0\.distcp has 100 bytes, [\d,]+ expected"):
+        start_run(folder="another", initial_load_path=str(other)).load()
+    with pytest.raises(ConfigError, match=r"__0_0\.distcp has 100 bytes"):
+        checkpoint_to_model_dir(other, tmp_path / "out")
+    (other / ".metadata").unlink()
+    with pytest.raises(ConfigError, match=r"\.metadata is missing"):
+        start_run(folder="another", initial_load_path=str(other)).load()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Open, or else writers wait before they write."""
+    event, write = threading.Event(), FileSystemWriter.write_data
+    event.set()
+
+    def write_data(self, *arguments):
+        assert event.wait(60)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+    yield event
+    event.set()
+
+
+def test_training_goes_on_while_the_state_of_the_step_is_saved(start_run, gate):
+    saved = start_run(async_mode="async", keep_latest_k=2)
+    saved.save(3)
+    saved.save(6)
+    saved.manager.save_future.result()
+    gate.clear()
+    saved.save(9)  # returns, and nothing is written yet
+    assert complete_steps(saved.folder) == [3, 6]
+    assert (saved.folder / "step-9" / "farsight.json").is_file()
+    gate.set()
+    saved.manager.close()
+    assert complete_steps(saved.folder) == [3, 6, 9]  # torchtitan counts step 9 when it begins, and deletes step 3
+    more = start_run(async_mode="async", keep_latest_k=2)
+    more.save(12)
+    more.save(13, last_step=True)
+    assert complete_steps(saved.folder)[-2:] == [12, 13]  # the last one is complete at once
+    more.manager.close()
+    assert sorted(p.name for p in saved.folder.iterdir()) == ["step-12", "step-13"]
+    again = start_run()
+    assert again.load() == 13
+    shutil.rmtree(saved.folder / "step-13")
+    assert again.load() == 12
+
+
+def test_what_is_being_deleted_is_no_checkpoint_any_more(start_run, monkeypatch):
+    """A kill while files are deleted leaves a folder without `.metadata`, and so not a damaged checkpoint."""
+    begun, rmtree = [], shutil.rmtree
+
+    def watched(path, **options):
+        begun.append(sorted(p.name for p in (saved.folder / path).iterdir()))
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    saved = start_run(keep_latest_k=2)
+    for step in (3, 6, 9):
+        saved.save(step)
+    saved.manager.close()
+    assert begun == [["__0_0.distcp", "farsight.json"]]
+    assert complete_steps(saved.folder) == [6, 9]
+
+
+@pytest.fixture
+def full_disk():
+    """Files may not grow beyond 200 kB while it is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda full: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000 if full else before[0], before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_save_that_fails_is_reported_and_leaves_the_one_before(start_run, full_disk, caplog, mode):
+    saved = start_run(async_mode=mode)
+    saved.save(3)
+    saved.manager.close()
+    full_disk(True)
+    if mode == "async":
+        saved.save(6)
+        deadline = time.monotonic() + 60
+        while "step 6 could not be saved" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)  # said when it fails, and not when the next is due
+        assert "step 6 could not be saved" in caplog.text
+        assert "GiB free there; a quota may allow less" in caplog.text
+        assert complete_steps(saved.folder) == [3]
+    with pytest.raises(SaveError, match=r"step 9 could not be saved in .*rank 0: .*newest complete .* step 3"):
+        saved.save(9)
+    full_disk(False)
+    assert [p.name for p in saved.folder.iterdir()] == ["step-3"]  # the rest made room
+    saved.save(12)
+    saved.manager.close()
+    assert complete_steps(saved.folder) == [3, 12]
+
+
+def test_after_an_asynchronous_save_that_failed_the_next_is_waited_for(start_run, full_disk, gate):
+    saved = start_run(async_mode="async")
+    full_disk(True)
+    saved.save(3)
+    assert saved.manager.save_future.exception() is not None
+    full_disk(False)
+    saved.save(6)
+    assert complete_steps(saved.folder) == [6]
+    assert start_run().load() == 6
+
+
+# ── Whole runs ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Whole:
+    """An undisturbed run, and what to compare others with."""
+
+    def __init__(self, folder):
+        self.training = Training(folder, steps=24, interval=4)
+        self.run = train_undisturbed(self.training)
+        self.folder = folder / "undisturbed"
+
+    def copy(self, name):
+        return name, shutil.copytree(self.folder, self.training.folder / name)
+
+    def resume(self, name):
+        log = self.training.folder / f"{name}.log"
+        statuses = [process.wait() for process in self.training.start(name, log)]
+        return statuses, log.read_text()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return Whole(tmp_path_factory.mktemp("whole"))
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(whole):
+    name, copy = whole.copy("damaged")
+    shutil.rmtree(copy / "model")
+    shard = copy / "checkpoint" / "step-24" / "__0_0.distcp"
+    size = shard.stat().st_size
+    cut(shard, size // 2)
+    statuses, printed = whole.resume(name)
+    assert statuses == [0]
+    assert f"__0_0.distcp has {size // 2:,} bytes, {size:,} expected" in printed
+    assert f"resuming from {copy / 'checkpoint' / 'step-20'}" in printed
+    assert rows(copy) == whole.run.rows
+    assert weight_bytes(copy) == whole.run.weights
+    assert sorted(p.name for p in (copy / "checkpoint").iterdir()) == ["damaged-24", "step-20", "step-24"]
+
+
+@pytest.mark.parametrize(
+    ("aims", "asynchronous"),
+    [(["start-up", "saving", "training"], False), (["saving"], True), (["export"], False)],
+    ids=["three-times", "while-saving-async", "exporting"],
+)
+def test_killed_and_resumed_ends_with_the_same_weights(whole, aims, asynchronous):
+    training = Training(whole.training.folder, steps=24, interval=4, asynchronous=asynchronous)
+    name = "-".join(["killed", *aims])
+    outcome = kill_and_resume(training, name, whole.run, aims, random.Random(0))
+    assert outcome.wrong == []
+    assert len(outcome.kills) == len(aims)
+    folder = training.folder / name
+    # Steps that ran twice are reported once.
+    assert [row["step"] for row in metrics(folder)] == list(range(1, 25))
+    (history,) = read_history(folder / "model")  # one run, however often it was started
+    assert (history["name"], history["start"], history["steps"]) == (name, "random weights", 24)
+    assert history["tokens"] == 24 * 2 * 32
+
+
+def contents(checkpoint):
+    """Everything in a checkpoint, by name."""
+    found = {}
+    for name, entry in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items():
+        tensor = isinstance(entry, TensorStorageMetadata)
+        found[name] = torch.full(entry.size, -7, dtype=entry.properties.dtype) if tensor else None
+    dcp.load(found, checkpoint_id=checkpoint, no_dist=True)
+    return found
+
+
+def test_fsdp_saves_the_step_s_state_asynchronously(whole):
+    """Weights, moments, schedule and data order, beside those that one process saved and waited for."""
+    training = Training(whole.training.folder, steps=24, interval=4, ranks=2, asynchronous=True)
+    log = training.folder / "fsdp.log"
+    assert [process.wait() for process in training.start("fsdp", log)] == [0, 0], log.read_text()
+    for step in (20, 24):  # saved while training went on, and the last
+        one, two = (contents(training.folder / n / "checkpoint" / f"step-{step}") for n in ("undisturbed", "fsdp"))
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            if isinstance(value, torch.Tensor):
+                # Sums in another order make 1e-6; four steps on, no tensor differs by less than 7e-4.
+                assert torch.linalg.vector_norm(two[name] - value) <= 1e-5 * torch.linalg.vector_norm(value), name
+            else:
+                assert two[name] == value, name
+
+
+def test_a_full_disk_ends_the_run_with_four(tmp_path):
+    command = train_command(tmp_path / "run", "--checkpoint.async_mode", "async", "--validation.no_enable")
+    done = run(["sh", "-c", 'ulimit -f 400; exec "$@"', "sh", *command], check=False)
+    assert done.returncode == 4, done.stderr
+    assert "step 3 could not be saved" in done.stderr
+    assert "step 6 could not be saved" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
