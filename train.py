@@ -187,7 +187,7 @@ class Trainer(TitanTrainer):
         dims = self.parallel_dims
         self.context = Context.of(dims, config)
         # DDP averages over its ranks where the loss is already a share of the global batch: undo that here.
-        self.loss_copies = dims.dp_replicate if dims.dp_replicate_enabled and not dims.fsdp_enabled else 1
+        self.loss_copies = dims.dp_replicate if dims.world_size == dims.dp_replicate else 1
         self.stop_signal: int | None = None
         self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
@@ -417,7 +417,7 @@ ENGINE_REMARKS = (
     "[GC]", "Peak flops undefined", "Peak FLOPS used", "Error running lspci", "Starting job", "ENV[", "Checkpoint",
     "Destroying the purge thread", "Saving the checkpoint", "Saving a full checkpoint", "Finished saving",
     "Finished loading", "CPU memory usage", "CPU capacity", "Building farsight", "Synchronizing and adjusting timeout",
-    "Mixed precision training is handled", "loading from HF", "Loading the checkpoint", "generated new font", "Building device mesh", "Successfully created meshes", "Trainer is initialized",
+    "Mixed precision training", "loading from HF", "Loading the checkpoint", "generated new font", "Building device mesh", "Successfully created meshes", "Trainer is initialized",
 )  # fmt: skip
 
 

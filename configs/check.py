@@ -97,6 +97,7 @@ _UNSUPPORTED = {
     "fault_tolerance": "runs resume from checkpoints",
     "memory_estimation": "it is torchtitan's own tool, for its own models",
     "parallelism.expert_parallel_degree": "these models have no experts",
+    "parallelism.disable_loss_parallel": "whole logits never exist, and so cost nothing to divide",
     "parallelism.context_parallel_rotate_method": "keys go once, to the ranks whose queries see them",
 }
 
@@ -122,10 +123,32 @@ def _check_unsupported(config: JobConfig) -> None:
             f"training.seq_len = {config.training.seq_len} is not a multiple of {parts}, the spans into which "
             f'context_parallel_degree = {c.context_parallel_degree} cuts it ("{c.context_parallel_load_balancer}").'
         )
+    check_tensor_parallel(config)
     if config.training.enable_cpu_offload and config.parallelism.data_parallel_shard_degree == 1:
         raise ConfigError(
             "training.enable_cpu_offload needs FSDP: set parallelism.data_parallel_shard_degree to -1 or more than 1."
         )
+
+
+def check_tensor_parallel(config: JobConfig) -> None:
+    """Refuses a tensor-parallel degree that does not divide what is divided over its ranks.
+
+    Raises:
+        ConfigError: naming the option and its value.
+    """
+    a, degree = config.architecture, config.parallelism.tensor_parallel_degree
+    context = config.parallelism.context_parallel_degree
+    divided = {
+        "architecture.n_kv_heads": a.n_kv_heads,
+        "architecture.ffn_dim": a.ffn_dim,
+        "architecture.vocab_size": a.vocab_size,
+        f"training.seq_len / {context} context-parallel ranks": config.training.seq_len // context,
+    }
+    for name, value in divided.items():
+        if value % degree:
+            raise ConfigError(
+                f"parallelism.tensor_parallel_degree = {degree} does not divide {name} = {value}: use a divisor of it."
+            )
 
 
 MODEL_PARALLEL = ("tensor", "pipeline", "context")
@@ -161,7 +184,7 @@ def model_parallel_ranks(config: JobConfig) -> int:
 
 def refuse_unsupported_parallelism(config: JobConfig) -> None:
     """Raises `ConfigError` for layouts that a config may name and a run cannot have yet."""
-    for name in ("tensor", "pipeline"):
+    for name in ("pipeline",):
         degree = getattr(config.parallelism, f"{name}_parallel_degree")
         if degree > 1:
             raise ConfigError(

@@ -8,7 +8,9 @@ Shape suffixes: T tokens, D model dim, V vocabulary.
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 CHUNK_LOGITS = 32 * 2**20
 """Logits of a chunk on an accelerator: 128 MiB in fp32, enough rows to fill it."""
@@ -17,7 +19,12 @@ CHUNK_LOGITS_CPU = 2**20
 
 
 def chunked_cross_entropy(
-    h_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, chunk_tokens: int = 0, ignore_index: int = -100
+    h_TD: Tensor,
+    weight_VD: Tensor,
+    labels_T: Tensor,
+    chunk_tokens: int = 0,
+    ignore_index: int = -100,
+    vocabulary_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of `h_TD @ weight_VD.T` with the labels, for next-token training.
 
@@ -27,9 +34,12 @@ def chunked_cross_entropy(
         labels_T: integer token ids [T], 0 to V - 1, or `ignore_index` for tokens that do not count.
         chunk_tokens: tokens whose logits exist at once; 0 picks 32M logits a chunk, 1M on a CPU (its cache).
         ignore_index: the label of tokens without loss.
+        vocabulary_group: the ranks over which the vocabulary is divided: rank r holds the r-th of equal parts as its
+            `weight_VD`, and all are given the same tokens and labels. They exchange two numbers a token.
 
     Returns:
-        The sum, a scalar in fp32 (fp64 for fp64): divide it by the number of tokens that count. 0 if none does.
+        The sum, a scalar in fp32 (fp64 for fp64): divide it by the number of tokens that count. 0 if none does. With a
+        `vocabulary_group` all its ranks return the same; the gradient by `h_TD` is then the rank's part of a sum.
         Softmax is fp32; matrix products are in the autocast dtype where autocast is on. Gradients of the weight are
         summed in fp32. Not differentiable twice.
 
@@ -56,10 +66,12 @@ def chunked_cross_entropy(
             f"h_TD is {h_TD.dtype} and weight_VD {weight_VD.dtype}: cast one to the other, or turn autocast on"
         )
     if not chunk_tokens:
+        # Of equal parts: all ranks of a group work on the same chunk at a time.
         chunk_tokens = max(1, (CHUNK_LOGITS_CPU if device == "cpu" else CHUNK_LOGITS) // weight_VD.shape[0])
+    group = "" if vocabulary_group is None else vocabulary_group.group_name
     grad_h = torch.is_grad_enabled() and h_TD.requires_grad
     grad_weight = torch.is_grad_enabled() and weight_VD.requires_grad
-    return _loss_op(h_TD, weight_VD, labels_T, chunk_tokens, ignore_index, dtype, grad_h, grad_weight)[0]
+    return _loss_op(h_TD, weight_VD, labels_T, chunk_tokens, ignore_index, dtype, grad_h, grad_weight, group)[0]
 
 
 def loss_and_grads(
@@ -71,8 +83,11 @@ def loss_and_grads(
     dtype: torch.dtype,
     grad_h: bool,
     grad_weight: bool,
+    group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and its gradients by h and weight where asked for, else empty tensors."""
+    group = _resolve_process_group(group_name) if group_name else None
+    parts, part = (1, 0) if group is None else (group.size(), group.rank())
     wide = torch.promote_types(dtype, torch.float32)
     (T, D), V = h_TD.shape, weight_VD.shape[0]
     loss = torch.zeros((), dtype=wide, device=h_TD.device)
@@ -81,7 +96,7 @@ def loss_and_grads(
     counts_T = labels_T != ignore_index
     kept = None  # rows that count, where it is cheap to know them and some do not
     if h_TD.device.type == "cpu":
-        _check_labels(labels_T, counts_T, V)
+        _check_labels(labels_T, counts_T, parts * V)
         kept = None if counts_T.all() else counts_T.nonzero().squeeze(-1)
     rows = T if kept is None else len(kept)
 
@@ -91,13 +106,16 @@ def loss_and_grads(
             chunk = slice(start, min(start + chunk_tokens, rows))
             pick = chunk if kept is None else kept[chunk]
             h, counts = h_TD[pick].to(dtype), counts_T[pick].unsqueeze(-1)
-            labels = labels_T[pick].long().unsqueeze(-1).where(counts, 0)
-            log_p = (h @ weight.T).to(wide).log_softmax(dim=-1)
-            loss -= log_p.gather(1, labels).where(counts, 0).sum()
+            labels = labels_T[pick].long().unsqueeze(-1) - part * V
+            here = counts & (labels >= 0) & (labels < V)  # the label is in this rank's part of the vocabulary
+            labels = labels.where(here, 0)
+            logits = (h @ weight.T).to(wide)
+            log_p = logits.log_softmax(dim=-1) if group is None else _log_softmax_over_ranks(logits, group)
+            loss -= log_p.gather(1, labels).where(here, 0).sum()
             if not (grad_h or grad_weight):
                 continue
             # Softmax minus the one-hot label; rows of ignored labels are zero.
-            dlogits = log_p.exp_().scatter_add_(1, labels, -counts.to(wide))
+            dlogits = log_p.exp_().scatter_add_(1, labels, -here.to(wide))
             if kept is None and h_TD.device.type != "cpu":
                 dlogits *= counts
             dlogits = dlogits.to(dtype)
@@ -107,21 +125,31 @@ def loss_and_grads(
                 dw_VD.addmm_(dlogits.T, h)
             elif grad_weight:
                 dw_VD += dlogits.T @ h
+    if group is not None:
+        dist.all_reduce(loss, group=group)
     return loss, dh_TD, dw_VD.to(weight_VD.dtype)
+
+
+def _log_softmax_over_ranks(logits_TV: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Log-softmax, in place, of logits whose vocabulary is divided over the ranks."""
+    sums_T1 = logits_TV.logsumexp(dim=-1, keepdim=True)
+    sums_PT1 = sums_T1.new_empty(group.size() * len(sums_T1), 1)
+    dist.all_gather_into_tensor(sums_PT1, sums_T1, group=group)
+    return logits_TV.sub_(sums_PT1.unflatten(0, (group.size(), -1)).logsumexp(dim=0))
 
 
 _loss_op = torch.library.custom_op("farsight::chunked_cross_entropy", loss_and_grads, mutates_args=())
 
 
 @_loss_op.register_fake
-def _(h, weight, labels, chunk_tokens, ignore_index, dtype, grad_h, grad_weight):
+def _(h, weight, labels, chunk_tokens, ignore_index, dtype, grad_h, grad_weight, group_name):
     loss = h.new_empty((), dtype=torch.promote_types(dtype, torch.float32))
     return loss, h.new_empty(h.shape if grad_h else 0), weight.new_empty(weight.shape if grad_weight else 0)
 
 
 def _keep_grads(ctx, inputs, output) -> None:
     _, dh, dw = output
-    ctx.grad_h, ctx.grad_weight = inputs[-2:]
+    ctx.grad_h, ctx.grad_weight = inputs[6:8]
     ctx.set_materialize_grads(False)  # dh and dw have no gradients of their own: don't fill zeros for them
     ctx.save_for_backward(dh, dw)
 
@@ -130,7 +158,7 @@ def _scale_grads(ctx, dloss, _dh, _dw):
     dh, dw = ctx.saved_tensors
     dh = (dh * dloss).to(dh.dtype) if ctx.grad_h and dloss is not None else None
     dw = (dw * dloss).to(dw.dtype) if ctx.grad_weight and dloss is not None else None
-    return dh, dw, None, None, None, None, None, None
+    return dh, dw, *[None] * 7
 
 
 _loss_op.register_autograd(_scale_grads, setup_context=_keep_grads)

@@ -48,6 +48,8 @@ class Attention(nn.Module):
     slopes_N: Tensor | None
     scopes: tuple[int, ...]
     """The same as numbers."""
+    heads: slice
+    """Which of the layer's query heads the rank holds: a part of them under tensor parallelism."""
     context: SequenceContext | None = None
     """Set where sequences are cut over ranks: the layer is then given the tokens of its rank."""
 
@@ -61,19 +63,30 @@ class Attention(nn.Module):
         self.wo = nn.Linear(a.n_heads * a.head_dim, a.dim, bias=False)
         self.q_norm = nn.RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None
         self.k_norm = nn.RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None
-        self.register_buffer("scopes_N", torch.empty(a.n_heads, dtype=torch.int32), persistent=False)
-        slopes = None if position.alibi_slopes is None else torch.empty(a.n_heads, dtype=torch.float32)
-        self.register_buffer("slopes_N", slopes, persistent=False)
+        self.has_slopes = position.alibi_slopes is not None
+        self.hold_heads(0, a.n_heads)
         self.set_position(position)
 
+    def hold_heads(self, begin: int, end: int) -> None:
+        """Takes the query heads [begin, end) of the layer for the rank's own; `set_position` then fills their buffers."""
+        self.heads = slice(begin, end)
+        self.register_buffer("scopes_N", torch.empty(end - begin, dtype=torch.int32), persistent=False)
+        slopes = torch.empty(end - begin, dtype=torch.float32) if self.has_slopes else None
+        self.register_buffer("slopes_N", slopes, persistent=False)
+
     def set_position(self, position: LayerPosition) -> None:
-        """Fills the buffers, which building on the meta device leaves empty."""
-        self.scopes = tuple(position.scopes)
+        """Fills the buffers, which building on the meta device leaves empty.
+
+        Args:
+            position: of the whole layer, whichever heads the rank holds.
+        """
+        self.scopes = tuple(position.scopes[self.heads])
         if self.scopes_N.is_meta:
             return
-        self.scopes_N.copy_(torch.tensor(position.scopes, dtype=torch.int32))
+        self.scopes_N.copy_(torch.tensor(self.scopes, dtype=torch.int32))
         if self.slopes_N is not None:
-            self.slopes_N.copy_(torch.tensor(position.alibi_slopes, dtype=torch.float32))
+            assert position.alibi_slopes is not None
+            self.slopes_N.copy_(torch.tensor(position.alibi_slopes[self.heads], dtype=torch.float32))
 
     def forward(
         self,

@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from configs.schema import Architecture, NoRotary
 from kernels.chunked_loss import chunked_cross_entropy
@@ -64,7 +65,10 @@ class Block(nn.Module):
         rope: tuple[Tensor, Tensor] | None = None,
         document_starts_BL: Tensor | None = None,
     ) -> Tensor:
-        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope, document_starts_BL)
+        # By name: tensor parallelism gathers what is given by place, and that is the tokens alone.
+        h_BLD = x_BLD + self.attention(
+            self.attention_norm(x_BLD), rope=rope, document_starts_BL=document_starts_BL
+        )
         return h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
 
 
@@ -72,7 +76,8 @@ class OutputHead(nn.Module):
     """Logits, or the summed loss without ever holding all logits.
 
     A module of its own, so that FSDP gathers the weight around this call. With tied embeddings it owns no weight and
-    is handed the embedding's.
+    is handed the embedding's. Under tensor parallelism ranks hold parts of the vocabulary, and are given their tokens'
+    hidden states.
     """
 
     def __init__(self, dim: int, vocab_size: int, chunk_tokens: int, tied: bool) -> None:
@@ -83,9 +88,21 @@ class OutputHead(nn.Module):
     def forward(self, h_BLD: Tensor, labels_BL: Tensor | None, tied_weight: Tensor | None = None) -> Tensor:
         weight_VD = self.weight if tied_weight is None else tied_weight
         assert weight_VD is not None
-        if labels_BL is None:
+        group = None
+        if isinstance(weight_VD, DTensor):
+            assert isinstance(h_BLD, DTensor)
+            mesh, weight_VD = weight_VD.device_mesh, weight_VD.to_local()
+            group = mesh.get_group()
+            # Each rank's part of the vocabulary gives every token a part of its gradient.
+            h_BLD = h_BLD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            if labels_BL is None:
+                logits = DTensor.from_local(F.linear(h_BLD, weight_VD), mesh, [Shard(-1)], run_check=False)
+                return logits.full_tensor()
+        elif labels_BL is None:
             return F.linear(h_BLD, weight_VD)
-        return chunked_cross_entropy(h_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.chunk_tokens)
+        return chunked_cross_entropy(
+            h_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), self.chunk_tokens, vocabulary_group=group
+        )
 
 
 class Llama(nn.Module):
@@ -102,6 +119,8 @@ class Llama(nn.Module):
     """
 
     rope_frequencies: Tensor
+    token_shard: tuple[int, int] = (0, 1)
+    """Which of how many equal spans of the tokens the residual stream holds; more than one under tensor parallelism."""
 
     def __init__(
         self,
@@ -186,7 +205,9 @@ class Llama(nn.Module):
         if self.tok_embeddings is not None:
             h_BLD = self.tok_embeddings(tokens)
             if self.sinusoidal:
-                h_BLD = h_BLD + sinusoidal_embedding(positions, h_BLD.shape[-1]).to(h_BLD.dtype)
+                part, parts = self.token_shard
+                own = positions.chunk(parts, dim=1)[part]
+                h_BLD = h_BLD + sinusoidal_embedding(own, h_BLD.shape[-1]).to(h_BLD.dtype)
 
         tables: dict[int, tuple[Tensor, Tensor]] = {}
         for name, block in self.layers.items():
@@ -243,5 +264,9 @@ def _fill(parameter: Tensor, std: float, seed: int) -> None:
     nn.init.trunc_normal_(full, std=std, a=-2 * std, b=2 * std, generator=generator)
     if isinstance(parameter, DTensor):
         # Every rank has made the same full tensor and keeps its own part: nothing is sent.
-        full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(full)
+        mesh, placements = parameter.device_mesh, parameter.placements
+        shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, placements)
+        own = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))
+        parameter.to_local().copy_(full[own])
+    else:
+        parameter.copy_(full)

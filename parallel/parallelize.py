@@ -1,6 +1,7 @@
-"""What is wrapped around the model, in the order it has to be: recomputation, compilation, data parallelism.
+"""What is done to the model, in the order it has to be: tensor parallelism, recomputation, compilation, data parallelism.
 
-Recomputation wraps a block first, so that compilation sees it; FSDP and DDP come last, around what is then run.
+Tensor parallelism divides the layers themselves. Recomputation then wraps a block, so that compilation sees it; FSDP and
+DDP come last, around what is then run.
 """
 
 from importlib.util import find_spec
@@ -17,13 +18,21 @@ from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from configs.schema import JobConfig
 from model.attention import Attention
+from model.build import freeze_all_but, trained_layers
 from model.llama import Llama
 from parallel.halo import Context
+from parallel.tensor import apply_tensor_parallel
 
 
 def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Module:
-    """Applies context parallelism, activation checkpointing, per-block `torch.compile`, and FSDP, HSDP or DDP, in place."""
+    """Applies tensor and context parallelism, activation checkpointing, per-block `torch.compile`, and FSDP, HSDP or DDP.
+
+    In place, on the whole model or on a pipeline stage's part of it.
+    """
     compiled = config.compile.enable and "model" in config.compile.components
+    if dims.tp_enabled:
+        apply_tensor_parallel(model, dims.get_mesh("tp"), config)
+        freeze_all_but(model, trained_layers(config))  # its parameters are new ones
     context = Context.of(dims, config)
     for module in model.modules():
         if isinstance(module, Attention):
@@ -42,14 +51,24 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
             model.layers.register_module(
                 name, cast(nn.Module, torch.compile(block, backend=config.compile.backend, fullgraph=whole))
             )
-    if dims.fsdp_enabled:
-        names = ["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"]
-        apply_fsdp(model, dims.get_mesh(names), config)
+    if dims.fsdp_enabled or dims.tp_enabled or dims.pp_enabled:
+        apply_fsdp(model, _data_mesh(dims), config)
     elif dims.dp_replicate_enabled:
         if compiled:
             torch._dynamo.config.optimize_ddp = "ddp_optimizer"  # type: ignore[assignment]  # annotated bool, documented to take this string
         replicate(model, device_mesh=dims.get_mesh("dp_replicate"), bucket_cap_mb=100)
     return model
+
+
+def _data_mesh(dims: ParallelDims) -> DeviceMesh:
+    """The ranks that hold shards, and copies, of the same parameters.
+
+    Tensor and pipeline parallelism have FSDP around them also where there is but one shard: it is what trains in mixed
+    precision and what adds up gradients there. torchtitan hands out no mesh of one rank, so its own are asked.
+    """
+    dims.world_mesh  # noqa: B018  makes the meshes
+    dense = dims._global_meshes["dense"]
+    return dense["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else dense["fsdp"]
 
 
 def saved_ops(config: JobConfig) -> set:

@@ -1,0 +1,72 @@
+"""Tensor parallelism with sequence parallelism: which rank holds which part of every matrix, and what is exchanged where.
+
+Heads and hidden units are divided over the ranks, and the vocabulary in the embedding and the head. Between them, in the
+residual stream and the norms, each rank holds a span of the tokens. So a block gathers its tokens before attention and
+before the feed-forward, and scatters sums after each: what one all-reduce each would move, at a fraction of the memory.
+The loss is computed with the vocabulary divided (`kernels/chunked_loss.py`): whole logits exist nowhere.
+
+Scopes, slopes and what else belongs to a head reach a rank by the head's number in the whole layer (`Attention.hold_heads`).
+"""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
+
+from configs.check import check_tensor_parallel
+from configs.schema import JobConfig
+from model.llama import Llama
+
+
+def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
+    """Divides the model over the ranks of `mesh`, in place; a pipeline stage's part of a model too.
+
+    Raises:
+        ConfigError: heads, vocabulary or hidden units that do not divide.
+    """
+    check_tensor_parallel(config)
+    maybe_enable_async_tp(config, mesh)
+    for block in model.layers.values():
+        parallelize_module(block, mesh, _block_plan(qk_norm=config.architecture.qk_norm))
+        attention = block.attention
+        per_rank = config.architecture.n_heads // mesh.size()
+        attention.hold_heads(mesh.get_local_rank() * per_rank, (mesh.get_local_rank() + 1) * per_rank)
+    ends: dict[str, ParallelStyle] = {}
+    if model.tok_embeddings is not None:
+        ends["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        model.token_shard = mesh.get_local_rank(), mesh.size()
+    if model.norm is not None:
+        ends["norm"] = SequenceParallel()
+    parallelize_module(model, mesh, ends)
+    if model.output is not None and model.output.weight is not None:
+        model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
+
+
+def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
+    whole_sequence = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    plan: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        "attention": whole_sequence,
+        "attention.wq": ColwiseParallel(),
+        "attention.wk": ColwiseParallel(),
+        "attention.wv": ColwiseParallel(),
+        "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+        "ffn_norm": SequenceParallel(),
+        "feed_forward": whole_sequence,
+        "feed_forward.w1": ColwiseParallel(),
+        "feed_forward.w3": ColwiseParallel(),
+        "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    if qk_norm:
+        # One weight for all heads: dividing the heads, not the tokens, makes its gradient a sum over the ranks.
+        heads = SequenceParallel(sequence_dim=2, use_local_output=True)
+        plan |= {"attention.q_norm": heads, "attention.k_norm": heads}
+    return plan
