@@ -58,18 +58,12 @@ class Layout:
         """The layout of a config on so many GPUs.
 
         Raises:
-            ConfigError: batches, heads or layers do not divide over the degrees.
+            ConfigError: batches or layers do not divide over the degrees.
         """
         check_processes(config, gpus)
-        p, t, a = config.parallelism, config.training, config.architecture
+        p, t = config.parallelism, config.training
         tp, pp, cp = p.tensor_parallel_degree, p.pipeline_parallel_degree, p.context_parallel_degree
         copies = gpus // model_parallel_ranks(config)
-        if a.n_kv_heads % tp:
-            raise ConfigError(
-                f"architecture.n_kv_heads = {a.n_kv_heads} is not a multiple of tensor_parallel_degree = {tp}."
-            )
-        if t.seq_len % (cp * tp):
-            raise ConfigError(f"training.seq_len = {t.seq_len} does not divide over CP {cp} × TP {tp}.")
         rows, microbatches = t.local_batch_size, 1
         if pp > 1:
             rows = p.pipeline_parallel_microbatch_size
@@ -104,7 +98,8 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
-        return self.fsdp > 1
+        """Whether FSDP is around the model; as in `parallel.parallelize`, with other parallelism even on one shard."""
+        return self.fsdp > 1 or self.tp > 1 or self.pp > 1
 
     @property
     def stages_a_rank(self) -> int:
