@@ -37,7 +37,6 @@ from torchtitan.train import Trainer as TitanTrainer
 
 from checkpoints.convert import checkpoint_to_model_dir
 from checkpoints.manager import RunCheckpoints
-from configs.check import refuse_unsupported_parallelism
 from configs.help import help_text
 from configs.load import ConfigError, load_config, to_toml
 from configs.schema import JobConfig
@@ -55,6 +54,7 @@ from parallel.batch import model_inputs, sum_of_losses
 from parallel.device import prepare_device, wait_for_rank_zero
 from parallel.halo import Context
 from parallel.parallelize import parallelize
+from parallel.pipeline import Pipeline, ShareOfLoss, pipeline
 
 logger = logging.getLogger("farsight")
 
@@ -111,7 +111,7 @@ def register(config: JobConfig) -> None:
             model_cls=ModelArgs.build,  # type: ignore[arg-type]  # torchtitan asks for a class; a function that builds one does
             model_args={config.model.flavor: ModelArgs()},
             parallelize_fn=parallelize,
-            pipelining_fn=None,
+            pipelining_fn=pipeline,  # type: ignore[arg-type]  # takes our config, a subclass
             build_optimizers_fn=build_optimizers,
             build_lr_schedulers_fn=build_lr_schedulers,
             build_dataloader_fn=lambda dp_world_size, dp_rank, tokenizer, job_config: build_loader(
@@ -119,7 +119,7 @@ def register(config: JobConfig) -> None:
             ),
             build_tokenizer_fn=build_tokenizer,  # type: ignore[arg-type]  # takes our config, a subclass
             # The model returns the summed loss itself, so that logits never exist all at once.
-            build_loss_fn=lambda job_config, **_: lambda loss_sum, labels: loss_sum,
+            build_loss_fn=lambda job_config, **_: ShareOfLoss(),
             build_validator_fn=Validator,
             build_metrics_processor_fn=RunMetrics,
         ),
@@ -165,6 +165,7 @@ class Trainer(TitanTrainer):
 
     checkpointer: RunCheckpoints
     metrics_processor: RunMetrics  # type: ignore[assignment]  # narrower than torchtitan's
+    loss_fn: ShareOfLoss
 
     def __init__(self, config: JobConfig) -> None:
         prepare_device()
@@ -183,8 +184,12 @@ class Trainer(TitanTrainer):
             self.maybe_enable_amp = nullcontext()  # autocast knows no fp32, and would warn at every step
         self.layers = ModelConfig.from_job(config).layers()
         self.trained_layers = trained_layers(config)
-        self.trained_parameters = sum(p.numel() for p in self.model_parts[0].parameters() if p.requires_grad)
         dims = self.parallel_dims
+        trained = sum(p.numel() for part in self.model_parts for p in part.parameters() if p.requires_grad)
+        self.trained_parameters = trained  # all of them: `training.layers` and pipelines exclude each other
+        self.pipeline = (
+            Pipeline(self.pp_schedule, self.pp_has_first_stage, self.pp_has_last_stage) if dims.pp_enabled else None
+        )
         self.context = Context.of(dims, config)
         # DDP averages over its ranks where the loss is already a share of the global batch: undo that here.
         self.loss_copies = dims.dp_replicate if dims.world_size == dims.dp_replicate else 1
@@ -212,11 +217,13 @@ class Trainer(TitanTrainer):
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
     ) -> Tensor:
-        """Runs a micro-batch; returns its share of the global batch's mean loss."""
+        """Runs a micro-batch; returns its share of the global batch's mean loss (nothing without the last stage)."""
         inputs, labels, _, kwargs = self.post_dataloading_process(input_dict, labels)
+        self.loss_fn.denominator = global_valid_tokens / self.loss_copies
+        if self.pipeline is not None:
+            return self.pipeline.train({"tokens": inputs, **kwargs}).detach()
         with self.train_context(), self.maybe_enable_amp:
-            loss_sum = self.model_parts[0](inputs, **kwargs)
-            loss = loss_sum * (self.loss_copies / global_valid_tokens)
+            loss = self.loss_fn(self.model_parts[0](inputs, **kwargs))
         loss.backward()
         return loss.detach() / self.loss_copies
 
@@ -251,6 +258,7 @@ class Trainer(TitanTrainer):
                 [p for part in self.model_parts for p in part.parameters()],
                 self.job_config.training.max_norm,
                 foreach=True,
+                pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
             )
         )
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -418,6 +426,7 @@ ENGINE_REMARKS = (
     "Destroying the purge thread", "Saving the checkpoint", "Saving a full checkpoint", "Finished saving",
     "Finished loading", "CPU memory usage", "CPU capacity", "Building farsight", "Synchronizing and adjusting timeout",
     "Mixed precision training", "loading from HF", "Loading the checkpoint", "generated new font", "Building device mesh", "Successfully created meshes", "Trainer is initialized",
+    "PP rank", "Using pipeline schedule", "Pipeline Parallel loss is not visible", "\x1b[31mPipeline Parallel loss",
 )  # fmt: skip
 
 
@@ -427,7 +436,6 @@ def pretrain(config: JobConfig) -> int:
     status = EXIT_CONFIG
     try:
         # What can't be is refused here, before processes connect.
-        refuse_unsupported_parallelism(config)
         layers, trained = ModelConfig.from_job(config).layers(), trained_layers(config)
         if os.environ.get("RANK", "0") == "0":
             lock_run_folder(Path(config.job.dump_folder))

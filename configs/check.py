@@ -97,6 +97,12 @@ _UNSUPPORTED = {
     "fault_tolerance": "runs resume from checkpoints",
     "memory_estimation": "it is torchtitan's own tool, for its own models",
     "parallelism.expert_parallel_degree": "these models have no experts",
+    "parallelism.module_fqns_per_model_part": "layers are split over pipeline stages by their FLOPs",
+    "parallelism.pipeline_parallel_first_stage_less_layers": "layers are split over pipeline stages by their FLOPs",
+    "parallelism.pipeline_parallel_last_stage_less_layers": "layers are split over pipeline stages by their FLOPs",
+    "parallelism.pipeline_parallel_layers_per_stage": "use parallelism.pipeline_parallel_stages_per_rank",
+    "parallelism.pipeline_parallel_schedule_csv": "name a schedule in parallelism.pipeline_parallel_schedule",
+    "parallelism.pipeline_parallel_expert_parallel_overlap": "these models have no experts",
     "parallelism.disable_loss_parallel": "whole logits never exist, and so cost nothing to divide",
     "parallelism.context_parallel_rotate_method": "keys go once, to the ranks whose queries see them",
 }
@@ -124,6 +130,7 @@ def _check_unsupported(config: JobConfig) -> None:
             f'context_parallel_degree = {c.context_parallel_degree} cuts it ("{c.context_parallel_load_balancer}").'
         )
     check_tensor_parallel(config)
+    _check_pipeline(config)
     if config.training.enable_cpu_offload and config.parallelism.data_parallel_shard_degree == 1:
         raise ConfigError(
             "training.enable_cpu_offload needs FSDP: set parallelism.data_parallel_shard_degree to -1 or more than 1."
@@ -149,6 +156,37 @@ def check_tensor_parallel(config: JobConfig) -> None:
             raise ConfigError(
                 f"parallelism.tensor_parallel_degree = {degree} does not divide {name} = {value}: use a divisor of it."
             )
+
+
+def _check_pipeline(config: JobConfig) -> None:
+    """Refuses what a pipeline can't have, whatever the number of processes."""
+    p, t, v = config.parallelism, config.training, config.validation
+    if p.pipeline_parallel_degree == 1:
+        return
+    name = f"parallelism.pipeline_parallel_degree = {p.pipeline_parallel_degree}"
+    if p.pipeline_parallel_microbatch_size < 1 or t.local_batch_size % p.pipeline_parallel_microbatch_size:
+        raise ConfigError(
+            f"training.local_batch_size = {t.local_batch_size} is not a multiple of "
+            f"parallelism.pipeline_parallel_microbatch_size = {p.pipeline_parallel_microbatch_size}."
+        )
+    single, folded = p.pipeline_parallel_schedule in ("1F1B", "GPipe"), p.pipeline_parallel_schedule == "ZBVZeroBubble"
+    stages = p.pipeline_parallel_stages_per_rank
+    if stages and ((single and stages != 1) or (folded and stages != 2) or (not single and stages < 2)):
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_stages_per_rank = {stages}: {p.pipeline_parallel_schedule} has "
+            f"{'1' if single else '2' if folded else '2 or more'}; 0 takes what the schedule has."
+        )
+    if config.architecture.tie_embeddings:
+        raise ConfigError(
+            f"{name}: with architecture.tie_embeddings the first and the last stage would share a weight."
+        )
+    if t.layers:
+        raise ConfigError(f"{name}: training.layers = {t.layers!r} leaves stages without gradients; use FSDP.")
+    if v.enable and (v.local_batch_size not in (0, t.local_batch_size) or v.seq_len not in (0, t.seq_len)):
+        raise ConfigError(
+            f"{name}: stages exchange tensors of one shape, so validation.local_batch_size and seq_len have to be "
+            "training's; set them to 0."
+        )
 
 
 MODEL_PARALLEL = ("tensor", "pipeline", "context")
@@ -180,16 +218,6 @@ def check_processes(config: JobConfig, processes: int) -> None:
 def model_parallel_ranks(config: JobConfig) -> int:
     """Processes over which one model and sequence are divided."""
     return math.prod(getattr(config.parallelism, f"{name}_parallel_degree") for name in MODEL_PARALLEL)
-
-
-def refuse_unsupported_parallelism(config: JobConfig) -> None:
-    """Raises `ConfigError` for layouts that a config may name and a run cannot have yet."""
-    for name in ("pipeline",):
-        degree = getattr(config.parallelism, f"{name}_parallel_degree")
-        if degree > 1:
-            raise ConfigError(
-                f"parallelism.{name}_parallel_degree = {degree} is not supported yet; set it to 1, and FSDP takes its ranks."
-            )
 
 
 def training_steps(config: JobConfig) -> int:

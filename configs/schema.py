@@ -395,6 +395,14 @@ class Validation(titan.Validation):
 
 @dataclass
 class Parallelism(titan.Parallelism):
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
+    ] = "1F1B"  # type: ignore[assignment]  # torchtitan takes any string
+    """Order in which micro-batches pass through the stages. "1F1B" has one stage a rank; the interleaved ones several, and
+    less idle time; the zero-bubble ones fill it with weight gradients ("ZBVZeroBubble": two stages a rank, the first and
+    the last on the same)."""
+    pipeline_parallel_stages_per_rank: int = 0
+    """Stages on each rank; 0 takes 1, or 2 where the schedule interleaves. Layers are split over stages by their FLOPs."""
     context_parallel_load_balancer: Literal["zigzag", "contiguous"] = "zigzag"  # type: ignore[assignment]  # torchtitan's values name its own kernels
     """How sequences are cut over context-parallel ranks: "zigzag" gives each a span from the front and one from the back,
     so that all have equally much before theirs; "contiguous" one span, and a little less to exchange."""

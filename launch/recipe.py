@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from configs.check import MODEL_PARALLEL, check_processes, model_parallel_ranks, refuse_unsupported_parallelism
+from configs.check import MODEL_PARALLEL, check_processes, model_parallel_ranks
 from configs.load import ConfigError, build_config, from_dict, merge, parse_options, read_toml, to_toml
 from configs.schema import JobConfig
 from data.tokenizer import load_tokenizer
@@ -268,10 +268,6 @@ def plan_table(stages: list[Stage], processes: int) -> str:
     for stage in stages:
         if stage.config.training.layers:
             lines.append(f"{stage.name} trains layers {stage.config.training.layers} alone")
-        try:
-            refuse_unsupported_parallelism(stage.config)
-        except ConfigError as error:
-            lines.append(f"{stage.name} can't run as planned: {error}")
     return "\n".join(lines)
 
 
@@ -313,8 +309,6 @@ def main(arguments: list[str] | None = None) -> int:
             print(plan_table(stages, processes))
             return 0
         check_stages(stages, None if options.torchrun or options.launcher else options.nproc or 1)
-        for stage in stages:
-            refuse_unsupported_parallelism(stage.config)
         return run_recipe(recipe, stages, launcher)
     except ValueError as error:  # ConfigError and DataError
         logger.error(str(error))

@@ -13,6 +13,7 @@ from launch.metrics import RunMetrics
 from parallel.batch import model_inputs, sum_of_losses
 from parallel.halo import Context
 from parallel.parallelize import release_gathered
+from parallel.pipeline import Pipeline, ShareOfLoss
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Validator:
     metrics_processor: RunMetrics
     validation_context: Any
     maybe_enable_amp: Any
-    loss_fn: Any = None
+    loss_fn: ShareOfLoss
     pp_schedule: Any = None
     pp_has_first_stage: bool | None = None
     pp_has_last_stage: bool | None = None
@@ -38,18 +39,24 @@ class Validator:
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        (model,) = model_parts
         device = self.metrics_processor.device
+        self.loss_fn.denominator = 1.0  # sums, of the pipeline too
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        model.eval()
+        for part in model_parts:
+            part.eval()
         context = Context.of(self.parallel_dims, self.job_config)
         for input_dict, labels in self.batches:
             on_device = {name: x.to(device) for name, x in input_dict.items()}
             with self.validation_context(), self.maybe_enable_amp:
                 inputs = model_inputs(self.job_config, context, on_device, labels.to(device))
-                loss_sum = model(**inputs)
-            total += torch.stack([loss_sum.double(), (inputs["labels"] != IGNORE_INDEX).sum().double()])
-        model.train()
-        release_gathered(model)
+                if self.pp_schedule is None:
+                    loss_sum, counts = model_parts[0](**inputs), True
+                else:
+                    stage = Pipeline(self.pp_schedule, bool(self.pp_has_first_stage), bool(self.pp_has_last_stage))
+                    loss_sum, counts = stage.evaluate(inputs), stage.has_last
+            total += torch.stack([loss_sum.double(), counts * (inputs["labels"] != IGNORE_INDEX).sum().double()])
+        for part in model_parts:
+            part.train()
+            release_gathered(part)
         sum_of_losses(self.parallel_dims, total)
         self.metrics_processor.log_validation(step, float(total[0] / total[1]), int(total[1]))

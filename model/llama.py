@@ -66,9 +66,7 @@ class Block(nn.Module):
         document_starts_BL: Tensor | None = None,
     ) -> Tensor:
         # By name: tensor parallelism gathers what is given by place, and that is the tokens alone.
-        h_BLD = x_BLD + self.attention(
-            self.attention_norm(x_BLD), rope=rope, document_starts_BL=document_starts_BL
-        )
+        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope=rope, document_starts_BL=document_starts_BL)
         return h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
 
 

@@ -15,6 +15,8 @@ def model_inputs(
 ) -> dict[str, Any]:
     """What the model is given of a batch: under context parallelism the rank's tokens, and all document starts."""
     inputs = {"tokens": input_dict["input"], "positions": input_dict["positions"], "labels": labels}
+    if config.parallelism.pipeline_parallel_degree > 1:
+        inputs["positions"] = inputs["positions"].expand(labels.shape)  # cut into micro-batches by rows
     if context is not None:
         inputs["positions"] = inputs["positions"].expand(labels.shape)
         inputs = {name: context.own(x) for name, x in inputs.items()}
@@ -22,7 +24,9 @@ def model_inputs(
 
 
 def sum_of_losses(dims: ParallelDims, value: Tensor) -> Tensor:
-    """Sum over the ranks that hold different rows, or different tokens of them."""
+    """Sum over the ranks that hold different rows, different tokens of them, or other stages than the last (zeros)."""
     if dims.dp_cp_enabled:
         dist.all_reduce(value, group=dims.get_mesh("loss").get_group())
+    if dims.pp_enabled:
+        dist.all_reduce(value, group=dims.get_mesh("pp").get_group())
     return value

@@ -111,18 +111,16 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
     if config.training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy()
     policy = config.parallelism.fsdp_reshard_after_forward
-    reshard = policy != "never"
+    # A pipeline stage needs its parameters again with the next micro-batch: it keeps them gathered for all of a step.
+    reshard = policy == "always" or (policy == "default" and config.parallelism.pipeline_parallel_degree == 1)
 
-    assert model.tok_embeddings is not None
-    assert model.norm is not None
-    assert model.output is not None
-    tied = model.output.weight is None
-    if not tied:
+    tied = model.output is not None and model.output.weight is None
+    if model.tok_embeddings is not None and not tied:
         # A tied embedding is used first and last: it stays in the root's group, gathered all the way through.
         fully_shard(model.tok_embeddings, **options, reshard_after_forward=reshard)
     for block in model.layers.values():
         fully_shard(block, **options, reshard_after_forward=reshard)
-    if not tied:
+    if model.norm is not None and model.output is not None and not tied:
         # The last group is needed again at once by the backward pass.
         fully_shard([model.norm, model.output], **options, reshard_after_forward=policy == "always")
     fully_shard(model, **options)

@@ -46,6 +46,10 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> 
     if model.norm is not None:
         ends["norm"] = SequenceParallel()
     parallelize_module(model, mesh, ends)
+    if model.tok_embeddings is not None:
+        # Given a tensor that is still on its way, a compiled block loses its gradient without a word (torch 2.13); a
+        # product waits for it.
+        model.tok_embeddings.register_forward_hook(lambda module, inputs, embedded: embedded * 1.0)
     if model.output is not None and model.output.weight is not None:
         model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
 

@@ -1,0 +1,120 @@
+"""Pipeline parallelism: the model cut into stages, and the schedule in which micro-batches pass through them.
+
+The schedules are PyTorch's (`torch.distributed.pipelining`). What is ours: stages are cut by cost (`parallel/stages.py`), and
+the last stage returns the sum of the losses itself, since labels, positions and document starts reach every stage.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule, get_schedule_class
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule, pipeline_module_split
+from torchtitan.protocols.train_spec import ParallelizeFunction
+
+from configs.check import ConfigError
+from configs.schema import JobConfig
+from model.build import ModelConfig
+from parallel.stages import layers_of_stages, stage_costs
+
+
+class ShareOfLoss:
+    """The loss function that the engine calls: makes a sum of losses the share that it has of a mean.
+
+    The model has summed the losses already. `denominator` is set before each step, to the tokens of the global batch.
+    """
+
+    def __init__(self) -> None:
+        self.denominator: float | Tensor = 1.0
+
+    def __call__(self, loss_sum: Tensor, labels: Tensor | None = None) -> Tensor:
+        return loss_sum / self.denominator
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A rank's end of the pipeline."""
+
+    schedule: _PipelineSchedule
+    has_first: bool
+    has_last: bool
+
+    def train(self, inputs: dict[str, Any]) -> Tensor:
+        """Forward and backward of a batch, micro-batch by micro-batch: its loss, 0 on ranks without the last stage."""
+        return self._run(self.schedule.step, inputs)
+
+    def evaluate(self, inputs: dict[str, Any]) -> Tensor:
+        """The loss of a batch of the same shape as those that are trained on."""
+        return self._run(self.schedule.eval, inputs)
+
+    def _run(self, run: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
+        """What is given by place reaches the first stage alone; what is given by name, every stage."""
+        named = {name: x for name, x in inputs.items() if name != "tokens"}
+        losses: list[Tensor] = []
+        run(
+            *([inputs["tokens"]] if self.has_first else []),
+            **named,
+            target=inputs["labels"] if self.has_last else None,
+            losses=losses if self.has_last else None,
+            return_outputs=False,
+        )
+        return torch.stack(losses).sum() if losses else torch.zeros((), device=inputs["labels"].device)
+
+
+def pipeline(
+    model: nn.Module,
+    dims: ParallelDims,
+    config: JobConfig,
+    device: torch.device,
+    model_args: Any,
+    parallelize: ParallelizeFunction,
+    loss_fn: ShareOfLoss,
+) -> tuple[_PipelineSchedule, list[nn.Module], bool, bool]:
+    """Cuts the model and prepares what this rank holds of it; torchtitan's signature.
+
+    Returns:
+        The schedule, the rank's parts of the model, and whether the first and the last stage are among them.
+
+    Raises:
+        ConfigError: stages or micro-batches that the schedule can't have.
+    """
+    names = modules_of_stages(config)
+    stages, parts = pipeline_module_split(
+        model, dims.get_mesh("pp"), config.parallelism.pipeline_parallel_schedule, device, names
+    )
+    for stage, part in zip(stages, parts, strict=True):
+        stage.submod = parallelize(part, dims, config)  # type: ignore[arg-type]  # our config is a subclass
+    try:
+        schedule = build_pipeline_schedule(config, stages, loss_fn)  # type: ignore[arg-type]  # the same
+    except ValueError as error:
+        raise ConfigError(f"parallelism.pipeline_parallel_schedule: {error}") from error
+    return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+
+
+def modules_of_stages(config: JobConfig) -> list[list[str]]:
+    """Names of the modules that each stage holds: the embedding comes first, norm and head last.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    layers, embedding, head = stage_costs(ModelConfig.from_job(config), config.training.seq_len)
+    try:
+        runs = layers_of_stages(layers, stage_count(config), embedding, head)
+    except ValueError as error:
+        raise ConfigError(
+            f"pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}: {error}"
+        ) from error
+    names = [[f"layers.{layer}" for layer in run] for run in runs]
+    names[0].insert(0, "tok_embeddings")
+    names[-1] += ["norm", "output"]
+    return names
+
+
+def stage_count(config: JobConfig) -> int:
+    """Stages of all ranks together."""
+    p = config.parallelism
+    single = issubclass(get_schedule_class(p.pipeline_parallel_schedule), PipelineScheduleSingle)
+    return p.pipeline_parallel_degree * (p.pipeline_parallel_stages_per_rank or (1 if single else 2))
