@@ -14,7 +14,7 @@ from configs.schema import JobConfig, NoRotary
 from launch.hardware import Efficiency, Gpu
 from launch.heads import rank_pairs, received_in_forward
 from launch.layout import Layout, Stage
-from launch.memory import Types, is_trained, local_tokens, recomputes, weights
+from launch.memory import Types, is_trained, local_tokens, recomputes, stays_gathered, weights
 from model.build import ModelConfig, trained_layers
 from model.flops import batch_flops, layer_matmul_weights
 from model.layers import LayerPosition
@@ -212,8 +212,7 @@ def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]
     all_numbers = sum(w.numel for w in own)
     updated = sum(w.numel for w in own if is_trained(w.name, trained))
     passes, micro = layout.accumulation, layout.accumulation * layout.microbatches
-    once = layout.pp > 1 or config.parallelism.fsdp_reshard_after_forward == "never"
-    gathers = 1 if once else 2
+    gathers = 1 if stays_gathered(config) else 2
 
     n, r = layout.fsdp, layout.dp_replicate
     gathered, reduced = gathers * types.product * all_numbers, types.reduced * updated

@@ -3,19 +3,14 @@
 import math
 from dataclasses import dataclass
 
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-    get_schedule_class,
-)
-
 from configs.check import ConfigError, check_processes, model_parallel_ranks
 from configs.schema import JobConfig
 from model.build import ModelConfig
+from parallel.pipeline import stage_count
 from parallel.stages import layers_of_stages, stage_costs
+
+FOLDED = "ZBVZeroBubble"
+"""The schedule in which a rank has the n-th stage from the front and the n-th from the back."""
 
 
 @dataclass(frozen=True)
@@ -64,15 +59,7 @@ class Layout:
         p, t = config.parallelism, config.training
         tp, pp, cp = p.tensor_parallel_degree, p.pipeline_parallel_degree, p.context_parallel_degree
         copies = gpus // model_parallel_ranks(config)
-        rows, microbatches = t.local_batch_size, 1
-        if pp > 1:
-            rows = p.pipeline_parallel_microbatch_size
-            if t.local_batch_size % rows:
-                raise ConfigError(
-                    f"training.local_batch_size = {t.local_batch_size} is not a multiple of "
-                    f"parallelism.pipeline_parallel_microbatch_size = {rows}."
-                )
-            microbatches = t.local_batch_size // rows
+        rows = p.pipeline_parallel_microbatch_size if pp > 1 else t.local_batch_size
         batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * copies
         return cls(
             p.data_parallel_replicate_degree,
@@ -81,9 +68,9 @@ class Layout:
             tp,
             pp,
             p.pipeline_parallel_schedule,
-            _stages(ModelConfig.from_job(config), t.seq_len, pp, p.pipeline_parallel_schedule),
+            _stages(config),
             rows,
-            microbatches,
+            t.local_batch_size // rows,
             batch // (t.local_batch_size * copies),
         )
 
@@ -111,7 +98,7 @@ class Layout:
         if self.pp == 1:
             return 0.0
         m = self.microbatches
-        if issubclass(get_schedule_class(self.schedule), ScheduleZBVZeroBubble | ScheduleDualPipeV):
+        if self.schedule == FOLDED:
             return 1 - m / max(m, self.pp)  # a micro-batch passes all ranks, whatever fills the gaps
         return (self.pp - 1) / (self.stages_a_rank * m + self.pp - 1)
 
@@ -119,13 +106,12 @@ class Layout:
         """Micro-batches times stages whose activations a pipeline rank holds at once, at most.
 
         As PyTorch's schedules start: 1F1B with one micro-batch for each stage that is still to come, interleaved ones
-        with two for each rank and a round for each further stage, V-shaped ones with two for each rank.
+        with two for each rank to come and a round for each further stage, the folded one with two for each rank.
         """
         every = self.microbatches * self.stages_a_rank
-        schedule = get_schedule_class(self.schedule)
-        if self.pp == 1 or issubclass(schedule, ScheduleGPipe | ScheduleLoopedBFS):
+        if self.pp == 1 or self.schedule in ("GPipe", "LoopedBFS"):
             return every
-        if issubclass(schedule, ScheduleZBVZeroBubble | ScheduleDualPipeV):
+        if self.schedule == FOLDED:
             return min(every, 2 * self.pp)
         if self.stages_a_rank == 1:
             return min(every, self.pp - rank)
@@ -152,20 +138,18 @@ class Layout:
         return " × ".join(shown) or "one process"
 
 
-def _stages(config: ModelConfig, tokens: int, pp: int, schedule: str) -> tuple[tuple[Stage, ...], ...]:
-    each = 1
-    if pp > 1:
-        try:
-            kind = get_schedule_class(schedule)
-        except ValueError as error:
-            raise ConfigError(f"parallelism.pipeline_parallel_schedule = {schedule!r}: {error}") from error
-        each = 1 if issubclass(kind, PipelineScheduleSingle) else 2
+def _stages(config: JobConfig) -> tuple[tuple[Stage, ...], ...]:
+    """As `parallel.pipeline` cuts them, and as PyTorch's schedules give them to ranks: in turn, or folded in the middle."""
+    p = config.parallelism
+    if p.pipeline_parallel_degree == 1:
+        return ((Stage(range(config.architecture.n_layers), True, True),),)
+    layers, embedding, head = stage_costs(ModelConfig.from_job(config), config.training.seq_len)
     try:
-        layers, embedding, head = stage_costs(config, tokens)
-        runs = layers_of_stages(layers, pp * each, embedding, head)
+        runs = layers_of_stages(layers, stage_count(config), embedding, head)
     except ValueError as error:
-        raise ConfigError(f"parallelism.pipeline_parallel_degree = {pp}: {error}.") from error
+        raise ConfigError(f"parallelism.pipeline_parallel_degree = {p.pipeline_parallel_degree}: {error}.") from error
     stages = [Stage(run, number == 0, number == len(runs) - 1) for number, run in enumerate(runs)]
-    if each == 2 and issubclass(kind, ScheduleZBVZeroBubble | ScheduleDualPipeV):
+    pp = p.pipeline_parallel_degree
+    if p.pipeline_parallel_schedule == FOLDED:
         return tuple((stages[rank], stages[-1 - rank]) for rank in range(pp))
     return tuple(tuple(stages[rank::pp]) for rank in range(pp))

@@ -180,6 +180,12 @@ def _divided(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     return shape[0] // tp, *shape[1:]
 
 
+def stays_gathered(config: JobConfig) -> bool:
+    """Whether FSDP keeps blocks whole from the forward to the backward pass: by option, and in a pipeline."""
+    policy = config.parallelism.fsdp_reshard_after_forward
+    return policy == "never" or (policy == "default" and config.parallelism.pipeline_parallel_degree > 1)
+
+
 def is_trained(name: str, trained: Sequence[int] | None) -> bool:
     layer = Weight(name, ()).layer
     return trained is None or layer in trained
@@ -194,7 +200,7 @@ def _gathered(config: JobConfig, layout: Layout, own: Sequence[Weight], largest:
         cast = types.product * everything if types.product < types.stream else 0
         return cast + (4 * everything if layout.dp_replicate > 1 else 0)
     reduction = (types.product + types.reduced) * block
-    if layout.pp > 1 or config.parallelism.fsdp_reshard_after_forward == "never":
+    if stays_gathered(config):
         # Gathered once a pass, and gradients of its micro-batches added up whole.
         added_up = types.reduced * everything if layout.microbatches > 1 else 0
         return types.product * everything + added_up + reduction

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from configs.check import ConfigError, refuse_unsupported_parallelism
+from configs.check import ConfigError
 from configs.load import load_config, parse_options, read_toml
 from configs.schema import JobConfig
 from data.tokenizer import load_tokenizer
@@ -168,10 +168,6 @@ def make_plan(name: str, config: JobConfig, gpus: int, gpu: Gpu, efficiency: Eff
         changes, config = found, changed(config, found)
         notes.append(f"as written it can't run: {error}")
         layout = Layout.of(config, gpus)
-    try:
-        refuse_unsupported_parallelism(config)
-    except ConfigError as error:
-        notes.append(f"planned as written, but it can't run yet: {error}")
 
     model, length = ModelConfig.from_job(config), config.training.seq_len
     scopes, cut = [layer.scopes for layer in model.layers()], config.parallelism.context_parallel_load_balancer

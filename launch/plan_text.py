@@ -32,7 +32,7 @@ def _head(plan: "Plan", kind: str) -> list[str]:
         each += f", accumulated {layout.accumulation} times"
     lines = [
         f"{plan.name} on {where}: {layout}",
-        f"{plan.parameters / 1e9:.2f}B parameters, {t.seq_len:,} tokens a sequence, {batch:,} sequences a step ({each})",
+        f"{_count(plan.parameters)} parameters, {t.seq_len:,} tokens a sequence, {batch:,} sequences a step ({each})",
     ]
     if plan.changes:
         lines.append(f"planned with {as_options(plan.changes)}")
@@ -40,17 +40,20 @@ def _head(plan: "Plan", kind: str) -> list[str]:
 
 
 def _memory(plan: "Plan") -> list[str]:
-    title = "memory of a rank, GiB"
-    lines = [
-        f"{title:<34}{'param':>7}{'grad':>7}{'optim':>7}{'saved':>7}{'caches':>8}{'+ block':>9}{'or loss':>9}{'= peak':>8}"
-    ]
-    for rank, (stages, memory) in enumerate(zip(plan.layout.stages, plan.memory, strict=True)):
-        held = ", ".join(_layers(stage.layers) for stage in stages)
+    labels = []
+    for rank, stages in enumerate(plan.layout.stages):
+        held = "layers " + ", ".join(f"{s.layers.start}-{s.layers.stop - 1}" for s in stages if s.layers)
         held += ", embedding" * stages[0].first + ", head" * any(stage.last for stage in stages)
-        label = f"pp {rank}: {held}" if plan.layout.pp > 1 else held
-        lines.append(f"  {label:<32}" + _memory_row(memory))
+        labels.append(f"pp {rank}: {held}" if plan.layout.pp > 1 else held)
+    width = max(24, *(len(label) + 2 for label in labels))
+    title = f"{'memory of a rank, GiB':<{width}}"
+    lines = [
+        f"{title}{'param':>7}{'grad':>7}{'optim':>7}{'saved':>7}{'caches':>8}{'+ block':>9}{'or loss':>9}{'= peak':>8}"
+    ]
+    for label, memory in zip(labels, plan.memory, strict=True):
+        lines.append(f"{'  ' + label:<{width}}{_memory_row(memory)}")
     mode = plan.config.activation_checkpoint.mode
-    lines.append(f"  saved: activations, checkpointing {mode!r}; block and loss: the larger counts")
+    lines.append(f"  saved: activations, checkpointing {mode!r}; of block and loss the larger counts")
     return lines
 
 
@@ -63,20 +66,18 @@ def _memory_row(memory: RankMemory) -> str:
     )
 
 
-def _layers(layers: range) -> str:
-    return f"layers {layers.start}-{layers.stop - 1}" if layers else "no layer"
-
-
 def _gib(size: float) -> str:
     return f"{size / GIB:.1f}"
 
 
 def _work(plan: "Plan") -> list[str]:
     by_tp, by_cp, both = plan.imbalance
-    lines = [
-        f"FLOPs a token {plan.flops_per_token / 1e9:.1f}G; heads see 1/{plan.pairs_ratio:.2f} of the pairs of dense ones",
-        f"attention of the busiest rank over the mean: {both:.2f} (tp {by_tp:.2f}, cp {by_cp:.2f})",
-    ]
+    seen = "all heads see all tokens before them"
+    if plan.pairs_ratio > 1:
+        seen = f"heads see 1/{plan.pairs_ratio:.2f} of the pairs of dense ones"
+    lines = [f"{_count(plan.flops_per_token)} FLOPs a token; {seen}"]
+    if plan.layout.tp * plan.layout.cp > 1:
+        lines.append(f"attention of the busiest rank over the mean: {both:.2f} (tp {by_tp:.2f}, cp {by_cp:.2f})")
     degrees = plan.layout.degrees()
     for name, size in plan.time.traffic.items():
         if size:
@@ -108,9 +109,16 @@ def _time(plan: "Plan") -> list[str]:
     steps = plan.config.training.steps
     return [
         f"step {_seconds(time.total)}: {', '.join(shown)}",
-        f"{plan.tokens_per_second:,.0f} tokens/s, {plan.tokens_per_second * 86400 / 1e9:.2f}B tokens a day, "
+        f"{plan.tokens_per_second:,.0f} tokens/s, {_count(plan.tokens_per_second * 86400)} tokens a day, "
         f"MFU {100 * plan.mfu:.0f} %; {steps:,} steps take {_duration(steps * time.total)}",
     ]
+
+
+def _count(number: float) -> str:
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if number >= size:
+            return f"{number / size:.2f}{letter}"
+    return f"{number:,.0f}"
 
 
 def _seconds(seconds: float) -> str:
@@ -129,14 +137,14 @@ def _head_layouts(plan: "Plan") -> list[str]:
     columns = [f"tp {degree}" for degree in first.imbalance]
     halos = [f"cp {ranks}, GiB" for ranks in first.halo_bytes]
     lines = [
-        f"{'order of heads':<22}"
+        f"{'order of heads':<26}"
         + "".join(f"{column:>8}" for column in columns)
         + "".join(f"{column:>13}" for column in halos)
         + f"{'KV cache':>11}"
     ]
     for name, cost in plan.head_layouts.items():
         lines.append(
-            f"  {name + ' (chosen)' * (name == chosen):<20}"
+            f"  {name + ' (chosen)' * (name == chosen):<24}"
             + "".join(f"{value:>8.2f}" for value in cost.imbalance.values())
             + "".join(f"{size / GIB:>13.2f}" for size in cost.halo_bytes.values())
             + f"{100 * cost.cache_share:>9.0f} %"

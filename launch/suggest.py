@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from configs.check import ConfigError, check, model_parallel_ranks, refuse_unsupported_parallelism
+from configs.check import ConfigError, check, model_parallel_ranks
 from configs.schema import JobConfig
 
 Options = dict[str, Any]
@@ -17,14 +17,15 @@ def changed(config: JobConfig, options: Options) -> JobConfig:
     """A copy with these options set.
 
     Raises:
-        ConfigError: they contradict the others, or can't be run.
+        ConfigError: they contradict the others.
     """
     new = copy.deepcopy(config)
+    if new.validation.local_batch_size == new.training.local_batch_size:  # as where neither file nor options name it
+        new.validation.local_batch_size = options.get("training.local_batch_size", new.training.local_batch_size)
     for name, value in options.items():
         section, key = name.split(".")
         setattr(getattr(new, section), key, value)
     check(new)
-    refuse_unsupported_parallelism(new)
     return new
 
 
