@@ -34,6 +34,7 @@ from launch.plan_text import assumptions_text, plan_text
 from launch.recipe import load_recipe
 from launch.suggest import Options, changed, suggest
 from model.build import ModelConfig, count_parameters
+from model.scope import Layout as HeadLayout
 from model.scope import cost_ratio
 
 logger = logging.getLogger("farsight")
@@ -61,7 +62,7 @@ class Plan:
     pairs_ratio: float
     """All causal pairs over those that heads see."""
     parameters: int
-    head_layouts: dict[str, HeadLayoutCost]
+    head_layouts: dict[HeadLayout, HeadLayoutCost]
     notes: list[str] = field(default_factory=list)
     changes: Options = field(default_factory=dict)
     """Made to a config that can't be run as it is."""

@@ -75,7 +75,7 @@ def _work(plan: "Plan") -> list[str]:
     seen = "all heads see all tokens before them"
     if plan.pairs_ratio > 1:
         seen = f"heads see 1/{plan.pairs_ratio:.2f} of the pairs of dense ones"
-    lines = [f"{_count(plan.flops_per_token)} FLOPs a token; {seen}"]
+    lines = [f"{_count(plan.flops_per_token, 'G')}FLOP a token; {seen}"]
     if plan.layout.tp * plan.layout.cp > 1:
         lines.append(f"attention of the busiest rank over the mean: {both:.2f} (tp {by_tp:.2f}, cp {by_cp:.2f})")
     degrees = plan.layout.degrees()
@@ -114,8 +114,8 @@ def _time(plan: "Plan") -> list[str]:
     ]
 
 
-def _count(number: float) -> str:
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+def _count(number: float, billions: str = "B") -> str:
+    for size, letter in ((1e12, "T"), (1e9, billions), (1e6, "M")):
         if number >= size:
             return f"{number / size:.2f}{letter}"
     return f"{number:,.0f}"

@@ -21,7 +21,7 @@ def changed(config: JobConfig, options: Options) -> JobConfig:
     """
     new = copy.deepcopy(config)
     if new.validation.local_batch_size == new.training.local_batch_size:  # as where neither file nor options name it
-        new.validation.local_batch_size = options.get("training.local_batch_size", new.training.local_batch_size)
+        new.validation.local_batch_size = int(options.get("training.local_batch_size", new.training.local_batch_size))
     for name, value in options.items():
         section, key = name.split(".")
         setattr(getattr(new, section), key, value)
@@ -52,8 +52,12 @@ def as_options(options: Options) -> str:
 
 def _candidates(config: JobConfig, gpus: int) -> Iterator[Options]:
     """One change alone, then what costs little speed together, and the rest on top of that."""
-    checkpointing = [] if config.activation_checkpoint.mode == "full" else [{"activation_checkpoint.mode": "full"}]
-    batches = [{"training.local_batch_size": size} for size in _smaller(config.training.local_batch_size)]
+    checkpointing: list[Options] = []
+    if config.activation_checkpoint.mode != "full":
+        checkpointing.append({"activation_checkpoint.mode": "full"})
+    batches: list[Options] = [
+        {"training.local_batch_size": size} for size in _smaller(config.training.local_batch_size)
+    ]
     p = config.parallelism
     everywhere: Options = {
         "parallelism.data_parallel_replicate_degree": 1,
@@ -62,7 +66,7 @@ def _candidates(config: JobConfig, gpus: int) -> Iterator[Options]:
     sharding = [everywhere] if (p.data_parallel_replicate_degree, p.data_parallel_shard_degree) != (1, -1) else []
     tensor, context = ([*_degrees(config, name, gpus)] for name in ("tensor", "context"))
     pipeline = [_pipelined(config, options, gpus) for options in _degrees(config, "pipeline", gpus)]
-    offload = [{"training.enable_cpu_offload": True}]
+    offload: list[Options] = [{"training.enable_cpu_offload": True}]
     yield from (*checkpointing, *batches, *sharding, *tensor, *context, *pipeline, *offload)
 
     together: Options = {}
