@@ -4,13 +4,19 @@ The schedules are PyTorch's (`torch.distributed.pipelining`). What is ours: stag
 the last stage returns the sum of the losses itself, since labels, positions and document starts reach every stage.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule, pipeline_module_split
 from torchtitan.protocols.train_spec import ParallelizeFunction
@@ -48,7 +54,8 @@ class Pipeline:
 
     def evaluate(self, inputs: dict[str, Any]) -> Tensor:
         """The loss of a batch of the same shape as those that are trained on."""
-        return self._run(self.schedule.eval, inputs)
+        with _forward_only(self.schedule):
+            return self._run(self.schedule.eval, inputs)
 
     def _run(self, run: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
         """What is given by place reaches the first stage alone; what is given by name, every stage."""
@@ -62,6 +69,24 @@ class Pipeline:
             return_outputs=False,
         )
         return torch.stack(losses).sum() if losses else torch.zeros((), device=inputs["labels"].device)
+
+
+@contextmanager
+def _forward_only(schedule: _PipelineSchedule) -> Iterator[None]:
+    """Leaves out what belongs to backward passes: where two stages in a row are one rank's, PyTorch's `eval` does not."""
+    if not isinstance(schedule, _PipelineScheduleRuntime):
+        yield
+        return
+    forward = {"FORWARD", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    whole = schedule.pipeline_order_with_comms
+    schedule.pipeline_order_with_comms = {
+        rank: [action for action in actions if action.computation_type.name in forward]
+        for rank, actions in whole.items()
+    }
+    try:
+        yield
+    finally:
+        schedule.pipeline_order_with_comms = whole
 
 
 def pipeline(
