@@ -60,6 +60,7 @@ class Layout:
         tp, pp, cp = p.tensor_parallel_degree, p.pipeline_parallel_degree, p.context_parallel_degree
         copies = gpus // model_parallel_ranks(config)
         rows = p.pipeline_parallel_microbatch_size if pp > 1 else t.local_batch_size
+        _check_microbatches(config, t.local_batch_size // rows)
         batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * copies
         return cls(
             p.data_parallel_replicate_degree,
@@ -115,7 +116,8 @@ class Layout:
             return min(every, 2 * self.pp)
         if self.stages_a_rank == 1:
             return min(every, self.pp - rank)
-        return min(every, (self.stages_a_rank - 1) * self.pp + 2 * (self.pp - 1 - rank) + 1)
+        a_round = self.microbatches // max(1, self.microbatches // self.pp)
+        return min(every, (self.stages_a_rank - 1) * a_round + 2 * (self.pp - 1 - rank) + 1)
 
     def degrees(self) -> dict[str, int]:
         """By name of the mesh dimension, outermost first, as ranks are numbered."""
@@ -136,6 +138,20 @@ class Layout:
     def __str__(self) -> str:
         shown = [f"{name} {degree}" for name, degree in self.degrees().items() if degree > 1]
         return " × ".join(shown) or "one process"
+
+
+def _check_microbatches(config: JobConfig, number: int) -> None:
+    """Refuses what PyTorch's schedules do, before a run finds out."""
+    p = config.parallelism
+    pp, schedule = p.pipeline_parallel_degree, p.pipeline_parallel_schedule
+    if pp == 1:
+        return
+    name = f"training.local_batch_size = {config.training.local_batch_size} gives a pipeline {number} micro-batches"
+    if schedule == "1F1B" and number < pp:
+        raise ConfigError(f"{name}, and 1F1B needs one for each of its {pp} stages.")
+    rounds = max(1, number // pp)
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and number % rounds:
+        raise ConfigError(f"{name}, and {schedule} a multiple of {rounds}: use a multiple of {pp}.")
 
 
 def _stages(config: JobConfig) -> tuple[tuple[Stage, ...], ...]:

@@ -20,11 +20,13 @@ def changed(config: JobConfig, options: Options) -> JobConfig:
         ConfigError: they contradict the others.
     """
     new = copy.deepcopy(config)
-    if new.validation.local_batch_size == new.training.local_batch_size:  # as where neither file nor options name it
-        new.validation.local_batch_size = int(options.get("training.local_batch_size", new.training.local_batch_size))
+    # Validation's is training's where neither file nor options name it.
+    follows = new.validation.local_batch_size == new.training.local_batch_size
     for name, value in options.items():
         section, key = name.split(".")
         setattr(getattr(new, section), key, value)
+    if follows:
+        new.validation.local_batch_size = new.training.local_batch_size
     check(new)
     return new
 
@@ -55,6 +57,7 @@ def _candidates(config: JobConfig, gpus: int) -> Iterator[Options]:
     checkpointing: list[Options] = []
     if config.activation_checkpoint.mode != "full":
         checkpointing.append({"activation_checkpoint.mode": "full"})
+    filled = [_pipelined(config, {}, gpus)] if config.parallelism.pipeline_parallel_degree > 1 else []
     batches: list[Options] = [
         {"training.local_batch_size": size} for size in _smaller(config.training.local_batch_size)
     ]
@@ -67,7 +70,7 @@ def _candidates(config: JobConfig, gpus: int) -> Iterator[Options]:
     tensor, context = ([*_degrees(config, name, gpus)] for name in ("tensor", "context"))
     pipeline = [_pipelined(config, options, gpus) for options in _degrees(config, "pipeline", gpus)]
     offload: list[Options] = [{"training.enable_cpu_offload": True}]
-    yield from (*checkpointing, *batches, *sharding, *tensor, *context, *pipeline, *offload)
+    yield from (*checkpointing, *filled, *batches, *sharding, *tensor, *context, *pipeline, *offload)
 
     together: Options = {}
     for options in (*checkpointing, *batches[-1:], *sharding):
@@ -95,8 +98,9 @@ def _degrees(config: JobConfig, name: str, gpus: int) -> Iterator[Options]:
 
 def _pipelined(config: JobConfig, options: Options, gpus: int) -> Options:
     """With as many micro-batches as the global batch has for each pipeline: fewer leave ranks waiting."""
-    others = model_parallel_ranks(config) // config.parallelism.pipeline_parallel_degree
-    copies = gpus // (others * options["parallelism.pipeline_parallel_degree"])
+    now = config.parallelism.pipeline_parallel_degree
+    others = model_parallel_ranks(config) // now
+    copies = gpus // (others * options.get("parallelism.pipeline_parallel_degree", now))
     batch = config.training.global_batch_size
     if batch < 1 or copies < 1 or batch % copies:
         return options

@@ -46,6 +46,7 @@ def parts_of_rank(config: JobConfig, rank: int, gpus: int) -> list[nn.Module]:
         model = build_model(ModelConfig.from_job(config))
     freeze_all_but(model, trained_layers(config))
     if dims.pp_enabled:
+        config.training.local_batch_size = max(config.training.local_batch_size, dims.pp)  # as the schedule asks for
         _, parts, *_ = pipeline(model, dims, config, torch.device("cpu"), None, parallelize, ShareOfLoss())
         return parts
     return [parallelize(model, dims, config)]
