@@ -12,7 +12,7 @@ import torch
 
 from configs.schema import JobConfig, NoRotary
 from launch.hardware import Efficiency, Gpu
-from launch.heads import rank_pairs, received_in_forward
+from launch.heads import layers_of, rank_pairs, received_in_forward
 from launch.layout import Layout, Stage
 from launch.memory import Types, is_trained, local_tokens, recomputes, stays_gathered, weights
 from model.build import ModelConfig, trained_layers
@@ -70,7 +70,7 @@ def flops_per_token(config: JobConfig) -> float:
     tokens = config.training.seq_len
     positions = torch.arange(tokens)[None]
     return (
-        batch_flops(config.architecture, ModelConfig.from_job(config).layers(), positions, trained_layers(config))
+        batch_flops(config.architecture, layers_of(ModelConfig.from_job(config)), positions, trained_layers(config))
         / tokens
     )
 
@@ -105,7 +105,7 @@ def _rank_step(config: JobConfig, layout: Layout, rank: int, gpu: Gpu, efficienc
 
 def _stage_seconds(config: JobConfig, layout: Layout, stage: Stage, gpu: Gpu, efficiency: Efficiency) -> Seconds:
     """A micro-batch, forward and backward."""
-    layers, a, types = ModelConfig.from_job(config).layers(), config.architecture, Types.of(config, layout)
+    layers, a, types = layers_of(ModelConfig.from_job(config)), config.architecture, Types.of(config, layout)
     tokens = local_tokens(config, layout)
     peak = gpu.fp32_flops if types.product == 4 else gpu.bf16_flops
     links = {name: bandwidth(layout, name, gpu, efficiency) for name in ("tp", "cp")}
@@ -217,7 +217,7 @@ def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]
     n, r = layout.fsdp, layout.dp_replicate
     gathered, reduced = gathers * types.product * all_numbers, types.reduced * updated
     replicated = reduced // n * passes if layout.sharded else 4 * updated
-    layers = model.layers()
+    layers = layers_of(model)
     exchanged = sum(
         received_in_forward(config, layout, layers[number].scopes, types.product) * Passes.of(config, number).exchanges
         for stage in stages

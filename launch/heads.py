@@ -13,11 +13,18 @@ from configs.schema import JobConfig, Scope
 from kernels.scoped_attention.semantics import visible_pairs
 from launch.layout import Layout
 from model.build import ModelConfig
+from model.layers import LayerPosition
 from model.scope import Layout as HeadLayout
 from parallel.context import Layout as Cut
 from parallel.context import keys_seen, pieces, reaches, received_bytes
 
 Reach = tuple[int, ...]
+
+
+@cache
+def layers_of(model: ModelConfig) -> tuple[LayerPosition, ...]:
+    """Each layer's position at the trained length; resolved once, since a plan asks often."""
+    return model.layers()
 
 
 @cache
@@ -124,7 +131,7 @@ def compare_head_layouts(config: JobConfig, layout: Layout, itemsize: int) -> di
     ranks = [layout.cp] if layout.cp > 1 else [d for d in (8,) if tokens % (2 * d) == 0]
     costs = {}
     for order in get_args(HeadLayout):
-        layers = [layer.scopes for layer in _in_order(config, order).layers()]
+        layers = [layer.scopes for layer in layers_of(_in_order(config, order))]
         reach = [reaches(scopes, a.n_kv_heads, tokens) for scopes in layers]
         parts = [reaches_of_ranks(scopes, a.n_kv_heads, tokens, layout.tp) for scopes in layers]
         costs[order] = HeadLayoutCost(

@@ -17,7 +17,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from configs.schema import JobConfig, NoRotary
 from kernels.chunked_loss import CHUNK_LOGITS
-from launch.heads import halo_bytes, keys_seen_numbers
+from launch.heads import halo_bytes, keys_seen_numbers, layers_of
 from launch.layout import Layout, Stage
 from model.build import ModelConfig, build_model, trained_layers
 from model.layers import LayerPosition
@@ -70,6 +70,7 @@ def rank_memory(config: JobConfig, layout: Layout, rank: int) -> RankMemory:
     """The memory of pipeline rank `rank`."""
     model = ModelConfig.from_job(config)
     trained, a, stages = trained_layers(config), config.architecture, layout.stages[rank]
+    layers = layers_of(model)
     offload = config.training.enable_cpu_offload
     kept = TORCH_DTYPE_MAP[config.training.dtype].itemsize
     types, tokens = Types.of(config, layout), local_tokens(config, layout)
@@ -77,15 +78,15 @@ def rank_memory(config: JobConfig, layout: Layout, rank: int) -> RankMemory:
     shards = {w.name: w.shard(layout.fsdp) for w in own}
     updated = [w for w in own if is_trained(w.name, trained)]
 
-    blocks = [_block_bytes(config, layout, number, model.layers()[number]) for s in stages for number in s.layers]
-    saved_by_stage = [_saved(config, layout, stage, model.layers()) for stage in stages]
+    blocks = [_block_bytes(config, layout, number, layers[number]) for s in stages for number in s.layers]
+    saved_by_stage = [saved_activations(config, layout, stage) for stage in stages]
     in_flight = layout.in_flight(rank)
     halo = max(
-        (halo_bytes(config, layout, model.layers()[n].scopes, types.product) for s in stages for n in s.layers),
+        (halo_bytes(config, layout, layers[n].scopes, types.product) for s in stages for n in s.layers),
         default=0,
     )
     received = 2 * (not all(stage.first and stage.last for stage in stages))  # activations, and their gradients
-    rotaries = {model.layers()[n].rotary for s in stages for n in s.layers} - {NoRotary()}
+    rotaries = {layers[n].rotary for s in stages for n in s.layers} - {NoRotary()}
     last = any(stage.last for stage in stages)
     logits, gathered_head = _loss_bytes(config, layout, trained is None) if last else (0, 0)
     copies = 0
@@ -211,8 +212,13 @@ def _gathered(config: JobConfig, layout: Layout, own: Sequence[Weight], largest:
 # Activations
 
 
-def _saved(config: JobConfig, layout: Layout, stage: Stage, layers: Sequence[LayerPosition]) -> int:
-    """What a stage keeps of a micro-batch between its forward and its backward pass."""
+def saved_activations(config: JobConfig, layout: Layout, stage: Stage, fused_norms: bool = True) -> int:
+    """What a stage keeps of a micro-batch between its forward and its backward pass, the loss's gradients aside.
+
+    Args:
+        fused_norms: RMSNorm keeps its input and a scale, as on GPUs; on CPUs its normalised input too.
+    """
+    layers = layers_of(ModelConfig.from_job(config))
     trained, a, types = trained_layers(config), config.architecture, Types.of(config, layout)
     lowest = -1 if trained is None else min(trained)
     stream = local_tokens(config, layout) // layout.tp * a.dim * types.stream
@@ -222,13 +228,13 @@ def _saved(config: JobConfig, layout: Layout, stage: Stage, layers: Sequence[Lay
             continue  # no gradient passes here
         again = ac.mode == "full" or (ac.mode == "selective" and recomputes(ac.selective_ac_option, number))
         if not again:
-            saved += _block_bytes(config, layout, number, layers[number])
+            saved += _block_bytes(config, layout, number, layers[number], fused_norms)
             continue
         saved += stream
         if ac.mode == "selective" and ac.selective_ac_option == "op":
             saved += _kept_results(config, layout)
     if stage.last:
-        saved += stream + 4 * stream // (a.dim * types.stream)  # the last norm's input, and its scale
+        saved += (1 if fused_norms else 2) * stream + 4 * stream // (a.dim * types.stream)  # the last norm's
     return saved
 
 
@@ -240,11 +246,7 @@ def recomputes(option: str, layer: int) -> bool:
 def _block_bytes(
     config: JobConfig, layout: Layout, number: int, position: LayerPosition, fused_norms: bool = True
 ) -> int:
-    """What autograd keeps of one block.
-
-    Args:
-        fused_norms: RMSNorm keeps its input and a scale, as on GPUs; on CPUs its normalised input too.
-    """
+    """What autograd keeps of one block."""
     a, types, tokens = config.architecture, Types.of(config, layout), local_tokens(config, layout)
     trained = trained_layers(config)
     heads, kv_heads = a.n_heads // layout.tp * a.head_dim, a.n_kv_heads // layout.tp * a.head_dim

@@ -27,7 +27,7 @@ from data.tokenizer import load_tokenizer
 from launch.costs import StepTime, flops_per_token, step_time, tokens_per_step
 from launch.files import write_text
 from launch.hardware import GPUS, Efficiency, Gpu, find_gpu
-from launch.heads import HeadLayoutCost, chosen_head_layout, compare_head_layouts, imbalance
+from launch.heads import HeadLayoutCost, chosen_head_layout, compare_head_layouts, imbalance, layers_of
 from launch.layout import Layout
 from launch.memory import RankMemory, Types, rank_memory
 from launch.plan_text import assumptions_text, plan_text
@@ -171,7 +171,7 @@ def make_plan(name: str, config: JobConfig, gpus: int, gpu: Gpu, efficiency: Eff
         layout = Layout.of(config, gpus)
 
     model, length = ModelConfig.from_job(config), config.training.seq_len
-    scopes, cut = [layer.scopes for layer in model.layers()], config.parallelism.context_parallel_load_balancer
+    scopes, cut = [layer.scopes for layer in layers_of(model)], config.parallelism.context_parallel_load_balancer
     compared = chosen_head_layout(config) is not None
     plan = Plan(
         name, config, gpus, gpu, efficiency, layout,

@@ -1,10 +1,10 @@
 """Bytes that one rank of a recipe's layout really allocates, on the meta device; `test_plan.py` starts it.
 
-    python -m tests.plan_layouts rope_llama3_8b lasp_llama3_8b …
+    python -m tests.plan_layouts '[{"recipe": "lasp_llama3_8b", "gpus": 64, "options": {}}, …]'
 
 Process groups are fake: their ranks exist in number alone. So a process is needed that no other test shares. Each stage is
-built by the repository's own `parallelize` and `pipeline` on the recipe's GPUs, for the first and for the last rank, and
-AdamW steps once.
+built by the repository's own `parallelize` and `pipeline` on the recipe's GPUs, for the first rank, and the last of a
+pipeline, and AdamW steps once.
 """
 
 import json
@@ -65,27 +65,24 @@ def optimizer_bytes(parameters: list[nn.Parameter]) -> int:
     return sum(local(value).nbytes for state in optimizer.state.values() for value in state.values())
 
 
-def main(names: list[str]) -> None:
+def main(cases: list[dict]) -> None:
     prepare_device()
     known: dict[tuple, int] = {}  # stages that differ in length or position alone have the same optimizer
-    for name in names:
-        recipe, stages = load_recipe(RECIPES / f"{name}.toml", {})
+    for case in cases:
+        _, stages = load_recipe(RECIPES / f"{case['recipe']}.toml", case["options"])
         for stage in stages:
-            for rank in (0, recipe.gpus - 1):
-                parameters = [p for part in parts_of_rank(stage.config, rank, recipe.gpus) for p in part.parameters()]
+            pipelined = stage.config.parallelism.pipeline_parallel_degree > 1
+            for rank in (0, case["gpus"] - 1) if pipelined else (0,):
+                parts = parts_of_rank(stage.config, rank, case["gpus"])
+                parameters = [parameter for part in parts for parameter in part.parameters()]
                 alike = tuple((*local(p).shape, p.requires_grad) for p in parameters)
                 if alike not in known:
                     known[alike] = optimizer_bytes(parameters)
-                row = {
-                    "recipe": name,
-                    "stage": stage.name,
-                    "rank": rank,
-                    "parameters": sum(local(p).nbytes for p in parameters),
-                    "optimizer": known[alike],
-                }
+                held = sum(local(p).nbytes for p in parameters)
+                row = {**case, "stage": stage.name, "rank": rank, "parameters": held, "optimizer": known[alike]}
                 print(json.dumps(row), flush=True)
                 dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(json.loads(sys.argv[1]))
