@@ -75,7 +75,7 @@ def _work(plan: "Plan") -> list[str]:
     seen = "all heads see all tokens before them"
     if plan.pairs_ratio > 1:
         seen = f"heads see 1/{plan.pairs_ratio:.2f} of the pairs of dense ones"
-    lines = [f"{_count(plan.flops_per_token, 'G')}FLOP a token; {seen}"]
+    lines = [f"{_count(plan.flops_per_token, 'G')} FLOP a token; {seen}"]
     if plan.layout.tp * plan.layout.cp > 1:
         lines.append(f"attention of the busiest rank over the mean: {both:.2f} (tp {by_tp:.2f}, cp {by_cp:.2f})")
     degrees = plan.layout.degrees()
