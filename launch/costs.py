@@ -14,7 +14,7 @@ from configs.schema import JobConfig, NoRotary
 from launch.hardware import Efficiency, Gpu
 from launch.heads import layers_of, rank_pairs, received_in_forward
 from launch.layout import Layout, Stage
-from launch.memory import Types, is_trained, local_tokens, recomputes, stays_gathered, weights
+from launch.memory import Types, is_trained, local_tokens, offloads, recomputes, stays_gathered, weights
 from model.build import ModelConfig, trained_layers
 from model.flops import batch_flops, layer_matmul_weights
 from model.layers import LayerPosition
@@ -250,7 +250,7 @@ def _optimizer_seconds(
     model, trained = ModelConfig.from_job(config), trained_layers(config)
     own = [w for w in weights(model, layout.tp) if any(stage.holds(w.name) for stage in stages)]
     updated = sum(w.shard(layout.fsdp) for w in own if is_trained(w.name, trained))
-    if not config.training.enable_cpu_offload:
+    if not offloads(config, layout):
         return 4 * OPTIMIZER_PASSES * updated / (gpu.hbm * efficiency.hbm)
     shards = sum(w.shard(layout.fsdp) for w in own)
     moved = layout.accumulation * (2 * shards + updated)

@@ -71,7 +71,7 @@ def rank_memory(config: JobConfig, layout: Layout, rank: int) -> RankMemory:
     model = ModelConfig.from_job(config)
     trained, a, stages = trained_layers(config), config.architecture, layout.stages[rank]
     layers = layers_of(model)
-    offload = config.training.enable_cpu_offload
+    offload = offloads(config, layout)
     kept = TORCH_DTYPE_MAP[config.training.dtype].itemsize
     types, tokens = Types.of(config, layout), local_tokens(config, layout)
     own = [w for w in weights(model, layout.tp) if any(stage.holds(w.name) for stage in stages)]
@@ -179,6 +179,11 @@ def _divided(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     if name.endswith(("wo.weight", "w2.weight")):
         return shape[0], shape[1] // tp
     return shape[0] // tp, *shape[1:]
+
+
+def offloads(config: JobConfig, layout: Layout) -> bool:
+    """Whether parameters, gradients and moments are in the host's memory: FSDP moves them, and one process has none."""
+    return config.training.enable_cpu_offload and layout.sharded
 
 
 def stays_gathered(config: JobConfig) -> bool:

@@ -1,5 +1,6 @@
-"""A plan as text, for a terminal of 100 columns."""
+"""A plan as text, for a terminal."""
 
+from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from launch.heads import chosen_head_layout
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
     from launch.plan import Plan
 
 GIB = 2**30
+WIDTH = 110
 
 
 def plan_text(plan: "Plan", kind: str) -> str:
@@ -36,7 +38,8 @@ def _head(plan: "Plan", kind: str) -> list[str]:
     ]
     if plan.changes:
         lines.append(f"planned with {as_options(plan.changes)}")
-    return lines + [f"note: {note}" for note in plan.notes]
+    lines += [f"note: {note}" for note in plan.notes]
+    return [part for line in lines for part in wrap(line, WIDTH, subsequent_indent="  ")]
 
 
 def _memory(plan: "Plan") -> list[str]:
