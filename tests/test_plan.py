@@ -1,0 +1,376 @@
+"""Plans against what is really allocated, saved, scheduled and seen, and against the papers' step times."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
+from torchtitan.distributed import activation_checkpoint
+
+from configs.load import ConfigError, build_config
+from kernels.scoped_attention.semantics import visibility
+from launch.costs import flops_per_token, step_time, step_traffic
+from launch.hardware import GPUS, Efficiency, find_gpu
+from launch.heads import compare_head_layouts, imbalance, rank_pairs
+from launch.layout import Layout
+from launch.memory import rank_memory, saved_activations
+from launch.plan import main, make_plan
+from launch.recipe import load_recipe
+from launch.suggest import as_options
+from model.build import ModelConfig, build_model
+from model.scope import geometric_scopes
+from parallel.context import pieces
+from parallel.parallelize import saved_ops
+from tests.running import ROOT, environment
+
+RECIPES = ROOT / "configs" / "recipes"
+MAIN = {
+    "rope_llama3_8b": 32,
+    "scope_llama3_8b": 32,
+    "scope_lasp_llama3_8b": 32,
+    "lasp_llama3_8b": 64,
+    "scope_qwen3_2b": 32,
+}
+OTHERS = [
+    {"recipe": "scope_qwen3_2b", "gpus": 32, "options": {
+        "parallelism": {"data_parallel_replicate_degree": 2, "context_parallel_degree": 2, "tensor_parallel_degree": 2}
+    }},
+    # Rows that do not divide over six FSDP ranks, and two stages on each pipeline rank.
+    {"recipe": "scope_qwen3_2b", "gpus": 24, "options": {
+        "parallelism": {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+        "compile": {"enable": False}, "training": {"local_batch_size": 4},
+    }},
+]  # fmt: skip
+
+
+def stages_of(recipe, options=None):
+    return load_recipe(RECIPES / f"{recipe}.toml", options or {})[1]
+
+
+def planned(recipe, stage, gpus, gpu="a100-80g", options=None):
+    (config,) = [s.config for s in stages_of(recipe, options) if s.name == stage]
+    return make_plan(f"{recipe} {stage}", config, gpus, GPUS[gpu], Efficiency())
+
+
+# Memory
+
+
+@pytest.fixture(scope="module")
+def allocated():
+    """Rows of what the first rank allocates, and the last of a pipeline; one process for all, since its process groups are fake."""
+    cases = [{"recipe": name, "gpus": gpus, "options": {}} for name, gpus in MAIN.items()]
+    cases += OTHERS
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.plan_layouts", json.dumps(cases)],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(rows) == 3 * 3 + 2 + 1 + 1 + 2  # pipelines twice
+    return rows
+
+
+def test_parameters_and_optimizer_are_what_a_rank_allocates(allocated):
+    for row in allocated:
+        (config,) = [s.config for s in stages_of(row["recipe"], row["options"]) if s.name == row["stage"]]
+        p = config.parallelism
+        if p.pipeline_parallel_schedule == "1F1B":  # asks for a micro-batch a stage
+            config.training.local_batch_size = max(config.training.local_batch_size, p.pipeline_parallel_degree)
+        layout = Layout.of(config, row["gpus"])
+        memory = rank_memory(config, layout, row["rank"] * layout.pp // row["gpus"])
+        if row["rank"] == 0:  # the first shard; FSDP's last may be shorter
+            assert (memory.parameters, memory.optimizer) == (row["parameters"], row["optimizer"]), row
+        assert memory.parameters == pytest.approx(row["parameters"], rel=0.1), row
+        assert memory.optimizer == pytest.approx(row["optimizer"], rel=0.1), row
+
+
+def small(mode="none", **options):
+    architecture = {
+        "vocab_size": 512,
+        "dim": 64,
+        "n_layers": 3,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "head_dim": 16,
+        "ffn_dim": 224,
+    }
+    return build_config(
+        {
+            "architecture": architecture | options.pop("architecture", {}),
+            "training": {"seq_len": 128, "local_batch_size": 2, "mixed_precision_param": "float32"} | options.pop("training", {}),
+            "activation_checkpoint": {"mode": mode, "selective_ac_option": "2"},
+            "loss": {"chunk_tokens": 1},
+            **options,
+        }
+    )  # fmt: skip
+
+
+def saved_bytes(config):
+    """Bytes of the distinct storages that autograd keeps of a forward pass, parameters aside."""
+    model = build_model(ModelConfig.from_job(config))
+    model.init_weights(torch.device("cpu"))
+    if config.activation_checkpoint.mode != "none":
+        activation_checkpoint._layer_sac_count = 0  # torchtitan goes on counting from the last model's layers
+        activation_checkpoint.apply_ac(model, config.activation_checkpoint, op_sac_save_list=saved_ops(config))
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    storages = {}  # the tensors are kept, so that no address comes twice
+
+    def pack(x):
+        if x.is_floating_point() and x.untyped_storage().data_ptr() not in own:
+            storages[x.untyped_storage().data_ptr()] = x
+        return x
+
+    tokens = torch.randint(512, (2, config.training.seq_len))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(tokens, positions=torch.arange(config.training.seq_len).expand_as(tokens), labels=tokens)
+    assert loss.requires_grad
+    return sum(x.untyped_storage().nbytes() for x in storages.values())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"architecture": {"qk_norm": True}, "position": {"heads": {"kind": "scope"}}},
+        {"architecture": {"n_kv_heads": 4, "ffn_dim": 96}, "position": {"rotary": {"kind": "none"}}},
+        {"position": {"rotary": {"kind": "yarn"}, "lasp": {"s_max": 4.0, "anchor_layers": 2}}},
+    ],
+)
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_activations_are_what_autograd_saves(mode, options):
+    config = small(mode, **options)
+    layout = Layout.of(config, 1)
+    memory = rank_memory(config, layout, 0)
+    expected = saved_activations(config, layout, layout.stages[0][0], fused_norms=False)
+    expected += memory.logits  # of a chunk of one token: the loss's gradients
+    if mode != "full":  # which holds the tables where autograd's hooks do not see them
+        expected += memory.caches["rope"]
+    assert expected == pytest.approx(saved_bytes(config), rel=0.02)
+
+
+def test_frozen_layers_have_no_gradients_and_save_less():
+    whole, part = small(), small(training={"layers": "2:"})
+    layout = Layout.of(part, 1)
+    all_trained, one = (rank_memory(c, layout, 0) for c in (whole, part))
+    layer = 2 * 64 * 16 * (4 + 2) + 3 * 64 * 224 + 2 * 64
+    assert (one.parameters, one.gradients) == (all_trained.parameters, 4 * layer)
+    assert one.saved < all_trained.saved / 2
+
+
+def test_offload_leaves_no_state_on_the_gpu():
+    plan = planned("scope_llama3_8b", "finetune-32k", 32, options={"training": {"enable_cpu_offload": True}})
+    assert (plan.worst.parameters, plan.worst.gradients, plan.worst.optimizer) == (0, 0, 0)
+    assert plan.time.optimizer > planned("scope_llama3_8b", "finetune-32k", 32).time.optimizer
+    alone = small(training={"enable_cpu_offload": True})  # FSDP offloads, and one process has none
+    assert rank_memory(alone, Layout.of(alone, 1), 0).parameters > 0
+
+
+# Pipelines
+
+
+def schedule_in_flight(name, pp, stages_a_rank, microbatches):
+    """The most forward passes without a finished backward pass, from the order that PyTorch's schedule gives each rank."""
+    most = []
+    for rank in range(pp):
+        numbers = range(rank, pp * stages_a_rank, pp) if name != "ZBVZeroBubble" else (rank, 2 * pp - 1 - rank)
+        stages = [
+            SimpleNamespace(
+                group_size=pp, group_rank=rank, group=None, num_stages=pp * stages_a_rank, stage_index=number,
+                is_first=number == 0, is_last=number == pp * stages_a_rank - 1, stage_index_to_group_rank={},
+                has_backward=True, submod=None, device=torch.device("cpu"),
+            )
+            for number in numbers
+        ]  # fmt: skip
+        order = get_schedule_class(name)(stages, microbatches, scale_grads=False).pipeline_order[rank]
+        held = peak = 0
+        for action in order:
+            kind = None if action is None else action.computation_type
+            held += kind is _ComputationType.FORWARD
+            held -= kind in (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT)
+            peak = max(peak, held)
+        most.append(peak)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("name", "microbatches"),
+    [
+        ("Interleaved1F1B", 4),
+        ("Interleaved1F1B", 8),
+        ("Interleaved1F1B", 16),
+        ("ZBVZeroBubble", 8),
+        ("ZBVZeroBubble", 16),
+    ],
+)
+def test_micro_batches_in_flight_are_the_schedules(name, microbatches):
+    p = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": name}
+    config = small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": microbatches})
+    layout = Layout.of(config, 4)
+    assert [layout.in_flight(rank) for rank in range(4)] == schedule_in_flight(name, 4, 2, microbatches)
+
+
+def test_1f1b():
+    p = {"pipeline_parallel_degree": 4}
+    layout = Layout.of(small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": 12}), 4)
+    assert [layout.in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
+    assert layout.bubble == pytest.approx(3 / 15)
+    with pytest.raises(ConfigError, match="2 micro-batches, and 1F1B needs one for each of its 4 stages"):
+        Layout.of(small(parallelism=p, architecture={"n_layers": 8}), 4)
+
+
+# Work and its balance
+
+
+@pytest.mark.parametrize("cut", ["contiguous", "zigzag"])
+def test_pairs_of_ranks_are_those_of_the_mask(cut):
+    scopes, T = (3, 64, 17, 1), 64
+    seen = visibility(torch.tensor(scopes), T)
+    for tp, cp in ((1, 4), (2, 1), (2, 4)):
+        table = rank_pairs(scopes, T, tp, cp, cut)
+        for i in range(tp):
+            for j in range(cp):
+                heads = seen[i * 4 // tp : (i + 1) * 4 // tp]
+                held = pieces(j, cp, T, cut) if cp > 1 else ((0, T),)
+                assert table[i][j] == sum(int(heads[:, begin:end].sum()) for begin, end in held)
+
+
+def test_imbalance_of_dense_attention_by_hand():
+    """Contiguous halves see (1 + 3) / 4 of the pairs each twice over; zigzag ones equally many, but for the diagonal."""
+    by_tp, by_cp, _ = imbalance([(2**31,) * 4], 4096, 2, 2, "contiguous")
+    assert (by_tp, round(by_cp, 3)) == (1.0, 1.5)
+    assert imbalance([(2**31,) * 4], 4096, 2, 2, "zigzag")[1] == 1.0
+
+
+def test_orders_of_heads_at_128k():
+    """The table of model/scope.py, and received keys of docs/parallel.md (71 MiB a layer on four ranks, zigzag)."""
+    config = stages_of("scope_llama3_8b")[2].config
+    costs = compare_head_layouts(config, Layout.of(config, 32), 2)
+    found = {name: [round(x, 2) for x in cost.imbalance.values()] for name, cost in costs.items()}
+    assert found == {
+        "sorted": [1.99, 3.71, 5.57], "interleaved": [1.11, 1.35, 1.94], "group_balanced": [1.40, 2.79, 5.57]
+    }  # fmt: skip
+    assert [round(costs[name].cache_share, 4) for name in ("sorted", "interleaved")] == [0.1622, 0.3845]
+    four = stages_of("scope_llama3_8b", {"parallelism": {"context_parallel_degree": 4}})[2].config
+    assert compare_head_layouts(four, Layout.of(four, 32), 2)["sorted"].halo_bytes[4] // 32 // 2**20 == 71
+
+
+def test_flops_of_llama3_8b():
+    """6 for each weight of 32 layers and the head, 12 for each pair, head and dimension."""
+    config = stages_of("rope_llama3_8b")[2].config
+    weights = 32 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) + 4096 * 128256
+    pairs = 32 * 32 * (131072 + 1) / 2
+    assert flops_per_token(config) == pytest.approx(6 * weights + 12 * 128 * pairs, rel=1e-12)
+
+
+# Traffic
+
+
+def test_traffic_of_each_dimension_by_hand():
+    options = {
+        "parallelism": {
+            "data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "context_parallel_degree": 2,
+            "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2,
+        },
+        "training": {"local_batch_size": 2, "global_batch_size": 16, "mixed_precision_param": "bfloat16"},
+        "architecture": {"n_layers": 4},
+    }  # fmt: skip
+    config = small("full", **options)
+    layout = Layout.of(config, 32)
+    assert (layout.microbatches, layout.accumulation) == (2, 2)
+    assert [len(stages[0].layers) for stages in layout.stages] == [2, 2]
+    traffic = step_traffic(config, layout, 0)
+    # Two layers and the embedding, divided by TP 2 but for the norms; gathered once a pass, reduced in fp32.
+    held = 2 * ((2 * 64 * 16 * 6 + 3 * 64 * 224) // 2 + 2 * 64) + 512 * 64 // 2
+    assert traffic["dp_shard"] == 2 * 3 * (2 + 4) * held // 4
+    assert traffic["dp_replicate"] == 2 * (4 * held // 4) * 2 * 1 // 2
+    stream = 64 * 64 * 2  # a row of 128 tokens on two context-parallel ranks, bf16
+    # Four collectives a layer forward, backward and again; one each way after the embedding. Half of each goes out.
+    assert traffic["tp"] == 4 * (2 * 4 * 3 + 2) * stream // 2
+    # Dense heads, zigzag: rank 0 has quarters 0 and 3 and lacks 1 and 2; one key-value head of 16 on each TP rank.
+    assert traffic["cp"] == 4 * 2 * 3 * (2 * 16 * 2 * 64)
+    assert traffic["pp"] == 4 * stream // 2
+
+
+def test_data_parallel_traffic_of_one_replica_group():
+    config = small(parallelism={"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1})
+    layout = Layout.of(config, 4)
+    parameters = sum(p.numel() for p in build_model(ModelConfig.from_job(config)).parameters())
+    assert step_traffic(config, layout, 0)["dp_replicate"] == 2 * 3 * 4 * parameters // 4
+
+
+# Time
+
+
+@pytest.mark.parametrize(("stage", "paper"), [("finetune-32k", 232 / 163), ("adapt-128k", 2223 / 1180)])
+def test_step_time_ratios_of_the_paper(stage, paper):
+    """SCOPE, Figure 17: RoPE over SCOPE on A100s, the same efficiencies for all four points."""
+    rope, scope = (planned(name, stage, 32).time.total for name in ("rope_llama3_8b", "scope_llama3_8b"))
+    assert rope / scope == pytest.approx(paper, rel=0.15)
+
+
+def test_efficiency_of_windows_is_that_of_the_papers_prefill():
+    """SCOPE 4.6: 2 times faster at 131,072 tokens. A forward pass with the head on the last token alone."""
+    e, gpu, scopes, T = Efficiency(), GPUS["a100-80g"], geometric_scopes(131072, 32), 131072
+    products = 2 * 32 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) * T / (gpu.bf16_flops * e.matmul)
+
+    def attention(heads):
+        per_pair = 4 * 128 * 32 / (gpu.bf16_flops * e.attention)
+        return sum(per_pair * (S * T - S * (S - 1) / 2) / (1 if S == T else e.windows) for S in heads)
+
+    assert (products + attention([T] * 32)) / (products + attention(scopes)) == pytest.approx(2.0, rel=0.02)
+
+
+def test_more_overlap_hides_more_traffic():
+    config = stages_of("scope_llama3_8b", {"training": {"local_batch_size": 1}})[0].config
+    layout = Layout.of(config, 64)
+    exposed = [
+        step_time(config, layout, GPUS["h100-80g"], Efficiency(overlap=overlap)).data_parallel for overlap in (0.0, 0.5)
+    ]
+    assert exposed[0] > exposed[1] > 0
+
+
+# The command
+
+
+def test_a_plan_has_the_contracts_keys(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    command = [str(RECIPES / "scope_llama3_8b.toml"), "--gpus", "64", "--gpu", "h100-80g", "--json", str(out)]
+    assert main(command) == 0
+    figures = json.loads(out.read_text())
+    assert {"parameters", "gradients", "optimizer", "activations", "logits"} <= figures["per_rank_bytes"].keys()
+    assert figures["traffic_bytes"].keys() == {"dp_replicate", "dp_shard", "cp", "tp", "pp"}
+    assert figures["fits"] is True
+    assert figures["step_seconds"] > 0
+    assert len(figures["stages"]) == 3
+    assert figures["stages"][2]["step_seconds"] == figures["step_seconds"]
+    shown = capsys.readouterr().out
+    assert "as written it can't run: training.global_batch_size = 32 is not a multiple" in shown
+    assert "sorted                      1.98    3.59    5.17" in shown
+    assert all(len(line) <= 132 for line in shown.splitlines())
+
+
+def test_what_is_suggested_fits():
+    config = build_config({"model": {"flavor": "70b"}, "training": {"seq_len": 8192, "local_batch_size": 2}})
+    plan = make_plan("70b", config, 32, GPUS["h100-80g"], Efficiency())
+    assert not plan.fits
+    options = as_options(plan.suggestion).split()
+    values = dict(zip(options[::2], options[1::2], strict=True))
+    assert values["--activation_checkpoint.mode"] == "full"
+    changed = {"model": {"flavor": "70b"}, "training": {"seq_len": 8192, "local_batch_size": 2}}
+    for name, value in plan.suggestion.items():
+        section, key = name.split(".")
+        changed.setdefault(section, {})[key] = value
+    assert make_plan("70b", build_config(changed), 32, GPUS["h100-80g"], Efficiency()).fits
+
+
+def test_what_cannot_be_planned_is_said(caplog):
+    assert main([str(ROOT / "configs/tiny.toml"), "--gpu", "h100"]) == 2
+    assert "--gpu h100 is not in launch/hardware.py. Did you mean 'h100-80g'?" in caplog.text
+    assert main([str(ROOT / "configs/tiny.toml"), "--windows", "2"]) == 2
+    assert "--windows 2 is a share" in caplog.text
+    assert main([str(RECIPES / "scope_llama3_8b.toml"), "--stage", "none"]) == 2
+    with pytest.raises(ConfigError, match="Did you mean"):
+        find_gpu("b200")
