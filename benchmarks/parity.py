@@ -8,8 +8,6 @@ layout against one process.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +16,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).parent.parent
+from launch.forked import Forked
+
 TOLERANCE = 1e-4
 """Relative. Sums come in another order; a wrong share or a missing token is far above."""
 
@@ -74,16 +73,21 @@ class Layout:
     ranks: int
     local_batch_size: int
     degrees: dict[str, int | str]
-    """Options of [parallelism], without `_degree`."""
+    """Options of [parallelism]; degrees without `_degree`."""
 
     def options(self) -> list[str]:
-        named = {name if name.endswith("balancer") else f"{name}_degree": value for name, value in self.degrees.items()}
+        words = ("balancer", "schedule")
+        named = {name if name.endswith(words) else f"{name}_degree": value for name, value in self.degrees.items()}
         options = [f"--parallelism.{name}={value}" for name, value in named.items()]
         return [*options, f"--training.local_batch_size={self.local_batch_size}"]
 
 
 def _context(ranks: int, cut: str, **others: int) -> dict[str, int | str]:
     return {"context_parallel": ranks, "context_parallel_load_balancer": cut, "data_parallel_shard": 1, **others}
+
+
+def _pipeline(schedule: str, **others: int) -> dict[str, int | str]:
+    return {"pipeline_parallel": 2, "pipeline_parallel_schedule": schedule, "data_parallel_shard": 1, **others}
 
 
 ONE = Layout("one process", 1, 4, {})
@@ -93,23 +97,30 @@ LAYOUTS = [
     Layout("DDP 2", 2, 2, {"data_parallel_replicate": 2, "data_parallel_shard": 1}),
     Layout("FSDP 2", 2, 2, {"data_parallel_shard": 2}),
     Layout("HSDP 2 × 2", 4, 1, {"data_parallel_replicate": 2, "data_parallel_shard": 2}),
+    Layout("TP 2", 2, 4, {"tensor_parallel": 2, "data_parallel_shard": 1}),
+    Layout("TP 2 × FSDP 2", 4, 2, {"tensor_parallel": 2, "data_parallel_shard": 2}),
+    Layout("TP 2 × DDP 2", 4, 2, {"tensor_parallel": 2, "data_parallel_replicate": 2, "data_parallel_shard": 1}),
     Layout("CP 2, zigzag", 2, 4, _context(2, "zigzag")),
     Layout("CP 2, contiguous", 2, 4, _context(2, "contiguous")),
     Layout("CP 4, zigzag", 4, 4, _context(4, "zigzag")),
     Layout("CP 4, contiguous", 4, 4, _context(4, "contiguous")),
     Layout("CP 2 × FSDP 2, accumulation 2", 4, 1, _context(2, "zigzag", data_parallel_shard=2)),
     Layout("CP 2 × DDP 2", 4, 2, _context(2, "zigzag", data_parallel_replicate=2)),
+    Layout("TP 2 × CP 2", 4, 4, _context(2, "zigzag", tensor_parallel=2)),
+    Layout("PP 2, 1F1B", 2, 4, _pipeline("1F1B")),
+    Layout("PP 2, interleaved", 2, 4, _pipeline("Interleaved1F1B")),
+    Layout("PP 2, interleaved zero-bubble", 2, 4, _pipeline("InterleavedZeroBubble")),
+    Layout("PP 2, ZBV zero-bubble", 2, 4, _pipeline("ZBVZeroBubble")),
+    Layout("PP 2 × FSDP 2", 4, 2, _pipeline("1F1B", data_parallel_shard=2)),
+    Layout("PP 2 × CP 2", 4, 4, _pipeline("1F1B", context_parallel=2)),
+    Layout("TP 2 × PP 2", 4, 4, _pipeline("1F1B", tensor_parallel=2)),
 ]
 
 
 def run(layout: Layout, model: str, folder: Path) -> None:
-    launcher = [sys.executable]
-    if layout.ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={layout.ranks}"]
-    options = [f"--job.dump_folder={folder / layout.name / model}", *layout.options()]
-    command = [*launcher, "train.py", "--job.config_file", str(folder / f"{model}.toml"), *options]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True)
+    out = folder / layout.name / model
+    arguments = ["--job.config_file", str(folder / f"{model}.toml"), f"--job.dump_folder={out}", *layout.options()]
+    done = Forked(arguments, layout.ranks, out / "printed").wait()
     if done.returncode:
         raise SystemExit(f"{layout.name}, {model}: ended with {done.returncode}:\n{done.stderr[-4000:]}")
 

@@ -130,7 +130,7 @@ def _check_unsupported(config: JobConfig) -> None:
             f'context_parallel_degree = {c.context_parallel_degree} cuts it ("{c.context_parallel_load_balancer}").'
         )
     check_tensor_parallel(config)
-    _check_pipeline(config)
+    check_pipeline(config)
     if config.training.enable_cpu_offload and config.parallelism.data_parallel_shard_degree == 1:
         raise ConfigError(
             "training.enable_cpu_offload needs FSDP: set parallelism.data_parallel_shard_degree to -1 or more than 1."
@@ -158,8 +158,12 @@ def check_tensor_parallel(config: JobConfig) -> None:
             )
 
 
-def _check_pipeline(config: JobConfig) -> None:
-    """Refuses what a pipeline can't have, whatever the number of processes."""
+def check_pipeline(config: JobConfig) -> None:
+    """Refuses what a pipeline can't have, whatever the number of processes.
+
+    Raises:
+        ConfigError: naming the option and its value.
+    """
     p, t, v = config.parallelism, config.training, config.validation
     if p.pipeline_parallel_degree == 1:
         return
@@ -168,6 +172,16 @@ def _check_pipeline(config: JobConfig) -> None:
         raise ConfigError(
             f"training.local_batch_size = {t.local_batch_size} is not a multiple of "
             f"parallelism.pipeline_parallel_microbatch_size = {p.pipeline_parallel_microbatch_size}."
+        )
+    # PyTorch's schedules refuse these too, but only when a run has started.
+    pp, number = p.pipeline_parallel_degree, t.local_batch_size // p.pipeline_parallel_microbatch_size
+    batches = f"training.local_batch_size = {t.local_batch_size} gives a pipeline {number} micro-batches"
+    if p.pipeline_parallel_schedule == "1F1B" and number < pp:
+        raise ConfigError(f"{batches}, and 1F1B needs one for each of its {pp} stages.")
+    rounds = max(1, number // pp)
+    if p.pipeline_parallel_schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and number % rounds:
+        raise ConfigError(
+            f"{batches}, and {p.pipeline_parallel_schedule} a multiple of {rounds}: use a multiple of {pp}."
         )
     single, folded = p.pipeline_parallel_schedule in ("1F1B", "GPipe"), p.pipeline_parallel_schedule == "ZBVZeroBubble"
     stages = p.pipeline_parallel_stages_per_rank

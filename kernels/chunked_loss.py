@@ -86,7 +86,7 @@ def loss_and_grads(
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The loss, and its gradients by h and weight where asked for, else empty tensors."""
-    group = _resolve_process_group(group_name) if group_name else None
+    group = _resolve_process_group(group_name) if group_name else None  # type: ignore[arg-type]  # a name is a string
     parts, part = (1, 0) if group is None else (group.size(), group.rank())
     wide = torch.promote_types(dtype, torch.float32)
     (T, D), V = h_TD.shape, weight_VD.shape[0]

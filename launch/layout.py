@@ -3,11 +3,9 @@
 import math
 from dataclasses import dataclass
 
-from configs.check import ConfigError, check_processes, model_parallel_ranks
+from configs.check import check_pipeline, check_processes, model_parallel_ranks
 from configs.schema import JobConfig
-from model.build import ModelConfig
-from parallel.pipeline import stage_count
-from parallel.stages import layers_of_stages, stage_costs
+from parallel.pipeline import layers_by_stage
 
 FOLDED = "ZBVZeroBubble"
 """The schedule in which a rank has the n-th stage from the front and the n-th from the back."""
@@ -60,7 +58,7 @@ class Layout:
         tp, pp, cp = p.tensor_parallel_degree, p.pipeline_parallel_degree, p.context_parallel_degree
         copies = gpus // model_parallel_ranks(config)
         rows = p.pipeline_parallel_microbatch_size if pp > 1 else t.local_batch_size
-        _check_microbatches(config, t.local_batch_size // rows)
+        check_pipeline(config)
         batch = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * copies
         return cls(
             p.data_parallel_replicate_degree,
@@ -140,30 +138,12 @@ class Layout:
         return " × ".join(shown) or "one process"
 
 
-def _check_microbatches(config: JobConfig, number: int) -> None:
-    """Refuses what PyTorch's schedules do, before a run finds out."""
-    p = config.parallelism
-    pp, schedule = p.pipeline_parallel_degree, p.pipeline_parallel_schedule
-    if pp == 1:
-        return
-    name = f"training.local_batch_size = {config.training.local_batch_size} gives a pipeline {number} micro-batches"
-    if schedule == "1F1B" and number < pp:
-        raise ConfigError(f"{name}, and 1F1B needs one for each of its {pp} stages.")
-    rounds = max(1, number // pp)
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and number % rounds:
-        raise ConfigError(f"{name}, and {schedule} a multiple of {rounds}: use a multiple of {pp}.")
-
-
 def _stages(config: JobConfig) -> tuple[tuple[Stage, ...], ...]:
     """As `parallel.pipeline` cuts them, and as PyTorch's schedules give them to ranks: in turn, or folded in the middle."""
     p = config.parallelism
     if p.pipeline_parallel_degree == 1:
         return ((Stage(range(config.architecture.n_layers), True, True),),)
-    layers, embedding, head = stage_costs(ModelConfig.from_job(config), config.training.seq_len)
-    try:
-        runs = layers_of_stages(layers, stage_count(config), embedding, head)
-    except ValueError as error:
-        raise ConfigError(f"parallelism.pipeline_parallel_degree = {p.pipeline_parallel_degree}: {error}.") from error
+    runs = layers_by_stage(config)
     stages = [Stage(run, number == 0, number == len(runs) - 1) for number, run in enumerate(runs)]
     pp = p.pipeline_parallel_degree
     if p.pipeline_parallel_schedule == FOLDED:

@@ -125,17 +125,24 @@ def modules_of_stages(config: JobConfig) -> list[list[str]]:
     Raises:
         ConfigError: more stages than layers.
     """
-    layers, embedding, head = stage_costs(ModelConfig.from_job(config), config.training.seq_len)
-    try:
-        runs = layers_of_stages(layers, stage_count(config), embedding, head)
-    except ValueError as error:
-        raise ConfigError(
-            f"pipeline_parallel_degree = {config.parallelism.pipeline_parallel_degree}: {error}"
-        ) from error
-    names = [[f"layers.{layer}" for layer in run] for run in runs]
+    names = [[f"layers.{layer}" for layer in run] for run in layers_by_stage(config)]
     names[0].insert(0, "tok_embeddings")
     names[-1] += ["norm", "output"]
     return names
+
+
+def layers_by_stage(config: JobConfig) -> tuple[range, ...]:
+    """Which layers each stage of a config's pipeline holds.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    layers, embedding, head = stage_costs(ModelConfig.from_job(config), config.training.seq_len)
+    try:
+        return layers_of_stages(layers, stage_count(config), embedding, head)
+    except ValueError as error:
+        degree = config.parallelism.pipeline_parallel_degree
+        raise ConfigError(f"parallelism.pipeline_parallel_degree = {degree}: {error}.") from error
 
 
 def stage_count(config: JobConfig) -> int:

@@ -8,6 +8,8 @@ The loss is computed with the vocabulary divided (`kernels/chunked_loss.py`): wh
 Scopes, slopes and what else belongs to a head reach a rank by the head's number in the whole layer (`Attention.hold_heads`).
 """
 
+from typing import cast
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -23,6 +25,7 @@ from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 
 from configs.check import check_tensor_parallel
 from configs.schema import JobConfig
+from model.attention import Attention
 from model.llama import Llama
 
 
@@ -36,7 +39,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> 
     maybe_enable_async_tp(config, mesh)
     for block in model.layers.values():
         parallelize_module(block, mesh, _block_plan(qk_norm=config.architecture.qk_norm))
-        attention = block.attention
+        attention = cast(Attention, block.attention)
         per_rank = config.architecture.n_heads // mesh.size()
         attention.hold_heads(mesh.get_local_rank() * per_rank, (mesh.get_local_rank() + 1) * per_rank)
     ends: dict[str, ParallelStyle] = {}
