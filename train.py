@@ -52,6 +52,7 @@ from model.flops import batch_flops
 from model.layers import describe
 from parallel.batch import model_inputs, sum_of_losses
 from parallel.device import prepare_device, wait_for_rank_zero
+from parallel.gradients import clip_gradients
 from parallel.halo import Context
 from parallel.parallelize import parallelize
 from parallel.pipeline import Pipeline, ShareOfLoss, pipeline
@@ -255,14 +256,8 @@ class Trainer(TitanTrainer):
             self.flops += batch_flops(self.job_config.architecture, self.layers, positions, self.trained_layers)
 
         loss = float(sum_of_losses(self.parallel_dims, torch.stack(losses).sum()))
-        grad_norm = float(
-            dist_utils.clip_grad_norm_(
-                [p for part in self.model_parts for p in part.parameters()],
-                self.job_config.training.max_norm,
-                foreach=True,
-                pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
-            )
-        )
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        grad_norm = clip_gradients(parameters, self.job_config.training.max_norm, self.parallel_dims)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._report_non_finite(loss, grad_norm, losses, micro_batches)
         self.checkpointer.maybe_wait_for_staging()

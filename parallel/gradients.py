@@ -1,0 +1,30 @@
+"""Clipping by the norm of all gradients, wherever their parts are."""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, dims: ParallelDims) -> float:
+    """Scales gradients, in place, so that their norm is at most `max_norm`; returns the norm they had.
+
+    Squares are summed in fp64: a CPU's fp32 sum over one large tensor is off in the fourth digit, and by how much depends
+    on how the tensor is divided.
+    """
+    parameters = list(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    # Parts of a sum, where a tensor is divided: made whole together and not one by one.
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    if isinstance(total, DTensor):
+        total = total.full_tensor()
+    if dims.pp_enabled:
+        squared = total**2
+        dist.all_reduce(squared, group=dims.get_mesh("pp").get_group())
+        total = squared.sqrt()
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach=True)
+    return float(total)
