@@ -190,6 +190,11 @@ def check_pipeline(config: JobConfig) -> None:
             f"parallelism.pipeline_parallel_stages_per_rank = {stages}: {p.pipeline_parallel_schedule} has "
             f"{'1' if single else '2' if folded else '2 or more'}; 0 takes what the schedule has."
         )
+    if config.compile.enable and p.pipeline_parallel_schedule.endswith("ZeroBubble"):
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r} splits backward passes, which "
+            'torch.compile does not: set compile.enable = false or the schedule "Interleaved1F1B".'
+        )
     if config.architecture.tie_embeddings:
         raise ConfigError(
             f"{name}: with architecture.tie_embeddings the first and the last stage would share a weight."
