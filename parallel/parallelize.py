@@ -19,10 +19,11 @@ from configs.schema import JobConfig
 from model.attention import Attention
 from model.llama import Llama
 from parallel.halo import Context
+from parallel.zero import partition
 
 
 def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Module:
-    """Applies context parallelism, activation checkpointing, per-block `torch.compile`, and FSDP, HSDP or DDP, in place."""
+    """Applies context parallelism, activation checkpointing, per-block `torch.compile`, and FSDP, HSDP, DDP or ZeRO, in place."""
     compiled = config.compile.enable and "model" in config.compile.components
     context = Context.of(dims, config)
     for module in model.modules():
@@ -42,7 +43,10 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
             model.layers.register_module(
                 name, cast(nn.Module, torch.compile(block, backend=config.compile.backend, fullgraph=whole))
             )
-    if dims.fsdp_enabled:
+    if config.engine == "deepspeed":
+        if config.deepspeed.zero_stage == 3:
+            partition(model, config)
+    elif dims.fsdp_enabled:
         names = ["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"]
         apply_fsdp(model, dims.get_mesh(names), config)
     elif dims.dp_replicate_enabled:
