@@ -59,6 +59,9 @@ def partition(model: Llama, config: JobConfig) -> None:
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
         deepspeed.zero.Init(module=module, config_dict_or_path=deepspeed_config(config))
+    for block in model.layers.values():
+        # Gathered and released as a whole, as FSDP does it: inside nothing is hooked, so that it is recomputed or compiled.
+        deepspeed.utils.set_z3_leaf_module(block, True)
 
 
 @dataclass(frozen=True)
@@ -128,10 +131,10 @@ class ZeroOptimizer(OptimizersContainer):
         if self.stage < 3:
             self.zero.update_lp_params()
             return
+        self.zero.checkpoint_event_prologue()  # lets go of what is gathered
         for group in range(len(self.zero.fp16_groups)):
             self.zero._reassign_or_swap_out_partitioned_parameters(group)
-        if whole := self.zero.persistent_parameters:
-            whole[0].all_gather(whole)
+        self.zero.checkpoint_event_epilogue()  # gathers what stays whole
 
     def state_dict(self) -> dict[str, Any]:
         self._make_state()
