@@ -187,7 +187,10 @@ class Trainer(TitanTrainer):
         if self.zero is not None:
             self.checkpointer.states[MODEL] = ZeroWeights(self.zero)
         if config.training.mixed_precision_param == "float32" or self.zero is not None:
-            self.maybe_enable_amp = nullcontext()  # autocast knows no fp32, and would warn at every step
+            # Autocast knows no fp32, and would warn at every step; DeepSpeed has cast the weights themselves.
+            self.maybe_enable_amp = nullcontext()
+            if config.validation.enable:
+                self.validator.maybe_enable_amp = self.maybe_enable_amp  # type: ignore[attr-defined]  # our validator's
         self.layers = ModelConfig.from_job(config).layers()
         self.trained_layers = trained_layers(config)
         self.trained_parameters = sum(p.numel() for p in self.model_parts[0].parameters() if p.requires_grad)

@@ -75,10 +75,14 @@ class Layout:
     local_batch_size: int
     degrees: dict[str, int | str]
     """Options of [parallelism], without `_degree`."""
+    zero_stage: int = 0
+    """Of DeepSpeed; 0 is torchtitan."""
 
     def options(self) -> list[str]:
         named = {name if name.endswith("balancer") else f"{name}_degree": value for name, value in self.degrees.items()}
         options = [f"--parallelism.{name}={value}" for name, value in named.items()]
+        if self.zero_stage:
+            options += ["--engine=deepspeed", f"--deepspeed.zero_stage={self.zero_stage}"]
         return [*options, f"--training.local_batch_size={self.local_batch_size}"]
 
 
@@ -99,6 +103,9 @@ LAYOUTS = [
     Layout("CP 4, contiguous", 4, 4, _context(4, "contiguous")),
     Layout("CP 2 × FSDP 2, accumulation 2", 4, 1, _context(2, "zigzag", data_parallel_shard=2)),
     Layout("CP 2 × DDP 2", 4, 2, _context(2, "zigzag", data_parallel_replicate=2)),
+    Layout("DeepSpeed ZeRO 2", 2, 2, {}, zero_stage=2),
+    Layout("DeepSpeed ZeRO 3", 2, 2, {}, zero_stage=3),
+    Layout("DeepSpeed ZeRO 3, accumulation 2", 2, 1, {}, zero_stage=3),
 ]
 
 

@@ -50,7 +50,7 @@ class PartOfTensor(Tensor):
         return part
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]  # as torch's own subclasses have it
         raise NotImplementedError(f"{func}: the rest of the tensor is on other ranks")
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:

@@ -5,7 +5,8 @@ forward and step go through its engine, and its fp32 weights and optimizer state
 each rank's part in place.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,9 +94,10 @@ class ZeroOptimizer(OptimizersContainer):
         plain = build_optimizers([model], optimizer, dims)
         super().__init__([model], type(plain.optimizers[0]), plain.defaults)
         self.stage = config.deepspeed.zero_stage
-        self.engine, self.zero, *_ = import_deepspeed().initialize(
-            model=model, optimizer=self.optimizers[0], config=deepspeed_config(config), dist_init_required=False
-        )
+        with redirect_stdout(None):  # in bf16, stage 1 prints its memory there
+            self.engine, self.zero, *_ = import_deepspeed().initialize(
+                model=model, optimizer=self.optimizers[0], config=deepspeed_config(config), dist_init_required=False
+            )
         self.parameters = {unwrapped(name): parameter for name, parameter in model.named_parameters()}
         for name, parameter in self.parameters.items():
             # The fp32 weights, and not their bf16 copies that DeepSpeed has started from.
@@ -154,7 +156,7 @@ class ZeroOptimizer(OptimizersContainer):
         name = next(iter(self.parameters))
         group.update({key: state_dict[f"param_groups.{name}.{key}"] for key in group if key != "params"})
 
-    def _parts(self, flat_of: Any) -> dict[str, Tensor]:
+    def _parts(self, flat_of: Callable[[_Held], Tensor]) -> dict[str, Tensor]:
         parts: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             held = self._held(parameter)
@@ -171,7 +173,7 @@ class ZeroOptimizer(OptimizersContainer):
 
     # Where DeepSpeed keeps things ────────────────────────────────────────────────────────────────
 
-    def _flats(self) -> Iterable[Tensor]:
+    def _flats(self) -> Sequence[Tensor]:
         if self.stage == 3:
             return self.zero.fp32_partitioned_groups_flat
         if hasattr(self.zero, "fp32_groups_flat_partition"):  # stage 1 in bf16
@@ -188,7 +190,7 @@ class ZeroOptimizer(OptimizersContainer):
             return _Held(self._flats()[group], offset, start, min(padded, parameter.ds_numel - start))
         mapping = parameter._hp_mapping
         if mapping is None:
-            return _Held(next(iter(self._flats())), 0, 0, 0)
+            return _Held(self._flats()[0], 0, 0, 0)
         here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
         return _Held(self._flats()[mapping.param_group_index], here.start, there.start, there.numel)
 
