@@ -164,8 +164,8 @@ def _check_engine(config: JobConfig) -> None:
         )
     if config.compile.enable and z.zero_stage == 3:
         raise ConfigError(
-            "compile.enable does not go with deepspeed.zero_stage = 3, which gathers parameters inside of what would be "
-            "compiled: set it to false, or deepspeed.zero_stage = 2."
+            "compile.enable does not go with deepspeed.zero_stage = 3, whose parameters torch.compile cannot trace: set it to "
+            "false, or deepspeed.zero_stage = 2."
         )
 
 

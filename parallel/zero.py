@@ -2,7 +2,7 @@
 
 The loop, the data, the schedule and the checkpoints are the same as torchtitan's. DeepSpeed takes the model and torch's AdamW;
 forward and step go through its engine, and its fp32 weights and optimizer state are what is initialised, saved and loaded,
-each rank's part in place.
+each rank's part in place. DeepSpeed's own checkpoints, which are pickles, are neither written nor read.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,7 +61,8 @@ def partition(model: Llama, config: JobConfig) -> None:
             parameter.data = parameter.data.to(dtype)
         deepspeed.zero.Init(module=module, config_dict_or_path=deepspeed_config(config))
     for block in model.layers.values():
-        # Gathered and released as a whole, as FSDP does it: inside nothing is hooked, so that it is recomputed or compiled.
+        # Gathered and released as a whole, as FSDP does it. Hooked inside, a block cannot be recomputed: its parameters are
+        # released again before their gradients have come.
         deepspeed.utils.set_z3_leaf_module(block, True)
 
 
