@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torchtitan.components.checkpoint import MODEL
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
@@ -51,11 +53,12 @@ from model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from model.flops import batch_flops
 from model.layers import describe
 from parallel.batch import model_inputs, sum_of_losses
-from parallel.device import prepare_device, wait_for_rank_zero
+from parallel.device import import_deepspeed, prepare_device, wait_for_rank_zero
 from parallel.gradients import clip_gradients
 from parallel.halo import Context
 from parallel.parallelize import parallelize
 from parallel.pipeline import Pipeline, ShareOfLoss, pipeline
+from parallel.zero import ZeroOptimizer, ZeroWeights
 
 logger = logging.getLogger("farsight")
 
@@ -115,7 +118,7 @@ def register(config: JobConfig) -> None:
             model_args={config.model.flavor: ModelArgs()},
             parallelize_fn=parallelize,
             pipelining_fn=pipeline,  # type: ignore[arg-type]  # takes our config, a subclass
-            build_optimizers_fn=build_optimizers,
+            build_optimizers_fn=build_optimizers if config.engine == "torchtitan" else partial(ZeroOptimizer, config),
             build_lr_schedulers_fn=build_lr_schedulers,
             build_dataloader_fn=lambda dp_world_size, dp_rank, tokenizer, job_config: build_loader(
                 job_config, tokenizer, dp_rank, dp_world_size
@@ -183,8 +186,15 @@ class Trainer(TitanTrainer):
             lr_schedulers=self.lr_schedulers,
             states={"train_state": self},
         )
-        if config.training.mixed_precision_param == "float32":
-            self.maybe_enable_amp = nullcontext()  # autocast knows no fp32, and would warn at every step
+        # DeepSpeed's engine, or None where the model itself is called.
+        self.zero = self.optimizers if isinstance(self.optimizers, ZeroOptimizer) else None
+        if self.zero is not None:
+            self.checkpointer.states[MODEL] = ZeroWeights(self.zero)
+        if config.training.mixed_precision_param == "float32" or self.zero is not None:
+            # Autocast knows no fp32, and would warn at every step; DeepSpeed has cast the weights themselves.
+            self.maybe_enable_amp = nullcontext()
+            if config.validation.enable:
+                self.validator.maybe_enable_amp = self.maybe_enable_amp  # type: ignore[attr-defined]  # our validator's
         self.layers = ModelConfig.from_job(config).layers()
         self.trained_layers = trained_layers(config)
         dims = self.parallel_dims
@@ -196,6 +206,8 @@ class Trainer(TitanTrainer):
         self.context = Context.of(dims, config)
         # DDP averages over its ranks where the loss is already a share of the global batch: undo that here.
         self.loss_copies = dims.dp_replicate if dims.world_size == dims.dp_replicate else 1
+        if self.zero is not None:
+            self.loss_copies = self._data_ranks()  # DeepSpeed averages too
         self.stop_signal: int | None = None
         self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
@@ -226,7 +238,7 @@ class Trainer(TitanTrainer):
         if self.pipeline is not None:
             return self.pipeline.train({"tokens": inputs, **kwargs}).detach()
         with self.train_context(), self.maybe_enable_amp:
-            loss = self.loss_fn(self.model_parts[0](inputs, **kwargs))
+            loss = self.loss_fn((self.zero.engine if self.zero else self.model_parts[0])(inputs, **kwargs))
         loss.backward()
         return loss.detach() / self.loss_copies
 
@@ -256,13 +268,10 @@ class Trainer(TitanTrainer):
             self.flops += batch_flops(self.job_config.architecture, self.layers, positions, self.trained_layers)
 
         loss = float(sum_of_losses(self.parallel_dims, torch.stack(losses).sum()))
-        parameters = [p for part in self.model_parts for p in part.parameters()]
-        grad_norm = clip_gradients(parameters, self.job_config.training.max_norm, self.parallel_dims)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._report_non_finite(loss, grad_norm, losses, micro_batches)
-        self.checkpointer.maybe_wait_for_staging()
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        self.optimizers.step()
+        grad_norm = self._clip_and_step() if math.isfinite(loss) else math.nan
+        if not math.isfinite(grad_norm):
+            self._report_non_finite(loss, grad_norm, losses, micro_batches)
         self.lr_schedulers.step()
 
         self.metrics_processor.advance()
@@ -272,6 +281,17 @@ class Trainer(TitanTrainer):
             flops = float(self._sum_over_data_ranks(torch.tensor(self.flops, dtype=torch.float64, device=self.device)))
             self.metrics_processor.log_step(self.step, loss, grad_norm, lr, tokens, tokens - self.tokens_logged, flops)
             self.tokens_logged, self.flops = tokens, 0.0
+
+    def _clip_and_step(self) -> float:
+        """Returns the gradients' norm before clipping; where it is not finite, nothing has changed."""
+        if self.zero is not None:
+            return self.zero.clip_and_step()
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        grad_norm = clip_gradients(parameters, self.job_config.training.max_norm, self.parallel_dims)
+        if math.isfinite(grad_norm):
+            self.checkpointer.maybe_wait_for_staging()
+            self.optimizers.step()
+        return grad_norm
 
     def _data_ranks(self) -> int:
         return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
@@ -283,7 +303,9 @@ class Trainer(TitanTrainer):
 
     def _sync_gradients(self, last: bool) -> None:
         """DDP exchanges gradients once a step and not after every micro-batch."""
-        if self.loss_copies > 1 and self.gradient_accumulation_steps > 1:
+        if self.zero is not None:
+            self.zero.expect_step(last)
+        elif self.loss_copies > 1 and self.gradient_accumulation_steps > 1:
             self.model_parts[0].set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDP and DDP add the method to the module
 
     def _report_non_finite(
@@ -433,6 +455,8 @@ def pretrain(config: JobConfig) -> int:
     status = EXIT_CONFIG
     try:
         # What can't be is refused here, before processes connect.
+        if config.engine == "deepspeed":
+            import_deepspeed()
         layers, trained = ModelConfig.from_job(config).layers(), trained_layers(config)
         if os.environ.get("RANK", "0") == "0":
             lock_run_folder(Path(config.job.dump_folder))

@@ -74,11 +74,15 @@ class Layout:
     local_batch_size: int
     degrees: dict[str, int | str]
     """Options of [parallelism]; degrees without `_degree`."""
+    zero_stage: int = 0
+    """Of DeepSpeed; 0 is torchtitan."""
 
     def options(self) -> list[str]:
         words = ("balancer", "schedule")
         named = {name if name.endswith(words) else f"{name}_degree": value for name, value in self.degrees.items()}
         options = [f"--parallelism.{name}={value}" for name, value in named.items()]
+        if self.zero_stage:
+            options += ["--engine=deepspeed", f"--deepspeed.zero_stage={self.zero_stage}"]
         return [*options, f"--training.local_batch_size={self.local_batch_size}"]
 
 
@@ -114,6 +118,9 @@ LAYOUTS = [
     Layout("PP 2 × FSDP 2", 4, 2, _pipeline("1F1B", data_parallel_shard=2)),
     Layout("PP 2 × CP 2", 4, 4, _pipeline("1F1B", context_parallel=2)),
     Layout("TP 2 × PP 2", 4, 4, _pipeline("1F1B", tensor_parallel=2)),
+    Layout("DeepSpeed ZeRO 2", 2, 2, {}, zero_stage=2),
+    Layout("DeepSpeed ZeRO 3", 2, 2, {}, zero_stage=3),
+    Layout("DeepSpeed ZeRO 3, accumulation 2", 2, 1, {}, zero_stage=3),
 ]
 
 

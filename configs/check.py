@@ -39,6 +39,7 @@ def check(config: JobConfig) -> None:
         )
     _check_ranges(config)
     _check_unsupported(config)
+    _check_engine(config)
 
 
 def _check_ranges(config: JobConfig) -> None:
@@ -208,6 +209,46 @@ def check_pipeline(config: JobConfig) -> None:
         raise ConfigError(
             f"{name}: stages exchange tensors of one shape, so validation.local_batch_size and seq_len have to be "
             "training's; set them to 0."
+        )
+
+
+# Options of torchtitan that DeepSpeed does otherwise or not at all: what to set instead.
+_NOT_WITH_DEEPSPEED = {
+    "parallelism.tensor_parallel_degree": "ZeRO shares out whole layers' state over all ranks",
+    "parallelism.pipeline_parallel_degree": "ZeRO shares out whole layers' state over all ranks",
+    "parallelism.context_parallel_degree": 'set engine = "torchtitan" for sequences that one GPU cannot hold',
+    "parallelism.data_parallel_replicate_degree": "all ranks share out one model; see deepspeed.zero_stage",
+    "parallelism.data_parallel_shard_degree": "all ranks share out one model; see deepspeed.zero_stage",
+    "parallelism.fsdp_reshard_after_forward": "it is FSDP's; see deepspeed.zero_stage",
+    "training.enable_cpu_offload": "set deepspeed.offload_optimizer, and offload_parameters with deepspeed.zero_stage = 3",
+    "training.dtype": "fp32 weights are always kept; set training.mixed_precision_param",
+    "training.layers": "DeepSpeed keeps no fp32 copy of weights that it does not train",
+    "checkpoint.async_mode": "a checkpoint is written from the weights themselves, which the next step changes",
+}
+
+
+def _check_engine(config: JobConfig) -> None:
+    plain, z = JobConfig(), config.deepspeed
+    if config.engine == "torchtitan":
+        for field in dataclasses.fields(z):
+            value = getattr(z, field.name)
+            if value != field.default:
+                raise ConfigError(
+                    f'deepspeed.{field.name} = {value!r} does nothing here: set engine = "deepspeed" too.'
+                )
+        return
+    for name, instead in _NOT_WITH_DEEPSPEED.items():
+        value, default = (functools.reduce(getattr, name.split("."), c) for c in (config, plain))
+        if value != default:
+            raise ConfigError(f'{name} = {value!r} does not go with engine = "deepspeed": {instead}.')
+    if z.offload_parameters and z.zero_stage != 3:
+        raise ConfigError(
+            f"deepspeed.offload_parameters needs parameters that are shared out: set deepspeed.zero_stage = 3, not {z.zero_stage}."
+        )
+    if config.compile.enable and z.zero_stage == 3:
+        raise ConfigError(
+            "compile.enable does not go with deepspeed.zero_stage = 3, whose parameters torch.compile cannot trace: set it to "
+            "false, or deepspeed.zero_stage = 2."
         )
 
 

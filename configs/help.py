@@ -18,9 +18,14 @@ from configs.schema import JobConfig
 def help_text(sections: Sequence[str] = ()) -> str:
     """Every option of the named sections (all when empty) with its type, default and meaning."""
     hints, lines = typing.get_type_hints(JobConfig), []
-    for field in dataclasses.fields(JobConfig):
-        if not sections or field.name in sections:
+    # Options of no section first: after a section they would look like its own.
+    for field in sorted(dataclasses.fields(JobConfig), key=lambda f: dataclasses.is_dataclass(hints[f.name])):
+        if sections and field.name not in sections:
+            continue
+        if dataclasses.is_dataclass(hints[field.name]):
             lines += _section_help(hints[field.name], field.name)
+        else:
+            lines += ["", *_option_help(field, field.name, hints[field.name], _field_docs(JobConfig))]
     if sections and not lines:
         names = field_names(JobConfig)
         raise ConfigError(f"There is no section {', '.join(sections)}.{nearest(sections[0], names)}")
@@ -38,12 +43,18 @@ def _section_help(cls: type, path: str) -> list[str]:
         if kinds:
             nested += [(k, f"{path}.{field.name}") for k in kinds]
             continue
-        shown = str(hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint).replace("typing.", "")
-        lines.append(f"  --{path}.{field.name}  {shown}  (default: {default_of(field)!r})")
-        lines += textwrap.wrap(docs.get(field.name, ""), 100, initial_indent="      ", subsequent_indent="      ")
+        lines += _option_help(field, f"{path}.{field.name}", hint, docs)
     for kind, where in nested:
         lines += _section_help(typing.cast(type, kind), where)
     return lines
+
+
+def _option_help(field: dataclasses.Field, name: str, hint: typing.Any, docs: dict[str, str]) -> list[str]:
+    shown = str(hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint).replace("typing.", "")
+    return [
+        f"  --{name}  {shown}  (default: {default_of(field)!r})",
+        *textwrap.wrap(docs.get(field.name, ""), 100, initial_indent="      ", subsequent_indent="      "),
+    ]
 
 
 def _first_line(cls: type) -> str:

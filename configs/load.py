@@ -123,12 +123,12 @@ def _merge_items(key: str, items: list[Any], changes: dict[str, Any]) -> list[An
 
 
 def parse_options(arguments: Sequence[str]) -> dict[str, Any]:
-    """`--a.b value`, `--a.b=value`, `--a.flag`, `--a.no_flag` → {"a": {"b": …}}."""
+    """`--a.b value`, `--a.b=value`, `--a.flag`, `--a.no_flag`, `--c value` → {"a": {"b": …}, "c": …}."""
     options: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
         option = rest.pop(0)
-        if not option.startswith("--") or "." not in option:
+        if not option.startswith("--"):
             raise ConfigError(f"{option!r} is not an option; options look like --section.key value. See --help.")
         name, equals, value = option[2:].partition("=")
         path = name.replace("-", "_").split(".")

@@ -414,6 +414,18 @@ class Compile(titan.job_config.Compile):
     """What `torch.compile` takes; "model" compiles block by block."""
 
 
+@dataclass(frozen=True)
+class DeepSpeed:
+    """What `engine = "deepspeed"` shares out; precision, clipping, batches and the optimizer are torchtitan's sections."""
+
+    zero_stage: Literal[1, 2, 3] = 2
+    """ZeRO (Rajbhandari et al., 2020): ranks share out the optimizer's state (1), gradients too (2), parameters too (3)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state and fp32 weights in host memory, and step there."""
+    offload_parameters: bool = False
+    """Keep the parameters in host memory; stage 3 only."""
+
+
 @dataclass
 class Debug(titan.Debug):
     seed: int | None = 0
@@ -424,6 +436,8 @@ class Debug(titan.Debug):
 class JobConfig(titan.JobConfig):
     """torchtitan's sections with our defaults, and ours beside them."""
 
+    engine: Literal["torchtitan", "deepspeed"] = "torchtitan"
+    """What shares out the model and steps: torchtitan (FSDP2, DDP, context parallelism) or DeepSpeed (ZeRO)."""
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)
@@ -439,3 +453,4 @@ class JobConfig(titan.JobConfig):
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
     data: Data = field(default_factory=Data)
     loss: Loss = field(default_factory=Loss)
+    deepspeed: DeepSpeed = field(default_factory=DeepSpeed)

@@ -227,18 +227,22 @@ class Llama(nn.Module):
         the same weights. Linear layers: normal of std 0.02 truncated at 2; `wo` and `w2` divided by sqrt(2·layers)
         (by sqrt(2·(layer + 1)) with `depth_init`), so that the residual stream does not grow with depth.
         """
-        for wrapped_name, parameter in self.named_parameters():
-            name = re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", wrapped_name)
-            if name.endswith("norm.weight"):
-                nn.init.ones_(parameter)
-            else:
-                _fill(parameter, self._init_std(name), _name_seed(self.init_seed, name))
+        for name, parameter in self.named_parameters():
+            self.init_parameter(unwrapped(name), parameter)
         if buffer_device is not None:
             self.rope_frequencies = self.rope_frequencies.to(buffer_device)
             for _, attention in self._attentions():
                 for name, buffer in list(attention.named_buffers(recurse=False)):
                     attention.register_buffer(name, buffer.to(buffer_device), persistent=False)
         self.set_position(self.positions, self.length)
+
+    @torch.no_grad()
+    def init_parameter(self, name: str, parameter: Tensor) -> None:
+        """Fills a tensor with the initial values of the parameter of that name."""
+        if name.endswith("norm.weight"):
+            nn.init.ones_(parameter)
+        else:
+            _fill(parameter, self._init_std(name), _name_seed(self.init_seed, name))
 
     def _init_std(self, name: str) -> float:
         a = self.architecture
@@ -250,6 +254,11 @@ class Llama(nn.Module):
             depth = int(name.split(".")[1]) + 1 if a.depth_init else a.n_layers
             return 0.02 / (2 * depth) ** 0.5
         return 0.02
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's name without what compilation and recomputation put into it."""
+    return re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name)
 
 
 def _name_seed(seed: int, name: str) -> int:

@@ -1,7 +1,7 @@
 """The device, on machines with and without an accelerator.
 
-torchtitan 0.2.2 takes "cuda" where there is no accelerator, and reads memory statistics that `torch.cpu` lacks.
-This module is the one place that touches another library's names to put that right.
+torchtitan 0.2.2 takes "cuda" where there is no accelerator, and reads memory statistics that `torch.cpu` lacks; DeepSpeed
+compiles there what it does not need. This module is the one place that touches another library's names to put that right.
 """
 
 import ctypes
@@ -9,11 +9,14 @@ import os
 import resource
 import sys
 import types
+import warnings
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torchtitan.tools import utils as titan_utils
+
+from configs.check import ConfigError
 
 GIB = 1024**3
 A100_FLOPS = 312e12
@@ -76,6 +79,26 @@ def default_device() -> torch.device:
     if torch.accelerator.is_available():
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device("cpu")
+
+
+def import_deepspeed() -> types.ModuleType:
+    """DeepSpeed, told where there is no accelerator; imported by those runs alone that ask for it.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            f'engine = "deepspeed" needs a package that is not here: pip install "deepspeed>=0.19" ({error}).'
+        ) from error
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
+    # On a CPU it would compile an all-reduce of its own, which takes a compiler and minutes; gloo has one.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
 
 
 def wait_for_rank_zero() -> None:

@@ -22,10 +22,11 @@ from model.build import freeze_all_but, trained_layers
 from model.llama import Llama
 from parallel.halo import Context
 from parallel.tensor import apply_tensor_parallel
+from parallel.zero import partition
 
 
 def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Module:
-    """Applies tensor and context parallelism, activation checkpointing, per-block `torch.compile`, and FSDP, HSDP or DDP.
+    """Applies tensor and context parallelism, recomputation, per-block `torch.compile`, and FSDP, HSDP, DDP or ZeRO.
 
     In place, on the whole model or on a pipeline stage's part of it.
     """
@@ -51,7 +52,10 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
             model.layers.register_module(
                 name, cast(nn.Module, torch.compile(block, backend=config.compile.backend, fullgraph=whole))
             )
-    if dims.fsdp_enabled or dims.tp_enabled or dims.pp_enabled:
+    if config.engine == "deepspeed":
+        if config.deepspeed.zero_stage == 3:
+            partition(model, config)
+    elif dims.fsdp_enabled or dims.tp_enabled or dims.pp_enabled:
         apply_fsdp(model, _data_mesh(dims), config)
     elif dims.dp_replicate_enabled:
         if compiled:

@@ -1,0 +1,210 @@
+"""DeepSpeed as the engine: what ZeRO 1 to 3 do otherwise than FSDP and DDP.
+
+The loop, the data, the schedule and the checkpoints are the same as torchtitan's. DeepSpeed takes the model and torch's AdamW;
+forward and step go through its engine, and its fp32 weights and optimizer state are what is initialised, saved and loaded,
+each rank's part in place. DeepSpeed's own checkpoints, which are pickles, are neither written nor read.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
+from torchtitan.config import TORCH_DTYPE_MAP, Optimizer
+from torchtitan.distributed import ParallelDims
+
+from checkpoints.parts import PartOfTensor
+from configs.schema import JobConfig
+from model.llama import Llama, unwrapped
+from parallel.device import default_device, import_deepspeed
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def deepspeed_config(config: JobConfig) -> dict[str, Any]:
+    """Our settings as DeepSpeed's."""
+    z = config.deepspeed
+    host = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
+    zero: dict[str, Any] = {"stage": z.zero_stage}
+    if z.offload_optimizer:
+        zero["offload_optimizer"] = host
+    if z.offload_parameters:
+        zero["offload_param"] = host
+    if z.zero_stage == 3:
+        # Norms' weights stay whole on every rank: to gather one would take as long as a matrix.
+        zero["stage3_param_persistence_threshold"] = config.architecture.dim
+    return {
+        "train_micro_batch_size_per_gpu": config.training.local_batch_size,
+        # The loss is divided by the tokens of the global batch: there is nothing to divide by micro-batches.
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.training.max_norm,
+        "bf16": {"enabled": config.training.mixed_precision_param == "bfloat16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": zero,
+        # torch's AdamW steps on the host too; DeepSpeed's own would need a compiler.
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+def partition(model: Llama, config: JobConfig) -> None:
+    """Shares out the parameters of a model on the meta device over the ranks (stage 3), one block at a time, uninitialised."""
+    deepspeed = import_deepspeed()
+    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    for module in (model.tok_embeddings, *model.layers.values(), model.norm, model.output):
+        assert module is not None
+        module.to_empty(device=default_device())
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+        deepspeed.zero.Init(module=module, config_dict_or_path=deepspeed_config(config))
+    for block in model.layers.values():
+        # Gathered and released as a whole, as FSDP does it. Hooked inside, a block cannot be recomputed: its parameters are
+        # released again before their gradients have come.
+        deepspeed.utils.set_z3_leaf_module(block, True)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank holds of a parameter: `length` elements from `start` on, at `offset` of a flat fp32 tensor."""
+
+    flat: Tensor
+    offset: int
+    start: int
+    length: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """The same elements of a tensor that is laid out like `flat`."""
+        return flat.detach()[self.offset : self.offset + self.length]
+
+
+class ZeroOptimizer(OptimizersContainer):
+    """DeepSpeed's engine in the place of torchtitan's optimizers.
+
+    Its state dict has the names and whole shapes of theirs, so that checkpoints of either engine resume under both and on
+    any number of ranks.
+    """
+
+    def __init__(
+        self, config: JobConfig, model_parts: list[nn.Module], optimizer: Optimizer, dims: ParallelDims
+    ) -> None:
+        (model,) = model_parts
+        assert isinstance(model, Llama)
+        plain = build_optimizers([model], optimizer, dims)
+        super().__init__([model], type(plain.optimizers[0]), plain.defaults)
+        self.stage = config.deepspeed.zero_stage
+        with redirect_stdout(None):  # in bf16, stage 1 prints its memory there
+            self.engine, self.zero, *_ = import_deepspeed().initialize(
+                model=model, optimizer=self.optimizers[0], config=deepspeed_config(config), dist_init_required=False
+            )
+        self.parameters = {unwrapped(name): parameter for name, parameter in model.named_parameters()}
+        for name, parameter in self.parameters.items():
+            # The fp32 weights, and not their bf16 copies that DeepSpeed has started from.
+            whole = torch.empty(self._shape(parameter), dtype=torch.float32, device=default_device())
+            model.init_parameter(name, whole)
+            held = self._held(parameter)
+            held.of(held.flat).copy_(whole.flatten()[held.start : held.start + held.length])
+        self.refresh()
+
+    # A step ──────────────────────────────────────────────────────────────────────────────────────
+
+    def expect_step(self, last: bool) -> None:
+        """Says whether the micro-batch that follows is the last one before a step."""
+        self.engine.set_gradient_accumulation_boundary(last)
+
+    def clip_and_step(self) -> float:
+        """Returns the gradients' norm before clipping; where it is not finite, nothing has changed."""
+        self.engine.step()
+        return float(self.engine.get_global_grad_norm())
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to do: a step ends with it."""
+
+    # Weights and state ───────────────────────────────────────────────────────────────────────────
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's parts of the fp32 weights, by name."""
+        return self._parts(lambda held: held.flat)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Brings the weights that the model computes with up to date with the fp32 ones."""
+        if self.stage < 3:
+            self.zero.update_lp_params()
+            return
+        self.zero.checkpoint_event_prologue()  # lets go of what is gathered
+        for group in range(len(self.zero.fp16_groups)):
+            self.zero._reassign_or_swap_out_partitioned_parameters(group)
+        self.zero.checkpoint_event_epilogue()  # gathers what stays whole
+
+    def state_dict(self) -> dict[str, Any]:
+        self._make_state()
+        state: dict[str, Any] = {}
+        for key in MOMENTS:
+            parts = self._parts(lambda held: self.optimizers[0].state[held.flat][key])  # noqa: B023  called at once
+            state |= {f"state.{name}.{key}": part for name, part in parts.items()}
+        (group,) = self.optimizers[0].param_groups
+        for name, parameter in self.parameters.items():
+            state[f"state.{name}.step"] = self.optimizers[0].state[self._held(parameter).flat]["step"]
+            state |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Moments and steps were loaded in place; takes the settings of the group."""
+        (group,) = self.optimizers[0].param_groups
+        name = next(iter(self.parameters))
+        group.update({key: state_dict[f"param_groups.{name}.{key}"] for key in group if key != "params"})
+
+    def _parts(self, flat_of: Callable[[_Held], Tensor]) -> dict[str, Tensor]:
+        parts: dict[str, Tensor] = {}
+        for name, parameter in self.parameters.items():
+            held = self._held(parameter)
+            parts[name] = PartOfTensor(held.of(flat_of(held)), self._shape(parameter), held.start)
+        return parts
+
+    def _make_state(self) -> None:
+        """The state that AdamW makes in its first step."""
+        for flat in self._flats():
+            if not self.optimizers[0].state[flat]:
+                fused = self.optimizers[0].defaults["fused"]
+                step = torch.zeros((), dtype=torch.float32, device=flat.device if fused else None)
+                self.optimizers[0].state[flat] = {"step": step, **{key: torch.zeros_like(flat) for key in MOMENTS}}
+
+    # Where DeepSpeed keeps things ────────────────────────────────────────────────────────────────
+
+    def _flats(self) -> Sequence[Tensor]:
+        if self.stage == 3:
+            return self.zero.fp32_partitioned_groups_flat
+        if hasattr(self.zero, "fp32_groups_flat_partition"):  # stage 1 in bf16
+            return self.zero.fp32_groups_flat_partition
+        return self.zero.single_partition_of_fp32_groups
+
+    def _shape(self, parameter: nn.Parameter) -> torch.Size:
+        return parameter.ds_shape if self.stage == 3 else parameter.shape  # type: ignore[attr-defined]  # DeepSpeed's
+
+    def _held(self, parameter: Any) -> _Held:
+        if self.stage == 3:
+            group, offset, padded = self.zero.grad_position[self.zero.get_param_id(parameter)]
+            start = min(padded * torch.distributed.get_rank(), parameter.ds_numel)
+            return _Held(self._flats()[group], offset, start, min(padded, parameter.ds_numel - start))
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return _Held(self._flats()[0], 0, 0, 0)
+        here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
+        return _Held(self._flats()[mapping.param_group_index], here.start, there.start, there.numel)
+
+
+class ZeroWeights:
+    """The model's weights as a checkpoint sees them."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.optimizer.weights())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """They were loaded in place."""
+        self.optimizer.refresh()
