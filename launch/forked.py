@@ -1,4 +1,4 @@
-"""Runs `train.py` many times on this machine without importing its libraries each time; for tests and benchmarks.
+"""Runs `train.py`, or another script, many times without importing its libraries each time; for tests and benchmarks.
 
 Most of a short run's time is imports (eight seconds of nine). Here a server process imports them once, and every run, and
 every rank of it, is a fork of the server that has a process, an environment and output files of its own.
@@ -32,12 +32,13 @@ class Forked:
     """Ranks of one run.
 
     Args:
-        arguments: of `train.py`.
+        arguments: of the script.
         ranks: how many processes.
         output: a folder for what they print.
+        script: what they run, from the repository's root.
     """
 
-    def __init__(self, arguments: Sequence[str], ranks: int, output: Path) -> None:
+    def __init__(self, arguments: Sequence[str], ranks: int, output: Path, script: str = "train.py") -> None:
         output.mkdir(parents=True, exist_ok=True)
         self.output = output
         common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
@@ -46,7 +47,7 @@ class Forked:
         for rank in range(ranks):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
             files = output / f"{rank}.out", output / f"{rank}.err"
-            process = _server().Process(target=_rank, args=(list(arguments), environment, *map(str, files)))
+            process = _server().Process(target=_rank, args=([script, *arguments], environment, *map(str, files)))
             process.start()
             self.processes.append(process)
 
@@ -79,15 +80,15 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _rank(arguments: list[str], environment: dict[str, str], out: str, err: str) -> None:
+def _rank(command: list[str], environment: dict[str, str], out: str, err: str) -> None:
     for number, path in ((1, out), (2, err)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, number)
         os.close(opened)
     os.environ.update(environment)
     os.chdir(ROOT)
-    sys.argv = ["train.py", *arguments]
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    sys.argv = command
+    runpy.run_path(str(ROOT / command[0]), run_name="__main__")
 
 
 def _free_port() -> int:

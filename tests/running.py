@@ -85,11 +85,11 @@ def run(command: list[str], check: bool = True) -> subprocess.CompletedProcess[s
     return done
 
 
-def forked(arguments: list[str], output: Path, ranks: int = 1) -> Finished:
-    """Runs `train.py` in forks of a process that has imported everything."""
+def forked(arguments: list[str], output: Path, ranks: int = 1, script: str = "train.py") -> Finished:
+    """Runs a script in forks of a process that has imported everything."""
     with patch.dict(os.environ):
         os.environ.pop("TRITON_INTERPRET", None)
-        return Forked(arguments, ranks, output).wait()
+        return Forked(arguments, ranks, output, script).wait()
 
 
 def train(folder: Path, *options: str, ranks: int = 1, config: str = TINY, check: bool = True) -> Finished:

@@ -131,13 +131,13 @@ class LargestTensor(TorchDispatchMode):
 def test_logits_never_exist_at_once():
     h, weight, labels = draw(T=400, D=4, V=300)
     with LargestTensor() as largest:
-        chunked_loss.loss_and_grads(h, weight, labels, 10, -100, torch.float64, True, True)
+        chunked_loss.loss_and_grads(h, weight, labels, 10, -100, torch.float64, True, True, "")
     assert largest.elements <= 10 * 300
 
 
 def test_operator():
     h, weight, labels = draw(dtype=torch.float32)
-    arguments = (h, weight, labels, 7, -100, torch.float32, True, True)
+    arguments = (h, weight, labels, 7, -100, torch.float32, True, True, "")
     torch.library.opcheck(torch.ops.farsight.chunked_cross_entropy.default, arguments)
     compiled = torch.compile(
         lambda h, w: chunked_cross_entropy(h * 1.0, w, labels), fullgraph=True, backend="aot_eager"

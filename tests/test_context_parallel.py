@@ -1,15 +1,13 @@
 """Context parallelism: the plan against a brute force over queries, the exchange on gloo ranks against the reference."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.context import pieces, reaches, received_bytes, received_rows, sent
-from tests.running import ROOT, environment
+from tests.running import forked
 
 LAYOUTS = ["contiguous", "zigzag"]
 
@@ -89,17 +87,12 @@ def test_traffic_at_4k(layout, rows):
     assert round(sum(rows) / (4 * 3 * 4096), 3) == {"contiguous": 0.160, "zigzag": 0.258}[layout]
 
 
-def test_ranks_equal_the_reference():
-    """Two and four ranks, both layouts, scopes of all kinds, documents, ALiBi: outputs, gradients, bytes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "4"]
-    done = subprocess.run(
-        [*command, "-m", "tests.context_ranks"],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def test_ranks_equal_the_reference(tmp_path):
+    """Halo attention on two and four ranks, both layouts, scopes of all kinds, documents, ALiBi: outputs, gradients, bytes.
+
+    And the loss with its vocabulary divided, and a divided model's logits.
+    """
+    done = forked([], tmp_path, ranks=4, script="tests/rank_checks.py")
     assert done.returncode == 0, done.stderr[-4000:]
-    for rank in range(4):  # whose lines may run into each other
+    for rank in range(4):
         assert f"rank {rank}: equal" in done.stdout

@@ -289,7 +289,7 @@ def test_a_non_finite_loss_stops_before_the_optimizer_step(undisturbed, tmp_path
     ("options", "says"),
     [
         (["--training.seq_length", "3"], "Did you mean 'seq_len'"),
-        (["--parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree = 2 is not supported"),
+        (["--parallelism.tensor_parallel_degree", "3"], "tensor_parallel_degree = 3 does not divide"),
         (["--checkpoint.initial_load_path", "no/such/dir", "--tokenizer.kind", "bytes"], "no/such/dir does not exist"),
         (["--architecture.vocab_size", "100"], "vocab_size = 100 is less than the tokenizer's"),
         (["--data.sources", "[{ kind = 'jsonl', path = 'no/such.jsonl' }]"], "no/such.jsonl"),
