@@ -53,7 +53,7 @@ from model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from model.flops import batch_flops
 from model.layers import describe
 from parallel.batch import model_inputs, sum_of_losses
-from parallel.device import import_deepspeed, prepare_device, wait_for_rank_zero
+from parallel.device import check_float8, import_deepspeed, prepare_device, wait_for_rank_zero
 from parallel.gradients import clip_gradients
 from parallel.halo import Context
 from parallel.parallelize import parallelize
@@ -457,6 +457,7 @@ def pretrain(config: JobConfig) -> int:
         # What can't be is refused here, before processes connect.
         if config.engine == "deepspeed":
             import_deepspeed()
+        check_float8(config)
         layers, trained = ModelConfig.from_job(config).layers(), trained_layers(config)
         if os.environ.get("RANK", "0") == "0":
             lock_run_folder(Path(config.job.dump_folder))

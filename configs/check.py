@@ -73,6 +73,9 @@ def _check_ranges(config: JobConfig) -> None:
         raise ConfigError(f"lr_scheduler.warmup_steps = {s.warmup_steps} exceeds the schedule's {total} steps.")
 
 
+FLOAT8 = "quantize.linear.float8"
+"""torchtitan's name for linear layers in float8."""
+
 # Options of torchtitan that mean nothing here, or would do harm: what to set instead.
 _UNSUPPORTED = {
     "training.dataset": "name sources in [data]",
@@ -84,6 +87,8 @@ _UNSUPPORTED = {
     "model.name": 'leave it at "farsight"',
     "model.hf_assets_path": "use tokenizer.path, and checkpoint.initial_load_path for weights",
     "model.tokenizer_path": "use tokenizer.path",
+    "quantize.linear.mx": "linear layers are computed in bf16, or in float8 (model.converters)",
+    "quantize.grouped_mm": "these models have no experts",
     "metrics.enable_wandb": "read metrics.jsonl or TensorBoard's files",
     "metrics.save_for_all_ranks": "figures are those of all ranks together",
     "metrics.disable_color_printing": "nothing is printed in colour",
@@ -123,6 +128,10 @@ def _check_unsupported(config: JobConfig) -> None:
         )
     if set(config.compile.components) - {"model"}:
         raise ConfigError(f'compile.components = {config.compile.components}: only ["model"] is compiled.')
+    if config.model.converters not in ([], [FLOAT8]):
+        raise ConfigError(f'model.converters = {config.model.converters}: only ["{FLOAT8}"] is known.')
+    if config.quantize.linear.float8 != plain.quantize.linear.float8 and not config.model.converters:
+        raise ConfigError(f'quantize.linear.float8 does nothing here: set model.converters = ["{FLOAT8}"] too.')
     c = config.parallelism
     parts = c.context_parallel_degree * (2 if c.context_parallel_load_balancer == "zigzag" else 1)
     if c.context_parallel_degree > 1 and config.training.seq_len % parts:
@@ -222,6 +231,7 @@ _NOT_WITH_DEEPSPEED = {
     "parallelism.fsdp_reshard_after_forward": "it is FSDP's; see deepspeed.zero_stage",
     "training.enable_cpu_offload": "set deepspeed.offload_optimizer, and offload_parameters with deepspeed.zero_stage = 3",
     "training.dtype": "fp32 weights are always kept; set training.mixed_precision_param",
+    "model.converters": "ZeRO was not tried with float8",
     "training.layers": "DeepSpeed keeps no fp32 copy of weights that it does not train",
     "checkpoint.async_mode": "a checkpoint is written from the weights themselves, which the next step changes",
 }

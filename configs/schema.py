@@ -355,6 +355,9 @@ class Model(titan.Model):
     """A size: the name of a file in configs/sizes/. Empty takes [architecture] as it stands."""
     hf_assets_path: str = ""
     """Not used: the tokenizer is named in [tokenizer], weights to start from in [checkpoint] initial_load_path."""
+    converters: list[str] = field(default_factory=list)
+    """["quantize.linear.float8"] computes the blocks' linear layers in float8 (GPUs of compute capability 8.9 or more, with
+    the package torchao); [quantize.linear.float8] says how they are scaled. Head, embedding and norms stay as they are."""
 
 
 @dataclass

@@ -11,12 +11,14 @@ import sys
 import types
 import warnings
 from datetime import timedelta
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 from torchtitan.tools import utils as titan_utils
 
 from configs.check import ConfigError
+from configs.schema import JobConfig
 
 GIB = 1024**3
 A100_FLOPS = 312e12
@@ -99,6 +101,25 @@ def import_deepspeed() -> types.ModuleType:
     # On a CPU it would compile an all-reduce of its own, which takes a compiler and minutes; gloo has one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def check_float8(config: JobConfig) -> None:
+    """Refuses float8 layers where they can't be had.
+
+    Raises:
+        ConfigError: the package or the GPU is missing.
+    """
+    if not config.model.converters:
+        return
+    if find_spec("torchao") is None:
+        raise ConfigError(
+            f"model.converters = {config.model.converters} needs a package that is not here: pip install torchao."
+        )
+    if not titan_utils.has_cuda_capability(8, 9) and not config.quantize.linear.float8.emulate:
+        raise ConfigError(
+            f"model.converters = {config.model.converters} needs a GPU with float8 products (compute capability 8.9: L40, H100 "
+            "and later). quantize.linear.float8.emulate = true shows elsewhere what it does to losses, slowly."
+        )
 
 
 def wait_for_rank_zero() -> None:

@@ -89,6 +89,22 @@ def test_mixed_precision_needs_no_fsdp(tmp_path):
             assert row["loss"] != exact["loss"]
 
 
+def test_float8_layers_train(tmp_path):
+    """Emulated, with tensor parallelism: near bf16, and not the same."""
+    short = ["--training.steps", "3", "--validation.enable=false", "--training.mixed_precision_param", "bfloat16"]
+    float8 = ["--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate"]
+    train(tmp_path / "bf16", *short)
+    done = train(tmp_path / "float8", *short, *float8, TENSOR, ranks=2)
+    assert "Float8 tensorwise scaled training active" in done.stderr
+    for a, b in zip(metrics(tmp_path / "bf16"), metrics(tmp_path / "float8"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=2e-3)
+        assert b["loss"] != a["loss"]
+    if not torch.cuda.is_available():
+        refused = train(tmp_path / "real", *short, *float8[:2], check=False)
+        assert refused.returncode == 2
+        assert "needs a GPU with float8 products" in refused.stderr
+
+
 def test_resumed_under_other_layouts(tmp_path):
     """FSDP 4, then TP 2 × FSDP 2, then one process; no batch is seen twice and none is left out."""
     schedule = ["--lr_scheduler.total_steps", "9", "--validation.enable=false"]
