@@ -31,6 +31,7 @@ from torchtitan.components.checkpoint import MODEL
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
@@ -211,6 +212,16 @@ class Trainer(TitanTrainer):
         self.stop_signal: int | None = None
         self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
+
+    def init_distributed(self) -> ParallelDims:
+        """As torchtitan does; without an accelerator, CPU offload asks for no second backend beside gloo."""
+        training = self.job_config.training
+        offload = training.enable_cpu_offload
+        training.enable_cpu_offload = offload and self.device.type != "cpu"
+        try:
+            return super().init_distributed()
+        finally:
+            training.enable_cpu_offload = offload
 
     def state_dict(self) -> dict[str, Any]:
         """Step and tokens of all ranks together, so that a run may resume on another number of them."""

@@ -141,7 +141,7 @@ def _check_unsupported(config: JobConfig) -> None:
         )
     check_tensor_parallel(config)
     check_pipeline(config)
-    if config.training.enable_cpu_offload and config.parallelism.data_parallel_shard_degree == 1:
+    if config.training.enable_cpu_offload and c.data_parallel_shard_degree == 1 and model_parallel_ranks(config) == 1:
         raise ConfigError(
             "training.enable_cpu_offload needs FSDP: set parallelism.data_parallel_shard_degree to -1 or more than 1."
         )

@@ -113,7 +113,7 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
         ),
     }
     if config.training.enable_cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy()
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     policy = config.parallelism.fsdp_reshard_after_forward
     # A pipeline stage needs its parameters again with the next micro-batch: it keeps them gathered for all of a step.
     reshard = policy == "always" or (policy == "default" and config.parallelism.pipeline_parallel_degree == 1)

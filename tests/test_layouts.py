@@ -59,7 +59,10 @@ ALL_KINDS = [
     ("model", "layout"),
     [
         # Frozen parameters stay frozen when tensor parallelism replaces them, and a divided embedding may be the head too.
-        ([*ALL_KINDS, "--architecture.tie_embeddings", "--training.layers", "1:"], [TENSOR]),
+        (
+            [*ALL_KINDS, "--architecture.tie_embeddings", "--training.layers", "1:"],
+            [TENSOR, "--training.enable_cpu_offload"],
+        ),
         (ALL_KINDS, [PIPELINE, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]),
         ([], [TENSOR, PIPELINE, "--compile.enable", "--compile.backend", "aot_eager"]),
     ],
