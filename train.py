@@ -326,7 +326,9 @@ class Trainer(TitanTrainer):
         rank = dist.get_rank()
         bad = [i for i, value in enumerate(losses) if not torch.isfinite(value)]
         where = f"micro-batch {', '.join(map(str, bad))} of {len(losses)} on rank {rank}" if bad else "no single loss"
-        if bad or rank == 0:
+        meshes = (self.parallel_dims.get_optional_mesh(name) for name in ("tp", "cp"))
+        alike = any(mesh is not None and mesh.get_local_rank() for mesh in meshes)  # another rank has the same batch
+        if (bad and not alike) or rank == 0:
             folder = Path(self.job_config.job.dump_folder) / "non_finite"
             folder.mkdir(parents=True, exist_ok=True)
             inputs, labels = micro_batches[bad[0] if bad else 0]

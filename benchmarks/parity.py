@@ -112,6 +112,7 @@ LAYOUTS = [
     Layout("CP 2 × DDP 2", 4, 2, _context(2, "zigzag", data_parallel_replicate=2)),
     Layout("TP 2 × CP 2", 4, 4, _context(2, "zigzag", tensor_parallel=2)),
     Layout("PP 2, 1F1B", 2, 4, _pipeline("1F1B")),
+    Layout("PP 2, accumulation 2", 2, 2, _pipeline("1F1B")),
     Layout("PP 2, interleaved", 2, 4, _pipeline("Interleaved1F1B")),
     Layout("PP 2, interleaved zero-bubble", 2, 4, _pipeline("InterleavedZeroBubble")),
     Layout("PP 2, ZBV zero-bubble", 2, 4, _pipeline("ZBVZeroBubble")),

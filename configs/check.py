@@ -134,11 +134,12 @@ def _check_unsupported(config: JobConfig) -> None:
         raise ConfigError(f'quantize.linear.float8 does nothing here: set model.converters = ["{FLOAT8}"] too.')
     c = config.parallelism
     parts = c.context_parallel_degree * (2 if c.context_parallel_load_balancer == "zigzag" else 1)
-    if c.context_parallel_degree > 1 and config.training.seq_len % parts:
-        raise ConfigError(
-            f"training.seq_len = {config.training.seq_len} is not a multiple of {parts}, the spans into which "
-            f'context_parallel_degree = {c.context_parallel_degree} cuts it ("{c.context_parallel_load_balancer}").'
-        )
+    for name, length in _lengths(config).items():
+        if c.context_parallel_degree > 1 and length % parts:
+            raise ConfigError(
+                f"{name} = {length} is not a multiple of {parts}, the spans into which "
+                f'context_parallel_degree = {c.context_parallel_degree} cuts it ("{c.context_parallel_load_balancer}").'
+            )
     check_tensor_parallel(config)
     check_pipeline(config)
     if config.training.enable_cpu_offload and c.data_parallel_shard_degree == 1 and model_parallel_ranks(config) == 1:
@@ -159,13 +160,28 @@ def check_tensor_parallel(config: JobConfig) -> None:
         "architecture.n_kv_heads": a.n_kv_heads,
         "architecture.ffn_dim": a.ffn_dim,
         "architecture.vocab_size": a.vocab_size,
-        f"training.seq_len / {context} context-parallel ranks": config.training.seq_len // context,
+        **{
+            f"{name} / {context} context-parallel ranks": length // context for name, length in _lengths(config).items()
+        },
     }
     for name, value in divided.items():
         if value % degree:
             raise ConfigError(
                 f"parallelism.tensor_parallel_degree = {degree} does not divide {name} = {value}: use a divisor of it."
             )
+    if config.parallelism.enable_async_tensor_parallel and (degree == 1 or not config.compile.enable):
+        raise ConfigError(
+            "parallelism.enable_async_tensor_parallel is a pass of torch.compile over tensor-parallel blocks: set "
+            "compile.enable = true and tensor_parallel_degree above 1."
+        )
+
+
+def _lengths(config: JobConfig) -> dict[str, int]:
+    """Tokens of a sequence, by the option that says so."""
+    lengths = {"training.seq_len": config.training.seq_len}
+    if config.validation.enable:
+        lengths["validation.seq_len"] = config.validation.seq_len or config.training.seq_len
+    return lengths
 
 
 def check_pipeline(config: JobConfig) -> None:

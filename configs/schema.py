@@ -440,7 +440,7 @@ class JobConfig(titan.JobConfig):
     """torchtitan's sections with our defaults, and ours beside them."""
 
     engine: Literal["torchtitan", "deepspeed"] = "torchtitan"
-    """What shares out the model and steps: torchtitan (FSDP2, DDP, context parallelism) or DeepSpeed (ZeRO)."""
+    """What shares out the model and steps: torchtitan (every layout of [parallelism]) or DeepSpeed (ZeRO 1 to 3)."""
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
     training: Training = field(default_factory=Training)

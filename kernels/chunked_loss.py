@@ -35,7 +35,7 @@ def chunked_cross_entropy(
         chunk_tokens: tokens whose logits exist at once; 0 picks 32M logits a chunk, 1M on a CPU (its cache).
         ignore_index: the label of tokens without loss.
         vocabulary_group: the ranks over which the vocabulary is divided: rank r holds the r-th of equal parts as its
-            `weight_VD`, and all are given the same tokens and labels. They exchange two numbers a token.
+            `weight_VD`, and all are given the same tokens and labels. They exchange one number a token.
 
     Returns:
         The sum, a scalar in fp32 (fp64 for fp64): divide it by the number of tokens that count. 0 if none does. With a
@@ -98,6 +98,8 @@ def loss_and_grads(
     if h_TD.device.type == "cpu":
         _check_labels(labels_T, counts_T, parts * V)
         kept = None if counts_T.all() else counts_T.nonzero().squeeze(-1)
+    else:  # without waiting for the answer
+        torch._assert_async((~counts_T | ((labels_T >= 0) & (labels_T < parts * V))).all())
     rows = T if kept is None else len(kept)
 
     with torch.autocast(h_TD.device.type, enabled=False):

@@ -16,12 +16,14 @@ from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import torch
+
 ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
 class Finished:
-    """How a run ended: its first exit status that is not 0, and what all its ranks printed."""
+    """How a run ended: a rank's exit status that is not 0, if there is one, and what all ranks printed."""
 
     returncode: int
     stdout: str
@@ -57,7 +59,7 @@ class Forked:
         while any(process.is_alive() for process in self.processes):
             if any(process.exitcode for process in self.processes):
                 end = min(end, time.monotonic() + 5)
-            if time.monotonic() > end:
+            if time.monotonic() > end:  # ended by the signal, which the exit status then says
                 for process in self.processes:
                     process.kill()
             time.sleep(0.01)
@@ -86,6 +88,8 @@ def _rank(command: list[str], environment: dict[str, str], out: str, err: str) -
         os.dup2(opened, number)
         os.close(opened)
     os.environ.update(environment)
+    os.environ.pop("TRITON_INTERPRET", None)  # the server has it where a test of kernels started it
+    torch.set_num_threads(1)  # torch has read its variable already
     os.chdir(ROOT)
     sys.argv = command
     runpy.run_path(str(ROOT / command[0]), run_name="__main__")

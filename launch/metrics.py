@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.utils import NoColor
@@ -81,7 +82,7 @@ class RunMetrics:
     def log_step(
         self, step: int, loss: float, grad_norm: float, lr: float, tokens_seen: int, step_tokens: int, flops: float
     ) -> None:
-        """Reports a step.
+        """Reports a step; all ranks call it.
 
         Args:
             loss: mean over the global batch's tokens.
@@ -100,7 +101,7 @@ class RunMetrics:
             "tokens": tokens_seen,
             "tokens_per_second": step_tokens / seconds,
             "tflops": tflops,
-            "memory_gib": peak_memory_gib(self.device),
+            "memory_gib": self._most(peak_memory_gib(self.device)),
             "data_seconds": sum(self.data_loading_times),
         }
         if self.peak_flops:
@@ -128,6 +129,13 @@ class RunMetrics:
             if part is not None:
                 part.close()
         self._bar = self._tensorboard = self._jsonl = None
+
+    def _most(self, value: float) -> float:
+        """The largest of all ranks' values: the rank that runs out first is the one to know about."""
+        values = torch.tensor(value, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return float(values)
 
     def _write(self, group: str, step: int, figures: dict[str, Any]) -> None:
         if self._jsonl is not None:

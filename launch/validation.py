@@ -45,15 +45,17 @@ class Validator:
         for part in model_parts:
             part.eval()
         context = Context.of(self.parallel_dims, self.job_config)
+        stages = None
+        if self.pp_schedule is not None:
+            stages = Pipeline(self.pp_schedule, bool(self.pp_has_first_stage), bool(self.pp_has_last_stage))
         for input_dict, labels in self.batches:
             on_device = {name: x.to(device) for name, x in input_dict.items()}
             with self.validation_context(), self.maybe_enable_amp:
                 inputs = model_inputs(self.job_config, context, on_device, labels.to(device))
-                if self.pp_schedule is None:
+                if stages is None:
                     loss_sum, counts = model_parts[0](**inputs), True
                 else:
-                    stage = Pipeline(self.pp_schedule, bool(self.pp_has_first_stage), bool(self.pp_has_last_stage))
-                    loss_sum, counts = stage.evaluate(inputs), stage.has_last
+                    loss_sum, counts = stages.evaluate(inputs), stages.has_last
             total += torch.stack([loss_sum.double(), counts * (inputs["labels"] != IGNORE_INDEX).sum().double()])
         for part in model_parts:
             part.train()

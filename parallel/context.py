@@ -28,8 +28,7 @@ def pieces(rank: int, ranks: int, tokens: int, layout: Layout) -> tuple[Span, ..
     parts = ranks if layout == "contiguous" else 2 * ranks
     if tokens % parts:
         raise ValueError(
-            f"{tokens} tokens do not divide over {ranks} context-parallel ranks ({layout}): "
-            f"set training.seq_len to a multiple of {parts}"
+            f"{tokens} tokens do not divide over {ranks} context-parallel ranks ({layout}): use a multiple of {parts}"
         )
     length = tokens // parts
     numbers = (rank,) if layout == "contiguous" else (rank, parts - 1 - rank)

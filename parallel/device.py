@@ -115,10 +115,11 @@ def check_float8(config: JobConfig) -> None:
         raise ConfigError(
             f"model.converters = {config.model.converters} needs a package that is not here: pip install torchao."
         )
-    if not titan_utils.has_cuda_capability(8, 9) and not config.quantize.linear.float8.emulate:
+    emulated = config.quantize.linear.float8.emulate and not config.compile.enable
+    if not titan_utils.has_cuda_capability(8, 9) and not emulated:
         raise ConfigError(
             f"model.converters = {config.model.converters} needs a GPU with float8 products (compute capability 8.9: L40, H100 "
-            "and later). quantize.linear.float8.emulate = true shows elsewhere what it does to losses, slowly."
+            "and later). quantize.linear.float8.emulate = true, with compile.enable = false, shows elsewhere what it does to losses, slowly."
         )
 
 

@@ -13,7 +13,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, dims: Parallel
     """Scales gradients, in place, so that their norm is at most `max_norm`; returns the norm they had.
 
     Squares are summed in fp64: a CPU's fp32 sum over one large tensor is off in the fourth digit, and by how much depends
-    on how the tensor is divided.
+    on how the tensor is divided. It takes an fp64 copy of one gradient at a time.
     """
     parameters = list(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
@@ -26,5 +26,6 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, dims: Parallel
         squared = total**2
         dist.all_reduce(squared, group=dims.get_mesh("pp").get_group())
         total = squared.sqrt()
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total, foreach=True)
+    # In the gradients' own precision, or it would be one launch for each of them.
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total.float(), foreach=True)
     return float(total)

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import patch
 
 from launch.forked import Finished, Forked
 
@@ -87,9 +86,7 @@ def run(command: list[str], check: bool = True) -> subprocess.CompletedProcess[s
 
 def forked(arguments: list[str], output: Path, ranks: int = 1, script: str = "train.py") -> Finished:
     """Runs a script in forks of a process that has imported everything."""
-    with patch.dict(os.environ):
-        os.environ.pop("TRITON_INTERPRET", None)
-        return Forked(arguments, ranks, output, script).wait()
+    return Forked(arguments, ranks, output, script).wait()
 
 
 def train(folder: Path, *options: str, ranks: int = 1, config: str = TINY, check: bool = True) -> Finished:

@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
         ("TP 2 × DDP 2", "RoPE"),
         ("TP 2 × PP 2", "SCOPE"),
         ("CP 4, contiguous", "SCOPE"),
-        ("PP 2, interleaved", "RoPE"),
+        ("PP 2, accumulation 2", "RoPE"),
         ("PP 2, ZBV zero-bubble", "mixed"),
         ("PP 2 × FSDP 2", "SCOPE"),
     ],
@@ -89,14 +89,14 @@ def test_mixed_precision_needs_no_fsdp(tmp_path):
         train(tmp_path / name, *short, *bf16, layout, ranks=2)
         for exact, fsdp, row in zip(*(metrics(tmp_path / run) for run in ("exact", "fsdp", name)), strict=True):
             assert row["loss"] == pytest.approx(fsdp["loss"], rel=1e-3)
-            assert row["loss"] != exact["loss"]
+            assert row["loss"] != pytest.approx(exact["loss"], rel=1e-5)
 
 
 def test_float8_layers_train(tmp_path):
     """Emulated, with tensor parallelism: near bf16, and not the same."""
     short = ["--training.steps", "3", "--validation.enable=false", "--training.mixed_precision_param", "bfloat16"]
     float8 = ["--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate"]
-    train(tmp_path / "bf16", *short)
+    train(tmp_path / "bf16", *short, TENSOR, ranks=2)
     done = train(tmp_path / "float8", *short, *float8, TENSOR, ranks=2)
     assert "Float8 tensorwise scaled training active" in done.stderr
     for a, b in zip(metrics(tmp_path / "bf16"), metrics(tmp_path / "float8"), strict=True):
@@ -109,12 +109,13 @@ def test_float8_layers_train(tmp_path):
 
 
 def test_resumed_under_other_layouts(tmp_path):
-    """FSDP 4, then TP 2 × FSDP 2, then one process; no batch is seen twice and none is left out."""
+    """FSDP 4, TP 2 × FSDP 2, TP 2 × PP 2, one process; no batch is seen twice and none is left out."""
     schedule = ["--lr_scheduler.total_steps", "9", "--validation.enable=false"]
     train(tmp_path / "whole", *schedule, "--training.steps", "9")
     moved: Path = tmp_path / "moved"
     train(moved, *schedule, "--training.steps", "3", "--training.local_batch_size", "1", ranks=4)
-    train(moved, *schedule, "--training.steps", "6", "--training.local_batch_size", "2", TENSOR, ranks=4)
+    train(moved, *schedule, "--training.steps", "5", "--training.local_batch_size", "2", TENSOR, ranks=4)
+    train(moved, *schedule, "--training.steps", "7", TENSOR, PIPELINE, ranks=4)
     train(moved, *schedule, "--training.steps", "9")
     for a, b in zip(metrics(tmp_path / "whole"), metrics(moved), strict=True):
         assert (b["step"], b["tokens"]) == (a["step"], a["tokens"])
@@ -143,6 +144,15 @@ def test_norms_do_not_lose_digits():
             {"parallelism": {"tensor_parallel_degree": 4, "context_parallel_degree": 8}, "training": {"seq_len": 2064}},
             "does not divide training.seq_len / 8 context-parallel ranks = 258",
         ),
+        (
+            {"parallelism": {"tensor_parallel_degree": 2}, "validation": {"seq_len": 63}},
+            "does not divide validation.seq_len / 1 context-parallel ranks = 63",
+        ),
+        (
+            {"parallelism": {"context_parallel_degree": 2}, "validation": {"seq_len": 62}},
+            "validation.seq_len = 62 is not a multiple of 4",
+        ),
+        ({"parallelism": {"enable_async_tensor_parallel": True}}, "is a pass of torch.compile"),
         ({"parallelism": {"pipeline_parallel_degree": 2}, "training": {"local_batch_size": 1}}, "gives a pipeline 1 micro-batches"),
         (
             {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 3}, "training": {"local_batch_size": 4}},
@@ -180,7 +190,7 @@ def test_what_does_not_divide_is_refused(options, says):
 
 
 def test_stages_hold_layers_by_their_cost():
-    """Two dense layers cost more than six of narrow windows at this length, and the head as much as some layers."""
+    """Two dense layers cost more than six of narrow windows at this length."""
     rules = [{"layers": "2:", "heads": {"kind": "window", "window": 16}}]
     config = build_config(
         {

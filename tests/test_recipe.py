@@ -226,7 +226,8 @@ def test_a_plan_states_tokens_steps_and_gpus(capsys, caplog):
     for part in ("1,622", "5e+09 tokens, 64 GPUs", "dp 2 × tp 8 × cp 4", "layers 0:8 alone"):
         assert part in said
     assert main([path]) == 2  # one process, not a multiple of 32
-    assert main([path, "--dry-run", "--parallelism.pipeline_parallel_degree", "4"]) == 2
+    pipeline = ["--parallelism.pipeline_parallel_degree", "4", "--training.local_batch_size", "4"]
+    assert main([path, "--dry-run", *pipeline]) == 2
     assert "training.layers = '0:8' would leave stages that train nothing" in caplog.text
     data_parallel = ["--parallelism.tensor_parallel_degree", "1", "--parallelism.context_parallel_degree", "1"]
     assert main([path, "--dry-run", "--nproc", "32", *data_parallel]) == 0
