@@ -4,7 +4,7 @@
     python train.py --job.config_file configs/X.toml [--section.key value …]
     torchrun --nproc_per_node 8 train.py --job.config_file configs/X.toml
 
-It reads top to bottom: what is built, one training step, the loop, and how a run ends.
+It reads top to bottom: the trainer, one training step, the loop, and how a run ends. `launch/spec.py` says what is built.
 """
 
 import logging
@@ -14,27 +14,20 @@ import shutil
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torchtitan.components.checkpoint import MODEL
 from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.components.optimizer import build_optimizers
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.protocols.model import BaseModelArgs
-from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
 from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
 from torchtitan.train import Trainer as TitanTrainer
 
@@ -43,22 +36,19 @@ from checkpoints.manager import RunCheckpoints, SaveError
 from configs.help import help_text
 from configs.load import ConfigError, load_config, to_toml
 from configs.schema import JobConfig
-from data.loader import build_loader
 from data.sources import DataError
-from data.tokenizer import Tokenizer, load_tokenizer
 from launch.files import lock_run_folder, write_text
+from launch.logs import start_logging
 from launch.metrics import RunMetrics
-from launch.tokenizer import prepare_tokenizer, tokenizer_of
-from launch.validation import Validator
-from model.build import ModelConfig, build_model, freeze_all_but, trained_layers
+from launch.spec import register
+from model.build import ModelConfig, trained_layers
 from model.flops import batch_flops
 from model.layers import describe
 from parallel.batch import model_inputs, sum_of_losses
 from parallel.device import check_float8, import_deepspeed, prepare_device, wait_for_rank_zero
 from parallel.gradients import clip_gradients
 from parallel.halo import Context
-from parallel.parallelize import parallelize
-from parallel.pipeline import Pipeline, ShareOfLoss, pipeline
+from parallel.pipeline import Pipeline, ShareOfLoss
 from parallel.zero import ZeroOptimizer, ZeroWeights
 
 logger = logging.getLogger("farsight")
@@ -79,85 +69,6 @@ class NonFiniteError(RuntimeError):
 
 class Interrupted(Exception):  # noqa: N818  it is how a run may end, and no error
     """A signal asked the run to stop, and its state is saved."""
-
-
-# ── What is built ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass
-class ModelArgs(BaseModelArgs):
-    """The model config in the form torchtitan passes to the functions of its TrainSpec."""
-
-    config: ModelConfig | None = None
-    trained_layers: tuple[int, ...] | None = None
-
-    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        self.config = ModelConfig.from_job(job_config)
-        self.trained_layers = trained_layers(job_config)
-
-    def build(self) -> nn.Module:
-        assert self.config is not None
-        model = build_model(self.config)
-        freeze_all_but(model, self.trained_layers)
-        return model
-
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        assert self.config is not None
-        parameters = sum(p.numel() for p in model.parameters())
-        # Of one row that is a single document; a step counts the pairs of its own batch.
-        a, layers = self.config.architecture, self.config.layers()
-        return parameters, batch_flops(a, layers, torch.arange(seq_len)[None], self.trained_layers) // seq_len
-
-
-def register(config: JobConfig) -> None:
-    """Makes `model.name = "farsight"` known to torchtitan."""
-    _extra_train_specs.pop("farsight", None)  # a second run in one process registers again
-    register_train_spec(
-        "farsight",
-        TrainSpec(
-            model_cls=ModelArgs.build,  # type: ignore[arg-type]  # torchtitan asks for a class; a function that builds one does
-            model_args={config.model.flavor: ModelArgs()},
-            parallelize_fn=parallelize,
-            pipelining_fn=pipeline,  # type: ignore[arg-type]  # takes our config, a subclass
-            build_optimizers_fn=build_optimizers if config.engine == "torchtitan" else partial(ZeroOptimizer, config),
-            build_lr_schedulers_fn=build_lr_schedulers,
-            build_dataloader_fn=lambda dp_world_size, dp_rank, tokenizer, job_config: build_loader(
-                job_config, tokenizer, dp_rank, dp_world_size
-            ),
-            build_tokenizer_fn=build_tokenizer,  # type: ignore[arg-type]  # takes our config, a subclass
-            # The model returns the summed loss itself, so that logits never exist all at once.
-            build_loss_fn=lambda job_config, **_: ShareOfLoss(),
-            build_validator_fn=Validator,
-            build_metrics_processor_fn=RunMetrics,
-        ),
-    )
-
-
-def build_tokenizer(config: JobConfig) -> Tokenizer:
-    """The run's tokenizer, trained on its data if the config names none; settles the model's vocabulary size.
-
-    Raises:
-        ConfigError: the tokenizer has ids that the embedding lacks.
-    """
-    trained = Path(config.job.dump_folder) / "tokenizer"
-    if not config.tokenizer.path and config.tokenizer.kind != "bytes" and config.checkpoint.initial_load_path:
-        config.tokenizer = replace(config.tokenizer, path=str(tokenizer_of(Path(config.checkpoint.initial_load_path))))
-    if dist.get_rank() == 0:
-        prepare_tokenizer(config, trained)
-    wait_for_rank_zero()
-    if not config.tokenizer.path and config.tokenizer.kind != "bytes":
-        config.tokenizer = replace(config.tokenizer, path=str(trained))
-    tokenizer = load_tokenizer(config.tokenizer)
-    vocab_size = config.architecture.vocab_size
-    if not vocab_size:
-        # A multiple of 64 divides evenly over tensor-parallel ranks and suits the matrix units.
-        config.architecture = replace(config.architecture, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
-    elif tokenizer.vocab_size > vocab_size:
-        raise ConfigError(
-            f"architecture.vocab_size = {vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; "
-            "set it to 0 to take the tokenizer's."
-        )
-    return tokenizer
 
 
 # ── The trainer ───────────────────────────────────────────────────────────────────────────────────────
@@ -438,28 +349,6 @@ class Trainer(TitanTrainer):
 
 
 # ── How a run starts and ends ─────────────────────────────────────────────────────────────────────────
-
-
-def start_logging() -> None:
-    """Plain lines from rank 0, warnings from every rank; the engine's remarks about itself are left out."""
-    rank = os.environ.get("RANK", "0")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(message)s" if rank == "0" else f"[rank {rank}] %(message)s"))
-    handler.addFilter(lambda record: record.name != "root" or not record.getMessage().startswith(ENGINE_REMARKS))
-    root = logging.getLogger()
-    root.handlers = [handler]
-    root.setLevel(logging.INFO if rank == "0" else logging.WARNING)
-    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-ENGINE_REMARKS = (
-    "[GC]", "Peak flops undefined", "Peak FLOPS used", "Error running lspci", "Starting job", "ENV[", "Checkpoint",
-    "Destroying the purge thread", "Saving the checkpoint", "Saving a full checkpoint", "Finished saving",
-    "Finished loading", "CPU memory usage", "CPU capacity", "Building farsight", "Synchronizing and adjusting timeout",
-    "Mixed precision training", "loading from HF", "Loading the checkpoint", "generated new font", "Building device mesh", "Successfully created meshes", "Trainer is initialized",
-    "PP rank", "Using pipeline schedule", "Pipeline Parallel loss is not visible", "\x1b[31mPipeline Parallel loss",
-)  # fmt: skip
 
 
 def pretrain(config: JobConfig) -> int:

@@ -34,6 +34,8 @@ from tqdm import tqdm
 
 import train
 from configs.load import build_config
+from launch import spec
+from launch.logs import start_logging
 from parallel.device import prepare_device
 
 TITAN, TITAN_KEEPING, FARSIGHT = "torchtitan", "torchtitan, keeping memory", "farsight"
@@ -113,12 +115,12 @@ def our_trainer(rows: int, seq_len: int, folder: str, dtype: Literal["float32", 
         "metrics": {"log_freq": 1, "enable_tensorboard": False},
     }  # fmt: skip
     # torchtitan's trainer takes its batches by name from the train spec, ours from this function.
-    build_loader = train.build_loader
-    setattr(train, "build_loader", lambda *_: _OurBatches(rows, seq_len))  # noqa: B010  another type, on purpose
+    build_loader = spec.build_loader
+    setattr(spec, "build_loader", lambda *_: _OurBatches(rows, seq_len))  # noqa: B010  another type, on purpose
     try:
         return train.Trainer(build_config(values))
     finally:
-        train.build_loader = build_loader
+        spec.build_loader = build_loader
 
 
 def load_titan_weights(model: torch.nn.Module, file: Path) -> None:
@@ -136,7 +138,7 @@ def work(
     name: str, rows: int, seq_len: int, folder: str, dtype: Literal["float32", "bfloat16"], pipe: Connection
 ) -> None:
     """One trainer's process: a step, answered with its seconds and loss, for every True that arrives."""
-    train.start_logging()
+    start_logging()
     prepare_device(keep_memory=name != TITAN)
     weights = Path(folder, "weights.safetensors")
     trainer: Any

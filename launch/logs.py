@@ -1,0 +1,28 @@
+"""What a run prints."""
+
+import logging
+import os
+import sys
+import warnings
+
+
+def start_logging() -> None:
+    """Plain lines from rank 0, warnings from every rank; the engine's remarks about itself are left out."""
+    rank = os.environ.get("RANK", "0")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s" if rank == "0" else f"[rank {rank}] %(message)s"))
+    handler.addFilter(lambda record: record.name != "root" or not record.getMessage().startswith(ENGINE_REMARKS))
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.INFO if rank == "0" else logging.WARNING)
+    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+ENGINE_REMARKS = (
+    "[GC]", "Peak flops undefined", "Peak FLOPS used", "Error running lspci", "Starting job", "ENV[", "Checkpoint",
+    "Destroying the purge thread", "Saving the checkpoint", "Saving a full checkpoint", "Finished saving",
+    "Finished loading", "CPU memory usage", "CPU capacity", "Building farsight", "Synchronizing and adjusting timeout",
+    "Mixed precision training", "loading from HF", "Loading the checkpoint", "generated new font", "Building device mesh", "Successfully created meshes", "Trainer is initialized",
+    "PP rank", "Using pipeline schedule", "Pipeline Parallel loss is not visible", "\x1b[31mPipeline Parallel loss",
+)  # fmt: skip
