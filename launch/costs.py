@@ -196,9 +196,18 @@ def _memory_bytes(config: JobConfig, position: LayerPosition) -> int:
 
 
 def bandwidth(layout: Layout, dimension: str, gpu: Gpu, efficiency: Efficiency) -> float:
-    """Bytes a second of a rank in collectives of this dimension: NVLink where its groups lie in one node."""
-    inside = layout.reach(dimension) <= gpu.per_node
-    return (gpu.nvlink if inside else gpu.network) * efficiency.links
+    """Bytes a second of a rank in collectives of this dimension: NVLink where its groups lie in one node.
+
+    A group that leaves its nodes uses the adapter of each of its members there: a ring on each, with a part of the data.
+    """
+    reach = layout.reach(dimension)
+    if reach <= gpu.per_node:
+        return gpu.nvlink * efficiency.links
+    size = layout.fsdp if dimension == "dp_shard" else layout.degrees()[dimension]
+    members = max(1, gpu.per_node // (reach // size))
+    if dimension in ("cp", "pp"):  # sent from rank to rank, over the rank's own adapter
+        members = 1
+    return min(gpu.nvlink, members * gpu.network) * efficiency.links
 
 
 def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]:

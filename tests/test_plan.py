@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from torchtitan.distributed import activation_checkpoint
 
 from configs.load import ConfigError, build_config
 from kernels.scoped_attention.semantics import visibility
-from launch.costs import flops_per_token, step_time, step_traffic
+from launch.costs import bandwidth, flops_per_token, step_time, step_traffic
 from launch.hardware import GPUS, Efficiency, find_gpu
 from launch.heads import compare_head_layouts, imbalance, rank_pairs
 from launch.layout import Layout
@@ -301,6 +302,32 @@ def test_data_parallel_traffic_of_one_replica_group():
     assert step_traffic(config, layout, 0)["dp_replicate"] == 2 * 3 * 4 * parameters // 4
 
 
+@pytest.mark.parametrize(
+    ("gpus", "degrees", "dimension", "gigabytes"),
+    [
+        (8, {}, "dp_shard", 300),  # in one node
+        (32, {}, "dp_shard", 8 * 25),  # a ring over each of a node's eight adapters
+        (32, {"tensor_parallel": 2}, "dp_shard", 4 * 25),  # four of a group's GPUs in a node
+        (32, {"context_parallel": 4}, "dp_shard", 8 * 25),  # parts of a sequence hold parts of the model too
+        (32, {"data_parallel_replicate": 4, "data_parallel_shard": 8}, "dp_replicate", 25),
+        (32, {"data_parallel_replicate": 4, "data_parallel_shard": 8}, "dp_shard", 300),
+        (16, {"data_parallel_replicate": 16, "data_parallel_shard": 1}, "dp_replicate", 8 * 25),
+        (16, {"context_parallel": 16}, "cp", 25),  # keys go from rank to rank
+        (16, {"pipeline_parallel": 2}, "pp", 25),
+    ],
+)
+def test_a_group_has_the_adapters_of_its_members(gpus, degrees, dimension, gigabytes):
+    layout = Layout.of(small(parallelism={f"{name}_degree": degree for name, degree in degrees.items()}), gpus)
+    whole = Efficiency(links=1.0)
+    assert bandwidth(layout, dimension, GPUS["a100-80g"], whole) == gigabytes * 1e9
+
+
+def test_adapters_are_no_faster_than_nvlink():
+    layout = Layout.of(small(), 32)
+    fast = replace(GPUS["a100-80g"], network=60e9)
+    assert bandwidth(layout, "dp_shard", fast, Efficiency(links=0.5)) == 0.5 * 300e9
+
+
 # Time
 
 
@@ -324,7 +351,7 @@ def test_efficiency_of_windows_is_that_of_the_papers_prefill():
 
 
 def test_more_overlap_hides_more_traffic():
-    config = stages_of("scope_llama3_8b", {"training": {"local_batch_size": 1}})[0].config
+    config = stages_of("scope_llama3_8b", {"training": {"local_batch_size": 1, "seq_len": 2048}})[0].config
     layout = Layout.of(config, 64)
     exposed = [
         step_time(config, layout, GPUS["h100-80g"], Efficiency(overlap=overlap)).data_parallel for overlap in (0.0, 0.5)
