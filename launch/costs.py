@@ -23,7 +23,6 @@ BYTES_A_LOGIT = 40
 """Read and written by `kernels.chunked_loss`, whose passes over a chunk's logits are not fused."""
 OPTIMIZER_PASSES = 8
 """Over a rank's parameters: gradient norm; AdamW reads parameter, gradient and moments, writes all but the gradient."""
-DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
 @dataclass
@@ -79,7 +78,7 @@ def step_time(config: JobConfig, layout: Layout, gpu: Gpu, efficiency: Efficienc
     """The step's time and traffic. Traffic is the most of any rank in each dimension."""
     times = [_rank_step(config, layout, rank, gpu, efficiency) for rank in range(layout.pp)]
     slowest = max(times, key=lambda time: time.total)
-    most = {name: max(time.traffic[name] for time in times) for name in DIMENSIONS}
+    most = {name: max(time.traffic[name] for time in times) for name in slowest.traffic}
     return StepTime(slowest.compute, slowest.bubble, slowest.data_parallel, slowest.optimizer, most)
 
 

@@ -74,10 +74,6 @@ class Layout:
         )
 
     @property
-    def ranks(self) -> int:
-        return self.dp_replicate * self.fsdp * self.tp * self.pp
-
-    @property
     def fsdp(self) -> int:
         """Ranks over which parameters are sharded: those that hold parts of a sequence hold parts of the model too."""
         return self.dp_shard * self.cp

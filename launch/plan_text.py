@@ -7,11 +7,11 @@ from launch.costs import bandwidth
 from launch.heads import chosen_head_layout
 from launch.memory import RankMemory
 from launch.suggest import as_options
+from parallel.device import GIB
 
 if TYPE_CHECKING:
     from launch.plan import Plan
 
-GIB = 2**30
 WIDTH = 110
 
 

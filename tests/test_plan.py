@@ -399,5 +399,10 @@ def test_what_cannot_be_planned_is_said(caplog):
     assert main([str(ROOT / "configs/tiny.toml"), "--windows", "2"]) == 2
     assert "--windows 2 is a share" in caplog.text
     assert main([str(RECIPES / "scope_llama3_8b.toml"), "--stage", "none"]) == 2
+    for gpus in ("0", "-8"):
+        assert main([str(ROOT / "configs/tiny.toml"), "--gpus", gpus]) == 2
+        assert f"--gpus {gpus}: set 1 or more" in caplog.text
+    assert main([str(ROOT / "configs/tiny.toml"), "--engine", "deepspeed"]) == 2
+    assert 'engine = "deepspeed" is not planned' in caplog.text
     with pytest.raises(ConfigError, match="Did you mean"):
         find_gpu("b200")
