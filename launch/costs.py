@@ -14,7 +14,7 @@ from configs.schema import JobConfig, NoRotary
 from launch.hardware import Efficiency, Gpu
 from launch.heads import layers_of, rank_pairs, received_in_forward
 from launch.layout import Layout, Stage
-from launch.memory import Types, is_trained, local_tokens, offloads, recomputes, stays_gathered, weights
+from launch.memory import Types, Weight, is_trained, local_tokens, offloads, recomputes, stays_gathered, weights
 from model.build import ModelConfig, trained_layers
 from model.flops import batch_flops, layer_matmul_weights
 from model.layers import LayerPosition
@@ -217,13 +217,11 @@ def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]
     model, types, stages = ModelConfig.from_job(config), Types.of(config, layout), layout.stages[rank]
     trained = trained_layers(config)
     own = [w for w in weights(model, layout.tp) if any(stage.holds(w.name) for stage in stages)]
-    all_numbers = sum(w.numel for w in own)
     updated = sum(w.numel for w in own if is_trained(w.name, trained))
     passes, micro = layout.accumulation, layout.accumulation * layout.microbatches
-    gathers = 1 if stays_gathered(config) else 2
 
     n, r = layout.fsdp, layout.dp_replicate
-    gathered, reduced = gathers * types.product * all_numbers, types.reduced * updated
+    gathered, reduced = types.product * sum(w.numel * gathers(config, layout, w) for w in own), types.reduced * updated
     replicated = reduced // n * passes if layout.sharded else 4 * updated
     layers = layers_of(model)
     exchanged = sum(
@@ -243,6 +241,22 @@ def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]
         "tp": int((blocks + ends) * _tp_bytes(config, layout) * micro),
         "pp": sent * hidden * micro,
     }
+
+
+def gathers(config: JobConfig, layout: Layout, weight: Weight) -> int:
+    """How often FSDP makes a weight whole in a pass, as `parallel.parallelize.apply_fsdp` wraps it.
+
+    For the forward pass, and again for the backward pass where it has let go of it and there is one. With "always" in a
+    pipeline each micro-batch counts, which is the most there can be: two in a row share a copy.
+    """
+    head = weight.name in ("norm.weight", "output.weight")
+    root = config.architecture.tie_embeddings and weight.layer is None  # FSDP keeps the outermost group
+    if root or stays_gathered(config) or (head and config.parallelism.fsdp_reshard_after_forward == "default"):
+        return 1
+    trained = trained_layers(config)
+    if trained is not None and not head and (weight.layer is None or weight.layer < min(trained)):
+        return layout.microbatches  # no gradient passes here
+    return 2 * layout.microbatches
 
 
 def _tp_bytes(config: JobConfig, layout: Layout) -> int:

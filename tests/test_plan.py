@@ -335,6 +335,41 @@ def test_traffic_of_each_dimension_by_hand():
     assert traffic["pp"] == 4 * stream // 2
 
 
+LAYER, TABLE = 2 * 64 * 16 * 6 + 3 * 64 * 224 + 2 * 64, 512 * 64
+
+
+@pytest.mark.parametrize(
+    ("options", "gathered", "reduced"),
+    [
+        # Blocks and embedding for both passes; norm and head are kept from the one to the other.
+        ({}, 2 * (3 * LAYER + TABLE) + 64 + TABLE, 3 * LAYER + 2 * TABLE + 64),
+        ({"policy": "always"}, 2 * (3 * LAYER + 2 * TABLE + 64), 3 * LAYER + 2 * TABLE + 64),
+        ({"policy": "never"}, 3 * LAYER + 2 * TABLE + 64, 3 * LAYER + 2 * TABLE + 64),
+        # Embedding, final norm and head are the outermost group's.
+        ({"tied": True}, 2 * 3 * LAYER + TABLE + 64, 3 * LAYER + TABLE + 64),
+        # Nothing runs backward through the embedding and the first layer; the last one is frozen, but gradients pass.
+        ({"layers": "1"}, TABLE + LAYER + 2 * 2 * LAYER + 64 + TABLE, LAYER),
+    ],
+)
+def test_fsdp_gathers_what_it_let_go_of(options, gathered, reduced):
+    config = small(
+        parallelism={"fsdp_reshard_after_forward": options.get("policy", "default")},
+        architecture={"tie_embeddings": options.get("tied", False)},
+        training={"layers": options.get("layers", "")},
+    )
+    layout = Layout.of(config, 4)
+    assert step_traffic(config, layout, 0)["dp_shard"] == 3 * 4 * (gathered + reduced) // 4
+
+
+@pytest.mark.parametrize(("policy", "gathers"), [("default", 1), ("never", 1), ("always", 2 * 6)])
+def test_fsdp_gathers_once_in_a_pass_of_a_pipeline(policy, gathers):
+    p = {"pipeline_parallel_degree": 2, "fsdp_reshard_after_forward": policy}
+    config = small(parallelism=p, architecture={"n_layers": 4}, training={"local_batch_size": 6})
+    layout = Layout.of(config, 4)
+    held = len(layout.stages[0][0].layers) * LAYER + TABLE
+    assert step_traffic(config, layout, 0)["dp_shard"] == 4 * (gathers + 1) * held // 2
+
+
 def test_data_parallel_traffic_of_one_replica_group():
     config = small(parallelism={"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1})
     layout = Layout.of(config, 4)
