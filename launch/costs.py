@@ -253,9 +253,9 @@ def gathers(config: JobConfig, layout: Layout, weight: Weight) -> int:
     root = config.architecture.tie_embeddings and weight.layer is None  # FSDP keeps the outermost group
     if root or stays_gathered(config) or (head and config.parallelism.fsdp_reshard_after_forward == "default"):
         return 1
-    trained = trained_layers(config)
-    if trained is not None and not head and (weight.layer is None or weight.layer < min(trained)):
-        return layout.microbatches  # no gradient passes here
+    trained, number = trained_layers(config), -1 if weight.layer is None else weight.layer  # the embedding comes first
+    if trained is not None and not head and number < min(trained) - 1:
+        return layout.microbatches  # no gradient passes here; one group further FSDP has prefetched for nothing
     return 2 * layout.microbatches
 
 

@@ -347,8 +347,10 @@ LAYER, TABLE = 2 * 64 * 16 * 6 + 3 * 64 * 224 + 2 * 64, 512 * 64
         ({"policy": "never"}, 3 * LAYER + 2 * TABLE + 64, 3 * LAYER + 2 * TABLE + 64),
         # Embedding, final norm and head are the outermost group's.
         ({"tied": True}, 2 * 3 * LAYER + TABLE + 64, 3 * LAYER + TABLE + 64),
-        # Nothing runs backward through the embedding and the first layer; the last one is frozen, but gradients pass.
-        ({"layers": "1"}, TABLE + LAYER + 2 * 2 * LAYER + 64 + TABLE, LAYER),
+        # Nothing runs backward below the trained layer, but FSDP prefetches one group further; above, gradients pass.
+        ({"layers": "1"}, TABLE + 2 * 3 * LAYER + 64 + TABLE, LAYER),
+        ({"layers": "2"}, TABLE + LAYER + 2 * 2 * LAYER + 64 + TABLE, LAYER),
+        ({"layers": "0"}, 2 * TABLE + 2 * 3 * LAYER + 64 + TABLE, LAYER),
     ],
 )
 def test_fsdp_gathers_what_it_let_go_of(options, gathered, reduced):
