@@ -34,6 +34,7 @@ from launch.memory import RankMemory, Types, rank_memory
 from launch.plan_text import assumptions_text, plan_text
 from launch.recipe import load_recipe
 from launch.suggest import Options, changed, suggest
+from launch.tokenizer import chosen_tokenizer
 from model.build import ModelConfig, count_parameters
 from model.scope import Layout as HeadLayout
 from model.scope import cost_ratio
@@ -205,7 +206,7 @@ def _with_vocabulary(config: JobConfig) -> tuple[JobConfig, list[str]]:
     """The embedding's size where the config leaves it to the tokenizer."""
     if config.architecture.vocab_size:
         return config, []
-    t = config.tokenizer
+    t = chosen_tokenizer(config)
     there = t.kind == "bytes" or (t.path and Path(t.path).expanduser().exists())
     trained = not there and t.kind in ("auto", "sentencepiece")
     size = t.vocab_size if trained else load_tokenizer(t).vocab_size

@@ -12,6 +12,7 @@ from torch.distributed.pipelining.schedules import _ComputationType, get_schedul
 from torchtitan.distributed import activation_checkpoint
 
 from configs.load import ConfigError, build_config
+from data.tokenizer import train_sentencepiece
 from kernels.scoped_attention.semantics import visibility
 from launch.costs import bandwidth, flops_per_token, step_time, step_traffic
 from launch.hardware import GPUS, Efficiency, find_gpu
@@ -468,6 +469,19 @@ def test_what_is_suggested_fits():
         section, key = name.split(".")
         changed.setdefault(section, {})[key] = value
     assert make_plan("70b", build_config(changed), 32, GPUS["h100-80g"], Efficiency()).fits
+
+
+def test_vocabulary_is_that_of_the_weights_a_run_starts_from(tmp_path):
+    """As train.py: the tokenizer beside them, its size rounded up to a multiple of 64."""
+    texts = [" ".join(f"{word}{number}" for word in ("line", "words", "other")) for number in range(200)]
+    train_sentencepiece(texts, 330, tmp_path / "model" / "tokenizer")
+    settings = {"architecture": {"vocab_size": 0}, "checkpoint": {"initial_load_path": str(tmp_path / "model")}}
+    plan = make_plan("start", small(**settings), 1, GPUS["h100-80g"], Efficiency())
+    assert plan.config.architecture.vocab_size == 384
+    assert plan.notes == []
+    settings["checkpoint"]["initial_load_path"] = str(tmp_path)
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        make_plan("start", small(**settings), 1, GPUS["h100-80g"], Efficiency())
 
 
 def test_what_cannot_be_planned_is_said(caplog):
