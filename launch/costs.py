@@ -14,7 +14,7 @@ from configs.schema import JobConfig, NoRotary
 from launch.hardware import Efficiency, Gpu
 from launch.heads import layers_of, rank_pairs, received_in_forward
 from launch.layout import Layout, Stage
-from launch.memory import Types, is_trained, local_tokens, offloads, recomputes, stays_gathered, weights
+from launch.memory import Types, Weight, is_trained, local_tokens, offloads, recomputes, stays_gathered, weights
 from model.build import ModelConfig, trained_layers
 from model.flops import batch_flops, layer_matmul_weights
 from model.layers import LayerPosition
@@ -23,7 +23,6 @@ BYTES_A_LOGIT = 40
 """Read and written by `kernels.chunked_loss`, whose passes over a chunk's logits are not fused."""
 OPTIMIZER_PASSES = 8
 """Over a rank's parameters: gradient norm; AdamW reads parameter, gradient and moments, writes all but the gradient."""
-DIMENSIONS = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
 
 
 @dataclass
@@ -79,7 +78,7 @@ def step_time(config: JobConfig, layout: Layout, gpu: Gpu, efficiency: Efficienc
     """The step's time and traffic. Traffic is the most of any rank in each dimension."""
     times = [_rank_step(config, layout, rank, gpu, efficiency) for rank in range(layout.pp)]
     slowest = max(times, key=lambda time: time.total)
-    most = {name: max(time.traffic[name] for time in times) for name in DIMENSIONS}
+    most = {name: max(time.traffic[name] for time in times) for name in slowest.traffic}
     return StepTime(slowest.compute, slowest.bubble, slowest.data_parallel, slowest.optimizer, most)
 
 
@@ -196,9 +195,18 @@ def _memory_bytes(config: JobConfig, position: LayerPosition) -> int:
 
 
 def bandwidth(layout: Layout, dimension: str, gpu: Gpu, efficiency: Efficiency) -> float:
-    """Bytes a second of a rank in collectives of this dimension: NVLink where its groups lie in one node."""
-    inside = layout.reach(dimension) <= gpu.per_node
-    return (gpu.nvlink if inside else gpu.network) * efficiency.links
+    """Bytes a second of a rank in collectives of this dimension: NVLink where its groups lie in one node.
+
+    A group that leaves its nodes uses the adapter of each of its members there: a ring on each, with a part of the data.
+    """
+    reach = layout.reach(dimension)
+    if reach <= gpu.per_node:
+        return gpu.nvlink * efficiency.links
+    size = layout.fsdp if dimension == "dp_shard" else layout.degrees()[dimension]
+    members = max(1, gpu.per_node // (reach // size))
+    if dimension in ("cp", "pp"):  # sent from rank to rank, over the rank's own adapter
+        members = 1
+    return min(gpu.nvlink, members * gpu.network) * efficiency.links
 
 
 def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]:
@@ -209,13 +217,11 @@ def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]
     model, types, stages = ModelConfig.from_job(config), Types.of(config, layout), layout.stages[rank]
     trained = trained_layers(config)
     own = [w for w in weights(model, layout.tp) if any(stage.holds(w.name) for stage in stages)]
-    all_numbers = sum(w.numel for w in own)
     updated = sum(w.numel for w in own if is_trained(w.name, trained))
     passes, micro = layout.accumulation, layout.accumulation * layout.microbatches
-    gathers = 1 if stays_gathered(config) else 2
 
     n, r = layout.fsdp, layout.dp_replicate
-    gathered, reduced = gathers * types.product * all_numbers, types.reduced * updated
+    gathered, reduced = types.product * sum(w.numel * gathers(config, layout, w) for w in own), types.reduced * updated
     replicated = reduced // n * passes if layout.sharded else 4 * updated
     layers = layers_of(model)
     exchanged = sum(
@@ -235,6 +241,22 @@ def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]
         "tp": int((blocks + ends) * _tp_bytes(config, layout) * micro),
         "pp": sent * hidden * micro,
     }
+
+
+def gathers(config: JobConfig, layout: Layout, weight: Weight) -> int:
+    """How often FSDP makes a weight whole in a pass, as `parallel.parallelize.apply_fsdp` wraps it.
+
+    For the forward pass, and again for the backward pass where it has let go of it and there is one. With "always" in a
+    pipeline each micro-batch counts, which is the most there can be: two in a row share a copy.
+    """
+    head = weight.name in ("norm.weight", "output.weight")
+    root = config.architecture.tie_embeddings and weight.layer is None  # FSDP keeps the outermost group
+    if root or stays_gathered(config) or (head and config.parallelism.fsdp_reshard_after_forward == "default"):
+        return 1
+    trained, number = trained_layers(config), -1 if weight.layer is None else weight.layer  # the embedding comes first
+    if trained is not None and not head and number < min(trained) - 1:
+        return layout.microbatches  # no gradient passes here; one group further FSDP has prefetched for nothing
+    return 2 * layout.microbatches
 
 
 def _tp_bytes(config: JobConfig, layout: Layout) -> int:

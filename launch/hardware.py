@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from configs.check import ConfigError
 from configs.load import nearest
+from parallel.device import GIB
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ class Efficiency:
     """Of the time in which a rank computes, in which data-parallel traffic is hidden."""
     memory: float = 0.92
     """Of the memory; the rest is CUDA's and NCCL's own, and fragments."""
+
+
+def usable_bytes(gpu: Gpu, efficiency: Efficiency) -> float:
+    """Of its memory, what a run can have."""
+    return gpu.memory_gib * GIB * efficiency.memory
 
 
 def find_gpu(name: str) -> Gpu:

@@ -10,6 +10,9 @@ from parallel.pipeline import layers_by_stage
 FOLDED = "ZBVZeroBubble"
 """The schedule in which a rank has the n-th stage from the front and the n-th from the back."""
 
+SPLIT = "InterleavedZeroBubble"
+"""The schedule in which gradients by weights are computed apart, to fill gaps."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -74,10 +77,6 @@ class Layout:
         )
 
     @property
-    def ranks(self) -> int:
-        return self.dp_replicate * self.fsdp * self.tp * self.pp
-
-    @property
     def fsdp(self) -> int:
         """Ranks over which parameters are sharded: those that hold parts of a sequence hold parts of the model too."""
         return self.dp_shard * self.cp
@@ -98,14 +97,17 @@ class Layout:
             return 0.0
         m = self.microbatches
         if self.schedule == FOLDED:
-            return 1 - m / max(m, self.pp)  # a micro-batch passes all ranks, whatever fills the gaps
+            return 1 - m / max(m, 2 * self.pp - 1)  # PyTorch orders as if there were so many, and leaves some out
+        if self.schedule == SPLIT:  # forward pass, gradients by inputs, gradients by weights: a slot each
+            return (self.pp - 1) / (3 * self.stages_a_rank * m + self.pp - 1)
         return (self.pp - 1) / (self.stages_a_rank * m + self.pp - 1)
 
     def in_flight(self, rank: int) -> int:
         """Micro-batches times stages whose activations a pipeline rank holds at once, at most.
 
         As PyTorch's schedules start: 1F1B with one micro-batch for each stage that is still to come, interleaved ones
-        with two for each rank to come and a round for each further stage, the folded one with two for each rank.
+        with two for each rank to come and a round for each further stage (with split backward passes, one for each rank
+        and the rounds), the folded one with two for each rank.
         """
         every = self.microbatches * self.stages_a_rank
         if self.pp == 1 or self.schedule in ("GPipe", "LoopedBFS"):
@@ -115,6 +117,8 @@ class Layout:
         if self.stages_a_rank == 1:
             return min(every, self.pp - rank)
         a_round = self.microbatches // max(1, self.microbatches // self.pp)
+        if self.schedule == SPLIT:
+            return min(every, (self.stages_a_rank - 1) * a_round + self.pp)
         return min(every, (self.stages_a_rank - 1) * a_round + 2 * (self.pp - 1 - rank) + 1)
 
     def degrees(self) -> dict[str, int]:

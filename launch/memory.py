@@ -85,7 +85,8 @@ def rank_memory(config: JobConfig, layout: Layout, rank: int) -> RankMemory:
         (halo_bytes(config, layout, layers[n].scopes, types.product) for s in stages for n in s.layers),
         default=0,
     )
-    received = 2 * (not all(stage.first and stage.last for stage in stages))  # activations, and their gradients
+    # Activations come from the stage before, gradients from the one after.
+    received = sum((not stage.first) + (not stage.last) for stage in stages)
     rotaries = {layers[n].rotary for s in stages for n in s.layers} - {NoRotary()}
     last = any(stage.last for stage in stages)
     logits, gathered_head = _loss_bytes(config, layout, trained is None) if last else (0, 0)
@@ -106,9 +107,7 @@ def rank_memory(config: JobConfig, layout: Layout, rank: int) -> RankMemory:
             # Two fp32 tables for each way in which layers rotate, of every token's position.
             "rope": 8 * a.head_dim * tokens * len(rotaries) * -(-in_flight // len(stages)),
             "halo": halo,
-            "pipeline": received * layout.microbatches * tokens // layout.tp * a.dim * types.stream * len(stages)
-            if layout.pp > 1
-            else 0,
+            "pipeline": received * layout.microbatches * tokens // layout.tp * a.dim * types.stream,
         },
         gathered=copies,
         gathered_head=gathered_head,

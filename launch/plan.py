@@ -16,6 +16,7 @@ import dataclasses
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,14 @@ from configs.schema import JobConfig
 from data.tokenizer import load_tokenizer
 from launch.costs import StepTime, flops_per_token, step_time, tokens_per_step
 from launch.files import write_text
-from launch.hardware import GPUS, Efficiency, Gpu, find_gpu
+from launch.hardware import GPUS, Efficiency, Gpu, find_gpu, usable_bytes
 from launch.heads import HeadLayoutCost, chosen_head_layout, compare_head_layouts, imbalance, layers_of
 from launch.layout import Layout
 from launch.memory import RankMemory, Types, rank_memory
 from launch.plan_text import assumptions_text, plan_text
 from launch.recipe import load_recipe
 from launch.suggest import Options, changed, suggest
+from launch.tokenizer import chosen_tokenizer
 from model.build import ModelConfig, count_parameters
 from model.scope import Layout as HeadLayout
 from model.scope import cost_ratio
@@ -75,11 +77,11 @@ class Plan:
 
     @property
     def usable_bytes(self) -> float:
-        return self.gpu.memory_gib * 2**30 * self.efficiency.memory
+        return usable_bytes(self.gpu, self.efficiency)
 
     @property
     def fits(self) -> bool:
-        return self.worst.peak <= self.usable_bytes
+        return fits(self.memory, self.gpu, self.efficiency)
 
     @property
     def tokens_per_step(self) -> int:
@@ -153,17 +155,20 @@ def make_plan(name: str, config: JobConfig, gpus: int, gpu: Gpu, efficiency: Eff
         ConfigError: the config can't be run on so many GPUs, and no change that was tried helps.
     """
 
-    def fits(other: JobConfig) -> bool:
-        layout = Layout.of(other, gpus)
-        usable = gpu.memory_gib * 2**30 * efficiency.memory
-        return all(rank_memory(other, layout, rank).peak <= usable for rank in range(layout.pp))
+    def would_fit(other: JobConfig) -> bool:
+        return fits(_memory(other, Layout.of(other, gpus)), gpu, efficiency)
 
+    if config.engine == "deepspeed":
+        raise ConfigError(
+            f'{name}: engine = "deepspeed" is not planned: memory and traffic are counted as FSDP has them. To plan the '
+            'same run under FSDP leave --engine out, or set it to "torchtitan".'
+        )
     config, notes = _with_vocabulary(config)
     changes: Options = {}
     try:
         layout = Layout.of(config, gpus)
     except ConfigError as error:
-        found = suggest(config, gpus, fits)
+        found = suggest(config, gpus, would_fit)
         if found is None:
             raise ConfigError(f"{name}: {error}") from error
         changes, config = found, changed(config, found)
@@ -175,7 +180,7 @@ def make_plan(name: str, config: JobConfig, gpus: int, gpu: Gpu, efficiency: Eff
     compared = chosen_head_layout(config) is not None
     plan = Plan(
         name, config, gpus, gpu, efficiency, layout,
-        memory=[rank_memory(config, layout, rank) for rank in range(layout.pp)],
+        memory=_memory(config, layout),
         time=step_time(config, layout, gpu, efficiency),
         flops_per_token=flops_per_token(config),
         imbalance=imbalance(scopes, length, layout.tp, layout.cp, cut),
@@ -185,14 +190,23 @@ def make_plan(name: str, config: JobConfig, gpus: int, gpu: Gpu, efficiency: Eff
         notes=notes,
         changes=changes,
     )  # fmt: skip
-    return plan if plan.fits else dataclasses.replace(plan, suggestion=suggest(config, gpus, fits))
+    return plan if plan.fits else dataclasses.replace(plan, suggestion=suggest(config, gpus, would_fit))
+
+
+def fits(memory: Sequence[RankMemory], gpu: Gpu, efficiency: Efficiency) -> bool:
+    """Whether every pipeline rank does."""
+    return max(rank.peak for rank in memory) <= usable_bytes(gpu, efficiency)
+
+
+def _memory(config: JobConfig, layout: Layout) -> list[RankMemory]:
+    return [rank_memory(config, layout, rank) for rank in range(layout.pp)]
 
 
 def _with_vocabulary(config: JobConfig) -> tuple[JobConfig, list[str]]:
     """The embedding's size where the config leaves it to the tokenizer."""
     if config.architecture.vocab_size:
         return config, []
-    t = config.tokenizer
+    t = chosen_tokenizer(config)
     there = t.kind == "bytes" or (t.path and Path(t.path).expanduser().exists())
     trained = not there and t.kind in ("auto", "sentencepiece")
     size = t.vocab_size if trained else load_tokenizer(t).vocab_size
@@ -244,6 +258,8 @@ def main(arguments: list[str] | None = None) -> int:
         _check_shares(efficiency)
         named, configs = read_configs(options.config, rest, options.stage)
         gpus = named if options.gpus is None else options.gpus
+        if gpus < 1:
+            raise ConfigError(f"--gpus {gpus}: set 1 or more.")
         plans = [make_plan(name, config, gpus, gpu, efficiency) for name, config in configs.items()]
     except ValueError as error:  # ConfigError and DataError
         logger.error(str(error))

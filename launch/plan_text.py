@@ -3,14 +3,15 @@
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
+from launch.costs import bandwidth
 from launch.heads import chosen_head_layout
 from launch.memory import RankMemory
 from launch.suggest import as_options
+from parallel.device import GIB
 
 if TYPE_CHECKING:
     from launch.plan import Plan
 
-GIB = 2**30
 WIDTH = 110
 
 
@@ -84,13 +85,12 @@ def _work(plan: "Plan") -> list[str]:
     degrees = plan.layout.degrees()
     for name, size in plan.time.traffic.items():
         if size:
-            inside = plan.layout.reach(name) <= plan.gpu.per_node
-            over = "NVLink" if inside else "network"
-            share = (plan.gpu.nvlink if inside else plan.gpu.network) * plan.efficiency.links
+            over = "NVLink" if plan.layout.reach(name) <= plan.gpu.per_node else "network"
+            seconds = size / bandwidth(plan.layout, name, plan.gpu, plan.efficiency)
             degree = f"{name} {degrees[name]}"
             if name == "dp_shard" and plan.layout.cp > 1:
                 degree += f" × cp {plan.layout.cp}"
-            lines.append(f"  traffic {degree:<20}{size / GIB:>9.1f} GiB a step over {over:<8}{size / share:>8.1f} s")
+            lines.append(f"  traffic {degree:<20}{size / GIB:>9.1f} GiB a step over {over:<8}{seconds:>8.1f} s")
     return lines
 
 

@@ -18,7 +18,7 @@ from configs.schema import JobConfig
 from data.loader import build_loader
 from data.tokenizer import Tokenizer, load_tokenizer
 from launch.metrics import RunMetrics
-from launch.tokenizer import prepare_tokenizer, tokenizer_of
+from launch.tokenizer import chosen_tokenizer, prepare_tokenizer
 from launch.validation import Validator
 from model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from model.flops import batch_flops
@@ -84,8 +84,7 @@ def build_tokenizer(config: JobConfig) -> Tokenizer:
         ConfigError: the tokenizer has ids that the embedding lacks.
     """
     trained = Path(config.job.dump_folder) / "tokenizer"
-    if not config.tokenizer.path and config.tokenizer.kind != "bytes" and config.checkpoint.initial_load_path:
-        config.tokenizer = replace(config.tokenizer, path=str(tokenizer_of(Path(config.checkpoint.initial_load_path))))
+    config.tokenizer = chosen_tokenizer(config)
     if dist.get_rank() == 0:
         prepare_tokenizer(config, trained)
     wait_for_rank_zero()

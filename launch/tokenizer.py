@@ -4,10 +4,11 @@ import logging
 import os
 import shutil
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from configs.load import ConfigError
-from configs.schema import JobConfig
+from configs.schema import JobConfig, Tokenizer
 from data.mixture import sample_texts
 from data.tokenizer import find_tokenizer_dir, train_sentencepiece
 
@@ -26,6 +27,18 @@ def tokenizer_of(start: Path) -> Path:
     if directory is None:
         raise ConfigError(f"{start} has no tokenizer.json or tokenizer.model: name its tokenizer in tokenizer.path.")
     return directory
+
+
+def chosen_tokenizer(config: JobConfig) -> Tokenizer:
+    """The settings of a run's tokenizer: where they name none, of that which belongs to the weights it starts from.
+
+    Raises:
+        ConfigError: none belongs to them.
+    """
+    t, start = config.tokenizer, config.checkpoint.initial_load_path
+    if t.path or t.kind == "bytes" or not start:
+        return t
+    return replace(t, path=str(tokenizer_of(Path(start))))
 
 
 def prepare_tokenizer(config: JobConfig, directory: Path) -> None:

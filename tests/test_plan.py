@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +12,9 @@ from torch.distributed.pipelining.schedules import _ComputationType, get_schedul
 from torchtitan.distributed import activation_checkpoint
 
 from configs.load import ConfigError, build_config
+from data.tokenizer import train_sentencepiece
 from kernels.scoped_attention.semantics import visibility
-from launch.costs import flops_per_token, step_time, step_traffic
+from launch.costs import bandwidth, flops_per_token, step_time, step_traffic
 from launch.hardware import GPUS, Efficiency, find_gpu
 from launch.heads import compare_head_layouts, imbalance, rank_pairs
 from launch.layout import Layout
@@ -171,9 +173,9 @@ def test_offload_leaves_no_state_on_the_gpu():
 # Pipelines
 
 
-def schedule_in_flight(name, pp, stages_a_rank, microbatches):
-    """The most forward passes without a finished backward pass, from the order that PyTorch's schedule gives each rank."""
-    most = []
+def schedule_orders(name, pp, stages_a_rank, microbatches):
+    """The actions of each rank, one a slot, as PyTorch's schedule orders them; None where the rank waits."""
+    orders = []
     for rank in range(pp):
         numbers = range(rank, pp * stages_a_rank, pp) if name != "ZBVZeroBubble" else (rank, 2 * pp - 1 - rank)
         stages = [
@@ -184,15 +186,25 @@ def schedule_in_flight(name, pp, stages_a_rank, microbatches):
             )
             for number in numbers
         ]  # fmt: skip
-        order = get_schedule_class(name)(stages, microbatches, scale_grads=False).pipeline_order[rank]
-        held = peak = 0
-        for action in order:
-            kind = None if action is None else action.computation_type
-            held += kind is _ComputationType.FORWARD
-            held -= kind in (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT)
-            peak = max(peak, held)
-        most.append(peak)
-    return most
+        orders.append(get_schedule_class(name)(stages, microbatches, scale_grads=False).pipeline_order[rank])
+    return orders
+
+
+def most_in_flight(order):
+    """The most forward passes without a finished backward pass."""
+    held = peak = 0
+    for action in order:
+        kind = None if action is None else action.computation_type
+        held += kind is _ComputationType.FORWARD
+        held -= kind in (_ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT)
+        peak = max(peak, held)
+    return peak
+
+
+def interleaved(name, microbatches):
+    p = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": name}
+    config = small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": microbatches})
+    return Layout.of(config, 4)
 
 
 @pytest.mark.parametrize(
@@ -201,15 +213,45 @@ def schedule_in_flight(name, pp, stages_a_rank, microbatches):
         ("Interleaved1F1B", 4),
         ("Interleaved1F1B", 8),
         ("Interleaved1F1B", 16),
+        ("InterleavedZeroBubble", 4),
+        ("InterleavedZeroBubble", 8),
+        ("InterleavedZeroBubble", 16),
         ("ZBVZeroBubble", 8),
         ("ZBVZeroBubble", 16),
     ],
 )
 def test_micro_batches_in_flight_are_the_schedules(name, microbatches):
+    layout = interleaved(name, microbatches)
+    orders = schedule_orders(name, 4, 2, microbatches)
+    assert [layout.in_flight(rank) for rank in range(4)] == [most_in_flight(order) for order in orders]
+
+
+@pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+@pytest.mark.parametrize("microbatches", [4, 8, 16])
+def test_bubbles_of_split_backward_passes_are_the_schedules(name, microbatches):
+    """A forward pass and either part of a backward pass are one slot each; the first rank has no slot too many."""
+    order = schedule_orders(name, 4, 2, microbatches)[0]
+    assert interleaved(name, microbatches).bubble == pytest.approx(order.count(None) / len(order))
+
+
+def test_a_folded_pipeline_with_few_micro_batches_holds_no_more_than_planned():
+    layout = interleaved("ZBVZeroBubble", 4)
+    assert [most_in_flight(order) for order in schedule_orders("ZBVZeroBubble", 4, 2, 4)] == [5, 6, 7, 8]
+    assert [layout.in_flight(rank) for rank in range(4)] == [8, 8, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "buffers"),
+    # Of activations on all stages but the first, of gradients on all but the last; folded, rank 0 has both ends.
+    [("1F1B", [1, 2, 2, 1]), ("Interleaved1F1B", [3, 4, 4, 3]), ("ZBVZeroBubble", [2, 4, 4, 4])],
+)
+def test_receive_buffers_of_a_pipeline(name, buffers):
     p = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": name}
-    config = small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": microbatches})
+    config = small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": 8})
     layout = Layout.of(config, 4)
-    assert [layout.in_flight(rank) for rank in range(4)] == schedule_in_flight(name, 4, 2, microbatches)
+    one = 128 * 64 * 4  # a row of fp32
+    received = [rank_memory(config, layout, rank).caches["pipeline"] for rank in range(4)]
+    assert received == [count * 8 * one for count in buffers]
 
 
 def test_1f1b():
@@ -294,11 +336,74 @@ def test_traffic_of_each_dimension_by_hand():
     assert traffic["pp"] == 4 * stream // 2
 
 
+LAYER, TABLE = 2 * 64 * 16 * 6 + 3 * 64 * 224 + 2 * 64, 512 * 64
+
+
+@pytest.mark.parametrize(
+    ("options", "gathered", "reduced"),
+    [
+        # Blocks and embedding for both passes; norm and head are kept from the one to the other.
+        ({}, 2 * (3 * LAYER + TABLE) + 64 + TABLE, 3 * LAYER + 2 * TABLE + 64),
+        ({"policy": "always"}, 2 * (3 * LAYER + 2 * TABLE + 64), 3 * LAYER + 2 * TABLE + 64),
+        ({"policy": "never"}, 3 * LAYER + 2 * TABLE + 64, 3 * LAYER + 2 * TABLE + 64),
+        # Embedding, final norm and head are the outermost group's.
+        ({"tied": True}, 2 * 3 * LAYER + TABLE + 64, 3 * LAYER + TABLE + 64),
+        # Nothing runs backward below the trained layer, but FSDP prefetches one group further; above, gradients pass.
+        ({"layers": "1"}, TABLE + 2 * 3 * LAYER + 64 + TABLE, LAYER),
+        ({"layers": "2"}, TABLE + LAYER + 2 * 2 * LAYER + 64 + TABLE, LAYER),
+        ({"layers": "0"}, 2 * TABLE + 2 * 3 * LAYER + 64 + TABLE, LAYER),
+    ],
+)
+def test_fsdp_gathers_what_it_let_go_of(options, gathered, reduced):
+    config = small(
+        parallelism={"fsdp_reshard_after_forward": options.get("policy", "default")},
+        architecture={"tie_embeddings": options.get("tied", False)},
+        training={"layers": options.get("layers", "")},
+    )
+    layout = Layout.of(config, 4)
+    assert step_traffic(config, layout, 0)["dp_shard"] == 3 * 4 * (gathered + reduced) // 4
+
+
+@pytest.mark.parametrize(("policy", "gathers"), [("default", 1), ("never", 1), ("always", 2 * 6)])
+def test_fsdp_gathers_once_in_a_pass_of_a_pipeline(policy, gathers):
+    p = {"pipeline_parallel_degree": 2, "fsdp_reshard_after_forward": policy}
+    config = small(parallelism=p, architecture={"n_layers": 4}, training={"local_batch_size": 6})
+    layout = Layout.of(config, 4)
+    held = len(layout.stages[0][0].layers) * LAYER + TABLE
+    assert step_traffic(config, layout, 0)["dp_shard"] == 4 * (gathers + 1) * held // 2
+
+
 def test_data_parallel_traffic_of_one_replica_group():
     config = small(parallelism={"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1})
     layout = Layout.of(config, 4)
     parameters = sum(p.numel() for p in build_model(ModelConfig.from_job(config)).parameters())
     assert step_traffic(config, layout, 0)["dp_replicate"] == 2 * 3 * 4 * parameters // 4
+
+
+@pytest.mark.parametrize(
+    ("gpus", "degrees", "dimension", "gigabytes"),
+    [
+        (8, {}, "dp_shard", 300),  # in one node
+        (32, {}, "dp_shard", 8 * 25),  # a ring over each of a node's eight adapters
+        (32, {"tensor_parallel": 2}, "dp_shard", 4 * 25),  # four of a group's GPUs in a node
+        (32, {"context_parallel": 4}, "dp_shard", 8 * 25),  # parts of a sequence hold parts of the model too
+        (32, {"data_parallel_replicate": 4, "data_parallel_shard": 8}, "dp_replicate", 25),
+        (32, {"data_parallel_replicate": 4, "data_parallel_shard": 8}, "dp_shard", 300),
+        (16, {"data_parallel_replicate": 16, "data_parallel_shard": 1}, "dp_replicate", 8 * 25),
+        (16, {"context_parallel": 16}, "cp", 25),  # keys go from rank to rank
+        (16, {"pipeline_parallel": 2}, "pp", 25),
+    ],
+)
+def test_a_group_has_the_adapters_of_its_members(gpus, degrees, dimension, gigabytes):
+    layout = Layout.of(small(parallelism={f"{name}_degree": degree for name, degree in degrees.items()}), gpus)
+    whole = Efficiency(links=1.0)
+    assert bandwidth(layout, dimension, GPUS["a100-80g"], whole) == gigabytes * 1e9
+
+
+def test_adapters_are_no_faster_than_nvlink():
+    layout = Layout.of(small(), 32)
+    fast = replace(GPUS["a100-80g"], network=60e9)
+    assert bandwidth(layout, "dp_shard", fast, Efficiency(links=0.5)) == 0.5 * 300e9
 
 
 # Time
@@ -324,7 +429,7 @@ def test_efficiency_of_windows_is_that_of_the_papers_prefill():
 
 
 def test_more_overlap_hides_more_traffic():
-    config = stages_of("scope_llama3_8b", {"training": {"local_batch_size": 1}})[0].config
+    config = stages_of("scope_llama3_8b", {"training": {"local_batch_size": 1, "seq_len": 2048}})[0].config
     layout = Layout.of(config, 64)
     exposed = [
         step_time(config, layout, GPUS["h100-80g"], Efficiency(overlap=overlap)).data_parallel for overlap in (0.0, 0.5)
@@ -366,11 +471,29 @@ def test_what_is_suggested_fits():
     assert make_plan("70b", build_config(changed), 32, GPUS["h100-80g"], Efficiency()).fits
 
 
+def test_vocabulary_is_that_of_the_weights_a_run_starts_from(tmp_path):
+    """As train.py: the tokenizer beside them, its size rounded up to a multiple of 64."""
+    texts = [" ".join(f"{word}{number}" for word in ("line", "words", "other")) for number in range(200)]
+    train_sentencepiece(texts, 330, tmp_path / "model" / "tokenizer")
+    settings = {"architecture": {"vocab_size": 0}, "checkpoint": {"initial_load_path": str(tmp_path / "model")}}
+    plan = make_plan("start", small(**settings), 1, GPUS["h100-80g"], Efficiency())
+    assert plan.config.architecture.vocab_size == 384
+    assert plan.notes == []
+    settings["checkpoint"]["initial_load_path"] = str(tmp_path)
+    with pytest.raises(ConfigError, match="has no tokenizer"):
+        make_plan("start", small(**settings), 1, GPUS["h100-80g"], Efficiency())
+
+
 def test_what_cannot_be_planned_is_said(caplog):
     assert main([str(ROOT / "configs/tiny.toml"), "--gpu", "h100"]) == 2
     assert "--gpu h100 is not in launch/hardware.py. Did you mean 'h100-80g'?" in caplog.text
     assert main([str(ROOT / "configs/tiny.toml"), "--windows", "2"]) == 2
     assert "--windows 2 is a share" in caplog.text
     assert main([str(RECIPES / "scope_llama3_8b.toml"), "--stage", "none"]) == 2
+    for gpus in ("0", "-8"):
+        assert main([str(ROOT / "configs/tiny.toml"), "--gpus", gpus]) == 2
+        assert f"--gpus {gpus}: set 1 or more" in caplog.text
+    assert main([str(ROOT / "configs/tiny.toml"), "--engine", "deepspeed"]) == 2
+    assert 'engine = "deepspeed" is not planned' in caplog.text
     with pytest.raises(ConfigError, match="Did you mean"):
         find_gpu("b200")
