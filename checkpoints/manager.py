@@ -287,11 +287,22 @@ class RunCheckpoints(CheckpointManager):
         torchtitan counts it, and what is damaged or was interrupted. It also leaves a folder with `.metadata` and
         without the rest when a run is killed while it deletes: here `.metadata` goes first.
         """
-        if self.keep_latest_k > 0 and dist.get_rank() == 0:
-            for step in complete_steps(Path(self.folder))[: -self.keep_latest_k]:
-                checkpoint = Path(self._create_checkpoint_id(step))
-                (checkpoint / COMPLETE).unlink()
-                self.purge_queue.put(str(checkpoint))
+        if self.keep_latest_k == 0 or dist.get_rank() != 0:
+            return
+        # The new one is complete: what goes wrong here, on this rank alone, is no failure to save it.
+        try:
+            stale = complete_steps(Path(self.folder))[: -self.keep_latest_k]
+        except OSError as error:
+            logger.warning(f"{self.folder} can't be read ({error}); no older checkpoint is deleted.")
+            return
+        for step in stale:
+            checkpoint = Path(self._create_checkpoint_id(step))
+            try:
+                (checkpoint / COMPLETE).unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning(f"{checkpoint} can't be deleted ({error}); it is kept.")
+                continue
+            self.purge_queue.put(str(checkpoint))
 
     def saved(self, step: int) -> Path | None:
         """The complete checkpoint of a step, if there is one."""

@@ -5,6 +5,7 @@ import resource
 import shutil
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -294,6 +295,23 @@ def test_what_is_being_deleted_is_no_checkpoint_any_more(start_run, monkeypatch)
     saved.manager.close()
     assert begun == [["__0_0.distcp", "farsight.json"]]
     assert complete_steps(saved.folder) == [6, 9]
+
+
+def test_an_old_one_that_cannot_be_deleted_is_no_failed_save(start_run, monkeypatch, caplog):
+    saved, unlink = start_run(keep_latest_k=2), Path.unlink
+
+    def refuse(path, **options):
+        if path == saved.folder / "step-3" / ".metadata":
+            raise PermissionError(13, "Permission denied")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for step in (3, 6, 9, 12):
+        saved.save(step)
+    saved.manager.close()
+    assert complete_steps(saved.folder) == [3, 9, 12]
+    assert f"{saved.folder / 'step-3'} can't be deleted ([Errno 13] Permission denied); it is kept." in caplog.text
+    assert start_run().load() == 12
 
 
 @pytest.fixture
