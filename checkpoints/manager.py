@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 
 from checkpoints.card import CONFIG, read_history, training_entry
-from checkpoints.intact import COMPLETE, faults
+from checkpoints.intact import COMPLETE, faults, is_complete
 from checkpoints.model_dir import check_tensors, read_model_config
 from checkpoints.names import from_hf_name, to_hf_name
 from configs.load import ConfigError, to_toml
@@ -149,10 +149,21 @@ class RunCheckpoints(CheckpointManager):
         It has to be the newest: a run does not write over its own later steps. Rank 0 alone calls it.
         """
         folder = Path(self.folder)
+        damaged: dict[Path, str] = {}
+        try:
+            steps = complete_steps(folder)
+            for step in reversed(steps):
+                checkpoint = Path(self._create_checkpoint_id(step))
+                if not (found := faults(checkpoint)):
+                    break
+                damaged[checkpoint] = "; ".join(found)
+        except (OSError, MemoryError) as error:
+            raise ConfigError(f"{folder} can't be read ({error!r}); nothing was changed.") from error
         discard_incomplete(folder)
         if not folder.is_dir():
+            if asked != -1:
+                raise ConfigError(f"checkpoint.load_step = {asked}: {folder} holds no checkpoint.")
             return None
-        steps = complete_steps(folder)
         if steps and asked not in (-1, *steps):
             raise ConfigError(
                 f"checkpoint.load_step = {asked}: {self.folder} holds steps {', '.join(map(str, steps))}."
@@ -163,12 +174,6 @@ class RunCheckpoints(CheckpointManager):
                 "To go back, name the earlier step in checkpoint.initial_load_path of a run in another job.dump_folder, "
                 "or remove the later steps."
             )
-        damaged: dict[Path, str] = {}
-        for step in reversed(steps):
-            checkpoint = Path(self._create_checkpoint_id(step))
-            if not (found := faults(checkpoint)):
-                break
-            damaged[checkpoint] = "; ".join(found)
         if len(damaged) == len(steps) or (damaged and asked != -1):
             wrong = [f"{checkpoint}: {found}" for checkpoint, found in damaged.items()]
             raise ConfigError(
@@ -204,8 +209,8 @@ class RunCheckpoints(CheckpointManager):
         if not start.is_dir():
             raise ConfigError(f"checkpoint.initial_load_path = {start} does not exist.")
         self.initial_load_in_hf = not (start / COMPLETE).is_file() and not any(start.glob("*.distcp"))
-        if not self.initial_load_in_hf and (found := on_rank_zero(lambda: faults(start))):
-            raise ConfigError(f"checkpoint.initial_load_path = {start} is damaged: {'; '.join(found)}.")
+        if not self.initial_load_in_hf:
+            on_rank_zero(lambda: _refuse_damaged(start))
         source = read_model_config(start)
         self._refuse_another_model(source, f"checkpoint.initial_load_path = {start}")
         if self.initial_load_in_hf:
@@ -307,7 +312,7 @@ class RunCheckpoints(CheckpointManager):
     def saved(self, step: int) -> Path | None:
         """The complete checkpoint of a step, if there is one."""
         folder = Path(self._create_checkpoint_id(step)) if self.enable else None
-        return folder if folder is not None and (folder / COMPLETE).is_file() else None
+        return folder if folder is not None and is_complete(folder) else None
 
     def close(self) -> None:
         """Waits for a save that is under way, then ends the threads."""
@@ -331,10 +336,23 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     return outcome[0]
 
 
+def _refuse_damaged(start: Path) -> None:
+    try:
+        found = faults(start)
+    except (OSError, MemoryError) as error:
+        raise ConfigError(f"checkpoint.initial_load_path = {start} can't be read ({error!r}).") from error
+    if found:
+        raise ConfigError(f"checkpoint.initial_load_path = {start} is damaged: {'; '.join(found)}.")
+
+
 def complete_steps(folder: Path) -> list[int]:
-    """The steps with a complete checkpoint, in order."""
-    names = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in folder.glob(f"*/{COMPLETE}"))
-    return sorted(int(match[1]) for match in names if match)
+    """The steps with a complete checkpoint, in order.
+
+    Raises:
+        OSError: that can't be told now.
+    """
+    names = ((path, re.fullmatch(r"step-(\d+)", path.name)) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for path, match in names if match and is_complete(path))
 
 
 def discard_incomplete(folder: Path) -> None:
@@ -345,7 +363,7 @@ def discard_incomplete(folder: Path) -> None:
     if not folder.is_dir():
         return
     for step in folder.glob("step-*"):
-        if not (step / COMPLETE).is_file():
+        if not is_complete(step):
             shutil.rmtree(step)
     if not any(folder.iterdir()):
         folder.rmdir()

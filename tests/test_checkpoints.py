@@ -38,6 +38,20 @@ def folder(tmp_path):
     return tmp_path / "step-3"
 
 
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Has a file raise when it is opened, as a network file system may for a while."""
+    broken, opened = {}, Path.open
+
+    def fail(path, *arguments, **options):
+        if path in broken:
+            raise broken[path]
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    return broken.__setitem__
+
+
 def test_a_whole_folder_has_no_faults(folder, capsys):
     assert len(list(folder.glob("*.distcp"))) == 2
     assert faults(folder) == []
@@ -82,6 +96,16 @@ def test_no_config(folder):
     (folder / "farsight.json").write_text('{"architecture": ')
     (found,) = faults(folder)
     assert found.startswith("farsight.json can't be read (")
+
+
+@pytest.mark.parametrize("name", [".metadata", "farsight.json", "__0_1.distcp"])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()], ids=["EIO", "memory"])
+def test_what_cannot_be_read_now_is_not_damaged(folder, unreadable, name, error):
+    unreadable(folder / name, error)
+    with pytest.raises(type(error)):
+        faults(folder)
+    with pytest.raises(SystemExit, match="can't be read"):
+        main([str(folder)])
 
 
 def test_an_empty_folder(tmp_path):
@@ -225,6 +249,25 @@ def test_without_an_intact_one_no_run_begins(start_run):
     (saved.folder / "step-6").rename(saved.folder / "damaged-6")
     with pytest.raises(ConfigError, match="damaged-6"):
         start_run().load()
+
+
+@pytest.mark.parametrize("name", [".metadata", "farsight.json", "__0_0.distcp"])
+def test_a_read_error_changes_nothing(start_run, unreadable, name):
+    saved = start_run()
+    saved.save(3)
+    saved.save(6)
+    (saved.folder / "step-7").mkdir()
+    unreadable(saved.folder / "step-6" / name, OSError(5, "Input/output error"))
+    with pytest.raises(ConfigError, match=r"can't be read \(.*Input/output error.*\); nothing was changed"):
+        start_run().load()
+    assert sorted(p.name for p in saved.folder.iterdir()) == ["step-3", "step-6", "step-7"]
+    with pytest.raises(ConfigError, match=r"step-6 can't be read"):
+        start_run(folder="another", initial_load_path=str(saved.folder / "step-6")).load()
+
+
+def test_a_step_to_load_where_there_is_none_is_refused(start_run):
+    with pytest.raises(ConfigError, match=r"checkpoint\.load_step = 500: .*/checkpoint holds no checkpoint\."):
+        start_run().load(step=500)
 
 
 def test_a_damaged_start_is_refused(start_run, tmp_path):
