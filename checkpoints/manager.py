@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
+from torchtitan.tools.utils import GarbageCollection
 
 from checkpoints.card import CONFIG, read_history, training_entry
 from checkpoints.intact import COMPLETE, faults, is_complete
@@ -29,7 +30,7 @@ from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
 from model.build import ModelConfig, trained_layers
 from model.layers import select_layers
-from parallel.device import GIB
+from parallel.device import GIB, wait_for_rank_zero
 
 logger = logging.getLogger("farsight")
 
@@ -95,27 +96,37 @@ class RunCheckpoints(CheckpointManager):
         """
         if not self.enable:
             return False
-        newest = on_rank_zero(lambda: self._step_to_resume(step))
+        newest = on_rank_zero(lambda: self._step_to_resume(step), for_hours=True)
         if newest is not None:
             checkpoint = Path(self._create_checkpoint_id(newest))
             self._check_resumable(checkpoint)
             # Both are for the start from another run; a run that resumes itself needs all of its state.
             self.exclude_from_loading, self.initial_load_path = [], None
-            loaded = super().load(newest)
+            self._read(checkpoint)
             self._continue_history(checkpoint, newest)
             logger.info(f"resuming from {checkpoint}")
-            return loaded
-        if self.initial_load_path:
-            self._prepare_initial_load(Path(self.initial_load_path))
-            self.history = read_history(Path(self.initial_load_path))
+            return True
+        if not self.initial_load_path:
+            return False
+        start = Path(self.initial_load_path)
+        self._prepare_initial_load(start)
+        self.history = read_history(start)
         # Another run's optimizer brings its moments, and with them its learning rate and weight decay: ours stay.
         groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        loaded = super().load(step)
+        self._read(start, model_only=self.initial_load_model_only, from_hf=self.initial_load_in_hf)
         groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
         for group, own in zip(groups, settings, strict=True):
             group.update(own)
-        return loaded
+        return True
+
+    @torch.no_grad()
+    def _read(self, checkpoint: Path, model_only: bool = False, from_hf: bool = False) -> None:
+        """Reads what rank 0 decided on, in place. torchtitan's `load` has each rank ask the file system what is there,
+        and on a network's they may be answered differently."""
+        states = self._states_to_load(model_only)
+        self.dcp_load(states, checkpoint_id=str(checkpoint), from_hf=from_hf, from_quantized=False)
+        GarbageCollection.collect("GC collection for checkpoint loading.")
 
     def _continue_history(self, checkpoint: Path, step: int) -> None:
         """Goes on with the run's own entry, or starts a further one where its settings have changed since."""
@@ -209,6 +220,11 @@ class RunCheckpoints(CheckpointManager):
         if not start.is_dir():
             raise ConfigError(f"checkpoint.initial_load_path = {start} does not exist.")
         self.initial_load_in_hf = not (start / COMPLETE).is_file() and not any(start.glob("*.distcp"))
+        if self.initial_load_in_hf and not self.initial_load_model_only:
+            raise ConfigError(
+                f"checkpoint.initial_load_path = {start} is no checkpoint: a model directory holds weights alone. "
+                "Set checkpoint.initial_load_model_only = true."
+            )
         if not self.initial_load_in_hf:
             on_rank_zero(lambda: _refuse_damaged(start))
         source = read_model_config(start)
@@ -321,14 +337,20 @@ class RunCheckpoints(CheckpointManager):
         super().close()
 
 
-def on_rank_zero(work: Callable[[], T]) -> T:
-    """Does work on rank 0 alone; what it returns or raises is returned or raised on every rank."""
+def on_rank_zero(work: Callable[[], T], for_hours: bool = False) -> T:
+    """Does work on rank 0 alone; what it returns or raises is returned or raised on every rank.
+
+    Args:
+        for_hours: the work may take longer than a collective waits.
+    """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = work()
         except Exception as error:
             outcome[1] = error
+    if for_hours:
+        wait_for_rank_zero()
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
@@ -356,10 +378,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 
 def discard_incomplete(folder: Path) -> None:
-    """Removes step folders whose save was interrupted, and the folder itself if none is left.
-
-    torchtitan takes an existing folder as a sign of checkpoints in it, and would start from random weights.
-    """
+    """Removes step folders whose save was interrupted, and the folder itself if none is left."""
     if not folder.is_dir():
         return
     for step in folder.glob("step-*"):

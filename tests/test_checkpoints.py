@@ -1,5 +1,6 @@
 """Checkpoints that are damaged, cut short, written while training goes on, or not written at all."""
 
+import os
 import random
 import resource
 import shutil
@@ -268,6 +269,25 @@ def test_a_read_error_changes_nothing(start_run, unreadable, name):
 def test_a_step_to_load_where_there_is_none_is_refused(start_run):
     with pytest.raises(ConfigError, match=r"checkpoint\.load_step = 500: .*/checkpoint holds no checkpoint\."):
         start_run().load(step=500)
+
+
+@pytest.mark.parametrize("saved_before", [False, True])
+def test_where_to_start_is_rank_zero_s_decision(start_run, monkeypatch, saved_before):
+    """Another rank may still see a folder that rank 0 removed, or not yet see one that is there."""
+    other, saved = start_run(folder="other"), start_run()
+    other.save(3)
+    if saved_before:
+        saved.save(6)
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: exists(path) != (str(path) == str(saved.folder)))
+    assert start_run(initial_load_path=str(other.folder / "step-3")).load() == (6 if saved_before else 3)
+    if not saved_before:
+        assert start_run().manager.load() is False
+
+
+def test_weights_alone_are_no_start_for_an_optimizer(start_run, tmp_path):
+    with pytest.raises(ConfigError, match="a model directory holds weights alone"):
+        start_run(initial_load_path=str(tmp_path), initial_load_model_only=False).load()
 
 
 def test_a_damaged_start_is_refused(start_run, tmp_path):
