@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from benchmarks.kills import Training, kill_and_resume, rows, train_undisturbed
 from benchmarks.kills import weights as weight_bytes
@@ -24,7 +23,7 @@ from checkpoints.intact import faults, main
 from checkpoints.manager import RunCheckpoints, SaveError, complete_steps
 from checkpoints.model_dir import tensor_files
 from configs.load import ConfigError, build_config
-from tests.running import metrics, run, train_command
+from tests.running import contents, metrics, run, train_command
 
 # ── Is a folder whole? ────────────────────────────────────────────────────────────────────────────────
 
@@ -476,16 +475,6 @@ def test_killed_and_resumed_ends_with_the_same_weights(whole, aims, asynchronous
     (history,) = read_history(folder / "model")  # one run, however often it was started
     assert (history["name"], history["start"], history["steps"]) == (name, "random weights", 24)
     assert history["tokens"] == 24 * 2 * 32
-
-
-def contents(checkpoint):
-    """Everything in a checkpoint, by name."""
-    found = {}
-    for name, entry in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items():
-        tensor = isinstance(entry, TensorStorageMetadata)
-        found[name] = torch.full(entry.size, -7, dtype=entry.properties.dtype) if tensor else None
-    dcp.load(found, checkpoint_id=checkpoint, no_dist=True)
-    return found
 
 
 def test_fsdp_saves_the_step_s_state_asynchronously(whole):
