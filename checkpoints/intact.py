@@ -59,7 +59,7 @@ def faults(checkpoint: Path, progress: Callable[[int], Any] | None = None) -> li
         return [*found, f"{COMPLETE} can't be read ({type(error).__name__}: {error})"]
     for name, places in sorted(pieces.items()):
         # Pieces follow each other without gaps, and nothing follows the last.
-        path, expected = checkpoint / name, max(offset + length for offset, length in places)
+        path, expected = checkpoint / name, max(offset + length for offset, length, _ in places)
         if (size := _size(path)) is None:
             found.append(f"{name} is missing ({expected:,} bytes expected)")
         elif size != expected:
@@ -78,19 +78,19 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _pieces(checkpoint: Path) -> dict[str, list[tuple[int, int]]]:
-    """File → (offset, length) of each piece in it, bytes."""
-    files: dict[str, list[tuple[int, int]]] = {}
-    for place in FileSystemReader(checkpoint).read_metadata().storage_data.values():
-        files.setdefault(place.relative_path, []).append((place.offset, place.length))
+def _pieces(checkpoint: Path) -> dict[str, list[tuple[int, int, str]]]:
+    """File → offset and length in bytes of each piece in it, and the name of what it is a piece of."""
+    files: dict[str, list[tuple[int, int, str]]] = {}
+    for index, place in FileSystemReader(checkpoint).read_metadata().storage_data.items():
+        files.setdefault(place.relative_path, []).append((place.offset, place.length, index.fqn))
     return files
 
 
-def _altered(path: Path, places: list[tuple[int, int]], progress: Callable[[int], Any]) -> list[str]:
+def _altered(path: Path, places: list[tuple[int, int, str]], progress: Callable[[int], Any]) -> list[str]:
     """Pieces whose checksums differ. Each is a zip archive with CRC-32s, which `torch.load` does not compare."""
     found = []
     with path.open("rb") as file:
-        for offset, length in sorted(places):
+        for offset, length, tensor in sorted(places):
             file.seek(offset)
             try:
                 with zipfile.ZipFile(io.BytesIO(file.read(length))) as archive:
@@ -98,7 +98,7 @@ def _altered(path: Path, places: list[tuple[int, int]], progress: Callable[[int]
             except (zipfile.BadZipFile, NotImplementedError, EOFError):  # what zipfile says of altered headers
                 same = False
             if not same:
-                found.append(f"{path.name} was altered between bytes {offset:,} and {offset + length:,}")
+                found.append(f"{path.name} was altered between bytes {offset:,} and {offset + length:,}, in {tensor}")
             progress(length)
     return found
 

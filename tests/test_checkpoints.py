@@ -124,8 +124,8 @@ def test_flipped_bits_are_found_where_all_is_read(folder, capsys):
     assert not torch.equal(again["a"], saved["a"])  # torch does not notice, and neither do sizes
     assert faults(folder) == []
     assert main([str(folder)]) == 1
-    _, name, *_, start, _, end = capsys.readouterr().out.replace(",", "").split()
-    assert name == path.name
+    _, name, *_, start, _, end, _, tensor = capsys.readouterr().out.replace(",", "").split()
+    assert (name, tensor) == (path.name, "a")
     assert int(start) < at + 100 < int(end)
 
 
