@@ -4,6 +4,7 @@ import os
 import random
 import resource
 import shutil
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from benchmarks.kills import Training, kill_and_resume, rows, train_undisturbed
+from benchmarks.kills import Kill, Training, kill_and_resume, rows, train_undisturbed
 from benchmarks.kills import weights as weight_bytes
 from checkpoints.card import read_history
 from checkpoints.convert import checkpoint_to_model_dir
@@ -475,6 +476,28 @@ def test_killed_and_resumed_ends_with_the_same_weights(whole, aims, asynchronous
     (history,) = read_history(folder / "model")  # one run, however often it was started
     assert (history["name"], history["start"], history["steps"]) == (name, "random weights", 24)
     assert history["tokens"] == 24 * 2 * 32
+
+
+def test_a_run_that_was_done_before_its_kill_is_aimed_at_again(whole):
+    """It goes on from the step before its last, which is not where the run before it was killed."""
+    name, copy = whole.copy("too-late")
+
+    last, starts = copy / "checkpoint" / "step-24", []
+
+    class Scripted(Training):
+        def start(self, name, log):
+            assert not last.exists()
+            log.write_text(f"resuming from {last.with_name('step-20')}\nstep 23/24  loss 1.0\n")
+            starts.append(log)
+            if len(starts) == 1:
+                shutil.copytree(whole.folder / "checkpoint" / "step-24", last)
+            return [subprocess.Popen(["sleep", "60"] if len(starts) == 2 else ["true"])]
+
+    training = Scripted(whole.training.folder, steps=24, interval=4)
+    outcome = kill_and_resume(training, name, whole.run, ["training"], random.Random(0))
+    assert outcome.wrong == []
+    assert outcome.kills == [Kill("training", reached=23, resumed=20)]
+    assert len(starts) == 3
 
 
 def test_fsdp_saves_the_step_s_state_asynchronously(whole):
