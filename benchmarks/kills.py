@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -194,14 +195,20 @@ def kill_and_resume(
 
     Args:
         whole: from `train_undisturbed`, to compare with.
-        aimed_at: keys of `AIMS`; after "export" there is nothing left to aim at.
+        aimed_at: keys of `AIMS`.
     """
     folder, outcome = training.folder / name, Outcome()
+    checkpoints = folder / "checkpoint"
     for number, aim in enumerate(aimed_at):
         log = training.folder / f"{name}.{number}.log"
         while True:
+            newest = max(complete_steps(checkpoints), default=0)
+            if newest == training.steps:
+                # The moment came late, after the last save: without it, there is something left to aim at.
+                shutil.rmtree(checkpoints / f"step-{newest}")
+                newest = max(complete_steps(checkpoints), default=0)
             processes = training.start(name, log)
-            _wait_for(aim, training, folder, log, whole, rng, processes)
+            _wait_for(aim, training, checkpoints, newest, log, whole, rng, processes)
             for process in processes:
                 process.kill()
             statuses = {process.wait() for process in processes}
@@ -210,17 +217,17 @@ def kill_and_resume(
             if statuses != {0}:
                 outcome.wrong.append(f"{name} ended with {statuses} before it was killed:\n{log.read_text()[-2000:]}")
                 return outcome
-            # It was done before the moment came: take its last checkpoint away, and aim again.
-            _undo_last_save(training, folder)
-        _check_start(outcome, log)
-        outcome.kills.append(_look(training, folder, log, outcome))
+            _check_start(outcome, log, newest)  # it was done before the moment came
+        _check_start(outcome, log, newest)
+        outcome.kills.append(_look(training, checkpoints, log, outcome))
     log = training.folder / f"{name}.log"
+    newest = max(complete_steps(checkpoints), default=0)
     statuses = {process.wait() for process in training.start(name, log)}
     printed = log.read_text()
     if statuses != {0}:
         outcome.wrong.append(f"{name} ended with {statuses} when resumed:\n{printed[-2000:]}")
         return outcome
-    _check_start(outcome, log)
+    _check_start(outcome, log, newest)
     if rows(folder) != whole.rows:
         outcome.wrong.append(f"{name}: the rows of metrics.jsonl differ from the undisturbed run's")
     if weights(folder) != whole.weights:
@@ -229,21 +236,25 @@ def kill_and_resume(
 
 
 def _wait_for(
-    aim: str, training: Training, folder: Path, log: Path, whole: Undisturbed, rng: random.Random,
+    aim: str, training: Training, checkpoints: Path, newest: int, log: Path, whole: Undisturbed, rng: random.Random,
     processes: Sequence[subprocess.Popen],
 ) -> None:  # fmt: skip
-    """Waits until the moment to kill, drawn at random within what is aimed at, or until a process has ended."""
-    checkpoints, begun = folder / "checkpoint", max(complete_steps(folder / "checkpoint"), default=0)
-    saves = range(begun + training.interval, training.steps + 1, training.interval)
+    """Waits until the moment to kill, drawn at random within what is aimed at, or until a process has ended.
+
+    Args:
+        newest: the step that the processes go on from.
+    """
+    saves = range(newest + training.interval, training.steps + 1, training.interval)
     reached: Callable[[], bool]
     if aim == "start-up":
         seconds, reached = whole.start_seconds, lambda: True
     elif aim == "training":
-        step = rng.randint(begun + 1, training.steps - 1)
+        step = rng.randint(newest + 1, training.steps - 1)
         seconds, reached = 0.03, lambda: _last_step(log) >= step
     elif aim == "saving":
         save = checkpoints / f"step-{rng.choice(saves)}"
-        seconds, reached = whole.save_seconds, save.exists
+        # An interrupted save's folder may still lie there until the run has loaded.
+        seconds, reached = whole.save_seconds, lambda: save.exists() and _started_at(log) is not None
     else:
         seconds, reached = whole.export_seconds, (checkpoints / f"step-{training.steps}" / COMPLETE).exists
     delay = rng.random() * seconds
@@ -265,18 +276,17 @@ def _started_at(log: Path) -> int | None:
     return int(resumed[1]) if resumed else 0 if re.search(r"^step 0/", printed, re.MULTILINE) else None
 
 
-def _check_start(outcome: Outcome, log: Path) -> None:
-    """A process has to go on from the newest checkpoint that the one before it left."""
-    expected, found = outcome.kills[-1].resumed if outcome.kills else 0, _started_at(log)
-    if found not in (None, expected):
-        outcome.wrong.append(f"{log.stem} started at step {found}; the newest complete checkpoint was {expected}")
+def _check_start(outcome: Outcome, log: Path, newest: int) -> None:
+    """A process has to go on from the newest complete checkpoint that it found."""
+    found = _started_at(log)
+    if found not in (None, newest):
+        outcome.wrong.append(f"{log.stem} started at step {found}; the newest complete checkpoint was {newest}")
     if "damaged" in (printed := log.read_text()):
         outcome.wrong.append(f"{log.stem} found a damaged checkpoint:\n{printed[-2000:]}")
 
 
-def _look(training: Training, folder: Path, log: Path, outcome: Outcome) -> Kill:
+def _look(training: Training, checkpoints: Path, log: Path, outcome: Outcome) -> Kill:
     """Where a kill fell, by what it left behind."""
-    checkpoints = folder / "checkpoint"
     newest = max(complete_steps(checkpoints), default=0)
     if newest and (found := faults(checkpoints / f"step-{newest}", progress=lambda length: None)):
         outcome.wrong.append(f"{log.stem}: step {newest} is complete and damaged: {'; '.join(found)}")
@@ -294,10 +304,6 @@ def _look(training: Training, folder: Path, log: Path, outcome: Outcome) -> Kill
     if kill.lost > training.interval * (2 if training.asynchronous else 1):
         outcome.wrong.append(f"{log.stem}: {kill.lost} steps lost, saved every {training.interval}")
     return kill
-
-
-def _undo_last_save(training: Training, folder: Path) -> None:
-    (folder / "checkpoint" / f"step-{training.steps}" / COMPLETE).unlink()
 
 
 def table(kills: Sequence[Kill]) -> str:

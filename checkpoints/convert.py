@@ -140,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
             checkpoint_to_model_dir(options.source, options.out, dtype)
         else:
             model_dir_to_checkpoint(options.source, options.out, dtype or torch.float32)
-    except ValueError as error:  # ConfigError, and the tokenizer's
+    except (ValueError, OSError) as error:  # ConfigError, the tokenizer's, and a file system's
         sys.exit(str(error))
     print(options.out)
 

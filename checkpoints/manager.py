@@ -20,16 +20,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
+from torchtitan.tools.utils import GarbageCollection
 
 from checkpoints.card import CONFIG, read_history, training_entry
-from checkpoints.intact import COMPLETE, faults
+from checkpoints.intact import COMPLETE, faults, is_complete
 from checkpoints.model_dir import check_tensors, read_model_config
 from checkpoints.names import from_hf_name, to_hf_name
 from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
 from model.build import ModelConfig, trained_layers
 from model.layers import select_layers
-from parallel.device import GIB
+from parallel.device import GIB, wait_for_rank_zero
 
 logger = logging.getLogger("farsight")
 
@@ -95,27 +96,37 @@ class RunCheckpoints(CheckpointManager):
         """
         if not self.enable:
             return False
-        newest = on_rank_zero(lambda: self._step_to_resume(step))
+        newest = on_rank_zero(lambda: self._step_to_resume(step), for_hours=True)
         if newest is not None:
             checkpoint = Path(self._create_checkpoint_id(newest))
             self._check_resumable(checkpoint)
             # Both are for the start from another run; a run that resumes itself needs all of its state.
             self.exclude_from_loading, self.initial_load_path = [], None
-            loaded = super().load(newest)
+            self._read(checkpoint)
             self._continue_history(checkpoint, newest)
             logger.info(f"resuming from {checkpoint}")
-            return loaded
-        if self.initial_load_path:
-            self._prepare_initial_load(Path(self.initial_load_path))
-            self.history = read_history(Path(self.initial_load_path))
+            return True
+        if not self.initial_load_path:
+            return False
+        start = Path(self.initial_load_path)
+        self._prepare_initial_load(start)
+        self.history = read_history(start)
         # Another run's optimizer brings its moments, and with them its learning rate and weight decay: ours stay.
         groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
         settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-        loaded = super().load(step)
+        self._read(start, model_only=self.initial_load_model_only, from_hf=self.initial_load_in_hf)
         groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
         for group, own in zip(groups, settings, strict=True):
             group.update(own)
-        return loaded
+        return True
+
+    @torch.no_grad()
+    def _read(self, checkpoint: Path, model_only: bool = False, from_hf: bool = False) -> None:
+        """Reads what rank 0 decided on, in place. torchtitan's `load` has each rank ask the file system what is there,
+        and on a network's they may be answered differently."""
+        states = self._states_to_load(model_only)
+        self.dcp_load(states, checkpoint_id=str(checkpoint), from_hf=from_hf, from_quantized=False)
+        GarbageCollection.collect("GC collection for checkpoint loading.")
 
     def _continue_history(self, checkpoint: Path, step: int) -> None:
         """Goes on with the run's own entry, or starts a further one where its settings have changed since."""
@@ -149,10 +160,21 @@ class RunCheckpoints(CheckpointManager):
         It has to be the newest: a run does not write over its own later steps. Rank 0 alone calls it.
         """
         folder = Path(self.folder)
+        damaged: dict[Path, str] = {}
+        try:
+            steps = complete_steps(folder)
+            for step in reversed(steps):
+                checkpoint = Path(self._create_checkpoint_id(step))
+                if not (found := faults(checkpoint)):
+                    break
+                damaged[checkpoint] = "; ".join(found)
+        except (OSError, MemoryError) as error:
+            raise ConfigError(f"{folder} can't be read ({error!r}); nothing was changed.") from error
         discard_incomplete(folder)
         if not folder.is_dir():
+            if asked != -1:
+                raise ConfigError(f"checkpoint.load_step = {asked}: {folder} holds no checkpoint.")
             return None
-        steps = complete_steps(folder)
         if steps and asked not in (-1, *steps):
             raise ConfigError(
                 f"checkpoint.load_step = {asked}: {self.folder} holds steps {', '.join(map(str, steps))}."
@@ -163,12 +185,6 @@ class RunCheckpoints(CheckpointManager):
                 "To go back, name the earlier step in checkpoint.initial_load_path of a run in another job.dump_folder, "
                 "or remove the later steps."
             )
-        damaged: dict[Path, str] = {}
-        for step in reversed(steps):
-            checkpoint = Path(self._create_checkpoint_id(step))
-            if not (found := faults(checkpoint)):
-                break
-            damaged[checkpoint] = "; ".join(found)
         if len(damaged) == len(steps) or (damaged and asked != -1):
             wrong = [f"{checkpoint}: {found}" for checkpoint, found in damaged.items()]
             raise ConfigError(
@@ -204,8 +220,13 @@ class RunCheckpoints(CheckpointManager):
         if not start.is_dir():
             raise ConfigError(f"checkpoint.initial_load_path = {start} does not exist.")
         self.initial_load_in_hf = not (start / COMPLETE).is_file() and not any(start.glob("*.distcp"))
-        if not self.initial_load_in_hf and (found := on_rank_zero(lambda: faults(start))):
-            raise ConfigError(f"checkpoint.initial_load_path = {start} is damaged: {'; '.join(found)}.")
+        if self.initial_load_in_hf and not self.initial_load_model_only:
+            raise ConfigError(
+                f"checkpoint.initial_load_path = {start} is no checkpoint: a model directory holds weights alone. "
+                "Set checkpoint.initial_load_model_only = true."
+            )
+        if not self.initial_load_in_hf:
+            on_rank_zero(lambda: _refuse_damaged(start))
         source = read_model_config(start)
         self._refuse_another_model(source, f"checkpoint.initial_load_path = {start}")
         if self.initial_load_in_hf:
@@ -287,16 +308,27 @@ class RunCheckpoints(CheckpointManager):
         torchtitan counts it, and what is damaged or was interrupted. It also leaves a folder with `.metadata` and
         without the rest when a run is killed while it deletes: here `.metadata` goes first.
         """
-        if self.keep_latest_k > 0 and dist.get_rank() == 0:
-            for step in complete_steps(Path(self.folder))[: -self.keep_latest_k]:
-                checkpoint = Path(self._create_checkpoint_id(step))
-                (checkpoint / COMPLETE).unlink()
-                self.purge_queue.put(str(checkpoint))
+        if self.keep_latest_k == 0 or dist.get_rank() != 0:
+            return
+        # The new one is complete: what goes wrong here, on this rank alone, is no failure to save it.
+        try:
+            stale = complete_steps(Path(self.folder))[: -self.keep_latest_k]
+        except OSError as error:
+            logger.warning(f"{self.folder} can't be read ({error}); no older checkpoint is deleted.")
+            return
+        for step in stale:
+            checkpoint = Path(self._create_checkpoint_id(step))
+            try:
+                (checkpoint / COMPLETE).unlink(missing_ok=True)
+            except OSError as error:
+                logger.warning(f"{checkpoint} can't be deleted ({error}); it is kept.")
+                continue
+            self.purge_queue.put(str(checkpoint))
 
     def saved(self, step: int) -> Path | None:
         """The complete checkpoint of a step, if there is one."""
         folder = Path(self._create_checkpoint_id(step)) if self.enable else None
-        return folder if folder is not None and (folder / COMPLETE).is_file() else None
+        return folder if folder is not None and is_complete(folder) else None
 
     def close(self) -> None:
         """Waits for a save that is under way, then ends the threads."""
@@ -305,14 +337,20 @@ class RunCheckpoints(CheckpointManager):
         super().close()
 
 
-def on_rank_zero(work: Callable[[], T]) -> T:
-    """Does work on rank 0 alone; what it returns or raises is returned or raised on every rank."""
+def on_rank_zero(work: Callable[[], T], for_hours: bool = False) -> T:
+    """Does work on rank 0 alone; what it returns or raises is returned or raised on every rank.
+
+    Args:
+        for_hours: the work may take longer than a collective waits.
+    """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             outcome[0] = work()
         except Exception as error:
             outcome[1] = error
+    if for_hours:
+        wait_for_rank_zero()
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(outcome)
     if outcome[1] is not None:
@@ -320,21 +358,31 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     return outcome[0]
 
 
+def _refuse_damaged(start: Path) -> None:
+    try:
+        found = faults(start)
+    except (OSError, MemoryError) as error:
+        raise ConfigError(f"checkpoint.initial_load_path = {start} can't be read ({error!r}).") from error
+    if found:
+        raise ConfigError(f"checkpoint.initial_load_path = {start} is damaged: {'; '.join(found)}.")
+
+
 def complete_steps(folder: Path) -> list[int]:
-    """The steps with a complete checkpoint, in order."""
-    names = (re.fullmatch(r"step-(\d+)", path.parent.name) for path in folder.glob(f"*/{COMPLETE}"))
-    return sorted(int(match[1]) for match in names if match)
+    """The steps with a complete checkpoint, in order.
+
+    Raises:
+        OSError: that can't be told now.
+    """
+    names = ((path, re.fullmatch(r"step-(\d+)", path.name)) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for path, match in names if match and is_complete(path))
 
 
 def discard_incomplete(folder: Path) -> None:
-    """Removes step folders whose save was interrupted, and the folder itself if none is left.
-
-    torchtitan takes an existing folder as a sign of checkpoints in it, and would start from random weights.
-    """
+    """Removes step folders whose save was interrupted, and the folder itself if none is left."""
     if not folder.is_dir():
         return
     for step in folder.glob("step-*"):
-        if not (step / COMPLETE).is_file():
+        if not is_complete(step):
             shutil.rmtree(step)
     if not any(folder.iterdir()):
         folder.rmdir()

@@ -22,7 +22,8 @@ def start_logging() -> None:
 ENGINE_REMARKS = (
     "[GC]", "Peak flops undefined", "Peak FLOPS used", "Error running lspci", "Starting job", "ENV[", "Checkpoint",
     "Destroying the purge thread", "Saving the checkpoint", "Saving a full checkpoint", "Finished saving",
-    "Finished loading", "CPU memory usage", "CPU capacity", "Building farsight", "Synchronizing and adjusting timeout",
-    "Mixed precision training", "loading from HF", "Loading the checkpoint", "generated new font", "Building device mesh", "Successfully created meshes", "Trainer is initialized",
-    "PP rank", "Using pipeline schedule", "Pipeline Parallel loss is not visible", "\x1b[31mPipeline Parallel loss",
+    "CPU memory usage", "CPU capacity", "Building farsight", "Synchronizing and adjusting timeout",
+    "Mixed precision training", "generated new font", "Building device mesh", "Successfully created meshes",
+    "Trainer is initialized", "PP rank", "Using pipeline schedule", "Pipeline Parallel loss is not visible",
+    "\x1b[31mPipeline Parallel loss",
 )  # fmt: skip

@@ -95,7 +95,7 @@ def import_deepspeed() -> types.ModuleType:
         import deepspeed
     except ImportError as error:
         raise ConfigError(
-            f'engine = "deepspeed" needs a package that is not here: pip install "deepspeed>=0.19" ({error}).'
+            f'engine = "deepspeed" needs a package that is not here: pip install "deepspeed>=0.19,<0.20" ({error}).'
         ) from error
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     # On a CPU it would compile an all-reduce of its own, which takes a compiler and minutes; gloo has one.

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 from launch.forked import Finished, Forked
 
 ROOT = Path(__file__).parent.parent
@@ -102,3 +106,13 @@ def metrics(folder: Path, key: str = "loss") -> list[dict]:
     """The rows of `metrics.jsonl` that have `key`."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if key in row]
+
+
+def contents(checkpoint):
+    """Everything in a checkpoint, by name."""
+    found = {}
+    for name, entry in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items():
+        tensor = isinstance(entry, TensorStorageMetadata)
+        found[name] = torch.full(entry.size, -7, dtype=entry.properties.dtype) if tensor else None
+    dcp.load(found, checkpoint_id=checkpoint, no_dist=True)
+    return found

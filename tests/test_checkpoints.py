@@ -1,10 +1,13 @@
 """Checkpoints that are damaged, cut short, written while training goes on, or not written at all."""
 
+import os
 import random
 import resource
 import shutil
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from benchmarks.kills import Training, kill_and_resume, rows, train_undisturbed
+from benchmarks.kills import Kill, Training, kill_and_resume, rows, train_undisturbed
 from benchmarks.kills import weights as weight_bytes
 from checkpoints.card import read_history
 from checkpoints.convert import checkpoint_to_model_dir
@@ -22,7 +24,7 @@ from checkpoints.intact import faults, main
 from checkpoints.manager import RunCheckpoints, SaveError, complete_steps
 from checkpoints.model_dir import tensor_files
 from configs.load import ConfigError, build_config
-from tests.running import metrics, run, train_command
+from tests.running import contents, metrics, run, train_command
 
 # ── Is a folder whole? ────────────────────────────────────────────────────────────────────────────────
 
@@ -35,6 +37,20 @@ def folder(tmp_path):
     dcp.save(tensors, storage_writer=writer, no_dist=True)
     (tmp_path / "step-3" / "farsight.json").write_text("{}")
     return tmp_path / "step-3"
+
+
+@pytest.fixture
+def unreadable(monkeypatch):
+    """Has a file raise when it is opened, as a network file system may for a while."""
+    broken, opened = {}, Path.open
+
+    def fail(path, *arguments, **options):
+        if path in broken:
+            raise broken[path]
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    return broken.__setitem__
 
 
 def test_a_whole_folder_has_no_faults(folder, capsys):
@@ -83,6 +99,16 @@ def test_no_config(folder):
     assert found.startswith("farsight.json can't be read (")
 
 
+@pytest.mark.parametrize("name", [".metadata", "farsight.json", "__0_1.distcp"])
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()], ids=["EIO", "memory"])
+def test_what_cannot_be_read_now_is_not_damaged(folder, unreadable, name, error):
+    unreadable(folder / name, error)
+    with pytest.raises(type(error)):
+        faults(folder)
+    with pytest.raises(SystemExit, match="can't be read"):
+        main([str(folder)])
+
+
 def test_an_empty_folder(tmp_path):
     assert faults(tmp_path) == [".metadata is missing: the save was interrupted, or the file was lost"]
 
@@ -99,8 +125,8 @@ def test_flipped_bits_are_found_where_all_is_read(folder, capsys):
     assert not torch.equal(again["a"], saved["a"])  # torch does not notice, and neither do sizes
     assert faults(folder) == []
     assert main([str(folder)]) == 1
-    _, name, *_, start, _, end = capsys.readouterr().out.replace(",", "").split()
-    assert name == path.name
+    _, name, *_, start, _, end, _, tensor = capsys.readouterr().out.replace(",", "").split()
+    assert (name, tensor) == (path.name, "a")
     assert int(start) < at + 100 < int(end)
 
 
@@ -226,6 +252,44 @@ def test_without_an_intact_one_no_run_begins(start_run):
         start_run().load()
 
 
+@pytest.mark.parametrize("name", [".metadata", "farsight.json", "__0_0.distcp"])
+def test_a_read_error_changes_nothing(start_run, unreadable, name):
+    saved = start_run()
+    saved.save(3)
+    saved.save(6)
+    (saved.folder / "step-7").mkdir()
+    unreadable(saved.folder / "step-6" / name, OSError(5, "Input/output error"))
+    with pytest.raises(ConfigError, match=r"can't be read \(.*Input/output error.*\); nothing was changed"):
+        start_run().load()
+    assert sorted(p.name for p in saved.folder.iterdir()) == ["step-3", "step-6", "step-7"]
+    with pytest.raises(ConfigError, match=r"step-6 can't be read"):
+        start_run(folder="another", initial_load_path=str(saved.folder / "step-6")).load()
+
+
+def test_a_step_to_load_where_there_is_none_is_refused(start_run):
+    with pytest.raises(ConfigError, match=r"checkpoint\.load_step = 500: .*/checkpoint holds no checkpoint\."):
+        start_run().load(step=500)
+
+
+@pytest.mark.parametrize("saved_before", [False, True])
+def test_where_to_start_is_rank_zero_s_decision(start_run, monkeypatch, saved_before):
+    """Another rank may still see a folder that rank 0 removed, or not yet see one that is there."""
+    other, saved = start_run(folder="other"), start_run()
+    other.save(3)
+    if saved_before:
+        saved.save(6)
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: exists(path) != (str(path) == str(saved.folder)))
+    assert start_run(initial_load_path=str(other.folder / "step-3")).load() == (6 if saved_before else 3)
+    if not saved_before:
+        assert start_run().manager.load() is False
+
+
+def test_weights_alone_are_no_start_for_an_optimizer(start_run, tmp_path):
+    with pytest.raises(ConfigError, match="a model directory holds weights alone"):
+        start_run(initial_load_path=str(tmp_path), initial_load_model_only=False).load()
+
+
 def test_a_damaged_start_is_refused(start_run, tmp_path):
     saved = start_run()
     saved.save(3)
@@ -294,6 +358,23 @@ def test_what_is_being_deleted_is_no_checkpoint_any_more(start_run, monkeypatch)
     saved.manager.close()
     assert begun == [["__0_0.distcp", "farsight.json"]]
     assert complete_steps(saved.folder) == [6, 9]
+
+
+def test_an_old_one_that_cannot_be_deleted_is_no_failed_save(start_run, monkeypatch, caplog):
+    saved, unlink = start_run(keep_latest_k=2), Path.unlink
+
+    def refuse(path, **options):
+        if path == saved.folder / "step-3" / ".metadata":
+            raise PermissionError(13, "Permission denied")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for step in (3, 6, 9, 12):
+        saved.save(step)
+    saved.manager.close()
+    assert complete_steps(saved.folder) == [3, 9, 12]
+    assert f"{saved.folder / 'step-3'} can't be deleted ([Errno 13] Permission denied); it is kept." in caplog.text
+    assert start_run().load() == 12
 
 
 @pytest.fixture
@@ -397,14 +478,26 @@ def test_killed_and_resumed_ends_with_the_same_weights(whole, aims, asynchronous
     assert history["tokens"] == 24 * 2 * 32
 
 
-def contents(checkpoint):
-    """Everything in a checkpoint, by name."""
-    found = {}
-    for name, entry in dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items():
-        tensor = isinstance(entry, TensorStorageMetadata)
-        found[name] = torch.full(entry.size, -7, dtype=entry.properties.dtype) if tensor else None
-    dcp.load(found, checkpoint_id=checkpoint, no_dist=True)
-    return found
+def test_a_run_that_was_done_before_its_kill_is_aimed_at_again(whole):
+    """It goes on from the step before its last, which is not where the run before it was killed."""
+    name, copy = whole.copy("too-late")
+
+    last, starts = copy / "checkpoint" / "step-24", []
+
+    class Scripted(Training):
+        def start(self, name, log):
+            assert not last.exists()
+            log.write_text(f"resuming from {last.with_name('step-20')}\nstep 23/24  loss 1.0\n")
+            starts.append(log)
+            if len(starts) == 1:
+                shutil.copytree(whole.folder / "checkpoint" / "step-24", last)
+            return [subprocess.Popen(["sleep", "60"] if len(starts) == 2 else ["true"])]
+
+    training = Scripted(whole.training.folder, steps=24, interval=4)
+    outcome = kill_and_resume(training, name, whole.run, ["training"], random.Random(0))
+    assert outcome.wrong == []
+    assert outcome.kills == [Kill("training", reached=23, resumed=20)]
+    assert len(starts) == 3
 
 
 def test_fsdp_saves_the_step_s_state_asynchronously(whole):

@@ -5,15 +5,13 @@ import tomllib
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from checkpoints.names import to_hf_name
 from checkpoints.parts import rectangles
 from configs.help import help_text
 from configs.load import ConfigError, build_config, load_config, to_toml
-from tests.running import metrics, train, train_command
+from tests.running import contents, metrics, train, train_command
 
 pytest.importorskip("deepspeed")
 
@@ -43,17 +41,6 @@ def zero_3(tmp_path_factory):
 
 def weights(folder):
     return load_file(folder / "model" / "model.safetensors")
-
-
-def checkpoint_tensors(step):
-    metadata = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in metadata.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-    dcp.load(tensors, checkpoint_id=step, no_dist=True)
-    return {**tensors, **dict.fromkeys(metadata.keys() - tensors.keys())}
 
 
 def stopped_at_step_2(folder, copy):
@@ -92,15 +79,16 @@ def test_a_zero_3_run_goes_on_bit_for_bit(zero_3, tmp_path):
 
 def test_a_zero_3_checkpoint_of_two_ranks_is_that_of_one_torchtitan_process(one_process, zero_3):
     """The same names, shapes and, to rounding, numbers: either engine goes on from either's."""
-    ours, theirs = (checkpoint_tensors(folder / "checkpoint" / "step-4") for folder in (zero_3, one_process))
+    ours, theirs = (contents(folder / "checkpoint" / "step-4") for folder in (zero_3, one_process))
     assert ours.keys() == theirs.keys()
     assert any(name.endswith("exp_avg_sq") for name in ours)
     for name, tensor in ours.items():
-        if tensor is None:  # a setting, which is no tensor
-            continue
-        torch.testing.assert_close(
-            tensor, theirs[name], rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        if isinstance(tensor, torch.Tensor):
+            # Second moments are far smaller than any fixed bound: each tensor's own size is the measure.
+            a, b = tensor.double(), theirs[name].double()
+            assert torch.linalg.vector_norm(a - b) <= 1e-4 * torch.linalg.vector_norm(b), name
+        else:
+            assert tensor == theirs[name], name
 
 
 def test_zero_2_goes_on_from_a_checkpoint_of_one_torchtitan_process(one_process, tmp_path):
