@@ -48,7 +48,7 @@ from parallel.batch import model_inputs, sum_of_losses
 from parallel.device import check_float8, import_deepspeed, prepare_device, wait_for_rank_zero
 from parallel.gradients import clip_gradients
 from parallel.halo import Context
-from parallel.pipeline import Pipeline, ShareOfLoss
+from parallel.pipeline import Pipeline, ShareOfLoss, layers_by_stage
 from parallel.zero import ZeroOptimizer, ZeroWeights
 
 logger = logging.getLogger("farsight")
@@ -361,6 +361,8 @@ def pretrain(config: JobConfig) -> int:
             import_deepspeed()
         check_float8(config)
         layers, trained = ModelConfig.from_job(config).layers(), trained_layers(config)
+        if config.parallelism.pipeline_parallel_degree > 1:
+            layers_by_stage(config)
         if os.environ.get("RANK", "0") == "0":
             lock_run_folder(Path(config.job.dump_folder))
         trainer = Trainer(config)

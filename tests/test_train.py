@@ -290,6 +290,17 @@ def test_a_non_finite_loss_stops_before_the_optimizer_step(undisturbed, tmp_path
     [
         (["--training.seq_length", "3"], "Did you mean 'seq_len'"),
         (["--parallelism.tensor_parallel_degree", "3"], "tensor_parallel_degree = 3 does not divide"),
+        (
+            [
+                "--parallelism.pipeline_parallel_degree",
+                "5",
+                "--training.local_batch_size",
+                "5",
+                "--training.global_batch_size",
+                "5",
+            ],
+            "2 layers do not fill 5 pipeline stages; use 4 or fewer",
+        ),
         (["--checkpoint.initial_load_path", "no/such/dir", "--tokenizer.kind", "bytes"], "no/such/dir does not exist"),
         (["--architecture.vocab_size", "100"], "vocab_size = 100 is less than the tokenizer's"),
         (["--data.sources", "[{ kind = 'jsonl', path = 'no/such.jsonl' }]"], "no/such.jsonl"),
