@@ -27,42 +27,22 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks.tiny import MODEL, SETTINGS
 from checkpoints.intact import COMPLETE, faults
 from checkpoints.manager import complete_steps
 
 ROOT = Path(__file__).parent.parent
-CONFIG = """
-[architecture]
-vocab_size = 0
-dim = 32
-n_layers = 2
-n_heads = 4
-n_kv_heads = 2
-head_dim = 8
-ffn_dim = 64
-
+CONFIG = (
+    MODEL
+    + SETTINGS
+    + """
 [position]
 heads = { kind = "scope" }
-
-[tokenizer]
-kind = "bytes"
-
-[data]
-held_out = 0.05
 
 [training]
 seq_len = 32
 global_batch_size = 2
 mixed_precision_param = "float32"
-
-[activation_checkpoint]
-mode = "none"
-
-[optimizer]
-lr = 1e-2
-
-[lr_scheduler]
-warmup_steps = 2
 
 [validation]
 freq = 50
@@ -72,6 +52,7 @@ steps = 2
 log_freq = 1
 enable_tensorboard = false
 """
+)
 AIMS = {"start-up": 1, "training": 4, "saving": 4, "export": 1}
 """Of ten kills."""
 SPEED = {"tokens_per_second", "tflops", "mfu", "memory_gib", "data_seconds"}

@@ -16,35 +16,23 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks.tiny import SETTINGS
 from launch.forked import Forked
 
 TOLERANCE = 1e-4
 """Relative. Sums come in another order; a wrong share or a missing token is far above."""
 
-CONFIG = """
+CONFIG = (
+    SETTINGS
+    + """
 [model]
 flavor = "tiny"
-
-[tokenizer]
-kind = "bytes"
-
-[data]
-held_out = 0.05
 
 [training]
 seq_len = 128
 global_batch_size = 4
 steps = 5
 mixed_precision_param = "float32"
-
-[activation_checkpoint]
-mode = "none"
-
-[optimizer]
-lr = 1e-2
-
-[lr_scheduler]
-warmup_steps = 2
 
 [checkpoint]
 enable = false
@@ -58,6 +46,7 @@ enable_tensorboard = false
 
 [position]
 """
+)
 
 MODELS = {
     "SCOPE": 'heads = { kind = "scope", layout = "group_balanced" }\nlasp = { s_max = 2.0, anchor_layers = 1 }',

@@ -10,29 +10,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from benchmarks.tiny import MODEL, SETTINGS
 from launch.forked import Finished, Forked
 
 ROOT = Path(__file__).parent.parent
 
-TINY = """
-[architecture]
-vocab_size = 0
-dim = 32
-n_layers = 2
-n_heads = 4
-n_kv_heads = 2
-head_dim = 8
-ffn_dim = 64
-
+TINY = (
+    MODEL
+    + SETTINGS
+    + """
 [position]
 heads = { kind = "scope" }
 lasp = { s_max = 2.0, anchor_layers = 1 }
-
-[tokenizer]
-kind = "bytes"
-
-[data]
-held_out = 0.05
 
 [training]
 seq_len = 64
@@ -40,15 +29,6 @@ local_batch_size = 4
 global_batch_size = 4
 steps = 12
 mixed_precision_param = "float32"
-
-[activation_checkpoint]
-mode = "none"
-
-[optimizer]
-lr = 1e-2
-
-[lr_scheduler]
-warmup_steps = 2
 
 [checkpoint]
 interval = 3
@@ -60,6 +40,7 @@ steps = 2
 [metrics]
 log_freq = 1
 """
+)
 
 
 def environment() -> dict[str, str]:
