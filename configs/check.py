@@ -43,8 +43,11 @@ def check(config: JobConfig) -> None:
 
 
 def _check_ranges(config: JobConfig) -> None:
+    epochs = getattr(config.training, "epochs", None)
+    by_epochs = epochs is not None and not training_steps(config)
     positive = {
-        "training.steps": training_steps(config),
+        # Of epochs, fine-tuning counts its steps when it has read the data.
+        "training.epochs" if by_epochs else "training.steps": epochs if by_epochs else training_steps(config),
         "training.max_norm": config.training.max_norm,
         "validation.freq": config.validation.freq,
         "metrics.log_freq": config.metrics.log_freq,
@@ -63,8 +66,10 @@ def _check_ranges(config: JobConfig) -> None:
         raise ConfigError(
             "training.global_batch_size must be positive, or -1 for local_batch_size × ranks; tokens 0 or more."
         )
-    if config.optimizer.name not in ("Adam", "AdamW"):
+    if type(config) is JobConfig and config.optimizer.name not in ("Adam", "AdamW"):
         raise ConfigError(f"optimizer.name = {config.optimizer.name!r} must be 'AdamW' or 'Adam'.")
+    if by_epochs:
+        return
     s, steps = config.lr_scheduler, training_steps(config)
     total = s.total_steps or steps
     if total < steps:

@@ -15,25 +15,31 @@ from configs.load import ConfigError, default_of, field_names, nearest
 from configs.schema import JobConfig
 
 
-def help_text(sections: Sequence[str] = ()) -> str:
+def help_text(sections: Sequence[str] = (), cls: type = JobConfig) -> str:
     """Every option of the named sections (all when empty) with its type, default and meaning."""
-    hints, lines = typing.get_type_hints(JobConfig), []
+    hints, lines = {name: _section(hint) for name, hint in typing.get_type_hints(cls).items()}, []
     # Options of no section first: after a section they would look like its own.
-    for field in sorted(dataclasses.fields(JobConfig), key=lambda f: dataclasses.is_dataclass(hints[f.name])):
+    for field in sorted(dataclasses.fields(cls), key=lambda f: dataclasses.is_dataclass(hints[f.name])):
         if sections and field.name not in sections:
             continue
         if dataclasses.is_dataclass(hints[field.name]):
             lines += _section_help(hints[field.name], field.name)
         else:
-            lines += ["", *_option_help(field, field.name, hints[field.name], _field_docs(JobConfig))]
+            lines += ["", *_option_help(field, field.name, hints[field.name], _field_docs(cls))]
     if sections and not lines:
-        names = field_names(JobConfig)
+        names = field_names(cls)
         raise ConfigError(f"There is no section {', '.join(sections)}.{nearest(sections[0], names)}")
     return "\n".join(lines)
 
 
+def _section(hint: typing.Any) -> typing.Any:
+    """The dataclass of a section that may be left out, or the hint as it is."""
+    kinds = [a for a in get_args(hint) if a is not type(None)]
+    return kinds[0] if len(kinds) == 1 and dataclasses.is_dataclass(kinds[0]) else hint
+
+
 def _section_help(cls: type, path: str) -> list[str]:
-    lines = ["", f"[{path}]" + (f"  {_first_line(cls)}" if cls.__module__ == "configs.schema" else "")]
+    lines = ["", f"[{path}]" + (f"  {_first_line(cls)}" if cls.__module__.startswith("configs.") else "")]
     hints, docs = typing.get_type_hints(cls), _field_docs(cls)
     nested = []
     for field in dataclasses.fields(cls):

@@ -20,6 +20,7 @@ from configs.check import ConfigError, check, training_steps
 from configs.schema import JobConfig
 
 T = TypeVar("T")
+C = TypeVar("C", bound=JobConfig)
 
 SIZES = Path(__file__).parent / "sizes"
 
@@ -31,8 +32,11 @@ class _Raw(str):
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def load_config(arguments: Sequence[str]) -> JobConfig:
+def load_config(arguments: Sequence[str], cls: type[C] = JobConfig) -> C:  # type: ignore[assignment]  # JobConfig is a C
     """Reads the file named by `--job.config_file` and the other `--section.key value` options.
+
+    Args:
+        cls: the sections there are: `JobConfig`'s, or with fine-tuning's beside them `FinetuneConfig`'s.
 
     Raises:
         ConfigError: unknown key, wrong type, missing file, or settings that contradict each other.
@@ -42,21 +46,21 @@ def load_config(arguments: Sequence[str]) -> JobConfig:
     values = read_toml(Path(config_file)) if config_file else {}
     if "stages" in values:
         raise ConfigError(f"{config_file} is a recipe of several stages: python -m launch.recipe {config_file}")
-    return build_config(merge(values, options))
+    return build_config(merge(values, options), cls)
 
 
-def build_config(values: dict[str, Any]) -> JobConfig:
+def build_config(values: dict[str, Any], cls: type[C] = JobConfig) -> C:  # type: ignore[assignment]
     """A nested dict of settings → a checked `JobConfig`, with the size that `model.flavor` names filled in."""
     model = values.get("model")
     flavor = model.get("flavor") if isinstance(model, dict) else None
     if isinstance(flavor, str) and flavor:
         values = merge(read_toml(size_file(flavor)), values)
-    config = from_dict(JobConfig, values)
+    config = from_dict(cls, values)
     check(config)
     return _filled_in(config)
 
 
-def _filled_in(config: JobConfig) -> JobConfig:
+def _filled_in(config: C) -> C:
     """Replaces the zeros and blanks that stand for "as elsewhere" by what they stand for."""
     config.training.steps = training_steps(config)
     config.training.tokens = 0.0
@@ -195,6 +199,8 @@ def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
             f"{where} = {_shown(value)} must be one of {', '.join(map(repr, arguments))}."
             f"{nearest(str(value), [str(a) for a in arguments], say_known=False)}"
         )
+    if origin is dict and isinstance(value := _inline(value, where), dict):
+        return {key: _convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if hint is Any or origin is dict or hint is dict:
         return value
     return _convert_scalar(hint, value, where)

@@ -216,6 +216,26 @@ class LayerRule:
 
 
 @dataclass(frozen=True)
+class GarfaLayer:
+    """What GARFA learned in a layer."""
+
+    layer: int = 0
+    raw: tuple[float, ...] = ()
+    """w of each key/value head: alpha = 0.1 + 9.9·sigmoid(w) (GARFA paper, Eq. 13)."""
+
+
+@dataclass(frozen=True)
+class Garfa:
+    """A factor on the RoPE base of each key/value head, as fine-tuning learned it."""
+
+    equation: Literal[14, 12] = 14
+    """14: the base times the square root of alpha. 12: the base times alpha."""
+    queries: bool = False
+    """Queries are turned by their group's factor too, and not keys alone."""
+    layers: tuple[GarfaLayer, ...] = ()
+
+
+@dataclass(frozen=True)
 class Position:
     """How the model knows position. Rotation, scope and bias are independent, and layers may differ."""
 
@@ -226,6 +246,8 @@ class Position:
     heads: Heads = field(default_factory=Dense)
     bias: Bias = field(default_factory=NoBias)
     rules: tuple[LayerRule, ...] = ()
+    garfa: Garfa | None = None
+    """Written by merging an adapter; training one is `train.py finetune`."""
 
 
 # ── Data ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -457,3 +479,8 @@ class JobConfig(titan.JobConfig):
     data: Data = field(default_factory=Data)
     loss: Loss = field(default_factory=Loss)
     deepspeed: DeepSpeed = field(default_factory=DeepSpeed)
+
+    @property
+    def model_length(self) -> int:
+        """Sequence length that the model's positions are made for."""
+        return self.training.seq_len

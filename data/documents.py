@@ -48,18 +48,37 @@ class DocumentLane(Protocol):
     def load_state(self, state: list[int]) -> None: ...
 
 
-class DocumentSource(ABC):
-    """Documents of one split of one source."""
+class BadRows:
+    """Rows that can't be used: the first stops the run, or each is passed over and counted."""
 
-    def __init__(self, name: str, held_out: float, split: Split, on_bad_row: Literal["error", "skip"]):
-        self.name = name
-        self.split = split
+    def __init__(self, on_bad_row: Literal["error", "skip"]):
         self.skipped: Counter[str] = Counter()
         """Rows passed over because they could not be read, by reason; each row is counted once."""
-        self._held_out = held_out
         self._on_bad_row = on_bad_row
         self._reported_files: set[str] = set()
         self._bad_rows: set[str] = set()
+
+    def bad_row(self, key: str, file: str, reason: str, detail: str, remedy: str) -> None:
+        """Raises `DataError`, or counts the row under `reason` and reports the first of its file."""
+        message = f"{key}: {reason}: {detail}."
+        if self._on_bad_row == "error":
+            raise DataError(f'{message} To go on, {remedy}, or set data.on_bad_row = "skip" to leave such rows out.')
+        if key not in self._bad_rows:
+            self._bad_rows.add(key)
+            self.skipped[reason] += 1
+        if file not in self._reported_files:
+            self._reported_files.add(file)
+            logger.warning("%s Skipped, as further bad rows of this file will be without a message.", message)
+
+
+class DocumentSource(BadRows, ABC):
+    """Documents of one split of one source."""
+
+    def __init__(self, name: str, held_out: float, split: Split, on_bad_row: Literal["error", "skip"]):
+        super().__init__(on_bad_row)
+        self.name = name
+        self.split = split
+        self._held_out = held_out
 
     @property
     def mean_size(self) -> float:
@@ -83,27 +102,19 @@ class DocumentSource(ABC):
         try:
             encoded = text.encode()
         except UnicodeEncodeError:
-            return self.bad_row(key, file, "not UTF-8", "the text holds a lone surrogate", "repair the row")
+            self.bad_row(key, file, "not UTF-8", "the text holds a lone surrogate", "repair the row")
+            return None
         if not encoded:
             return None
-        # The hash is of the text alone, so that copies of a document are always on the same side.
-        place = int.from_bytes(blake2b(encoded, digest_size=8).digest(), "big") / 2**64
-        if (place < self._held_out) != (self.split == "validation"):
+        if split_of(encoded, self._held_out) != self.split:
             return None
         return Document(key, text, len(encoded))
 
-    def bad_row(self, key: str, file: str, reason: str, detail: str, remedy: str) -> Document | None:
-        """Raises `DataError`, or counts the row under `reason`, reports the first of its file and returns None."""
-        message = f"{key}: {reason}: {detail}."
-        if self._on_bad_row == "error":
-            raise DataError(f'{message} To go on, {remedy}, or set data.on_bad_row = "skip" to leave such rows out.')
-        if key not in self._bad_rows:
-            self._bad_rows.add(key)
-            self.skipped[reason] += 1
-        if file not in self._reported_files:
-            self._reported_files.add(file)
-            logger.warning("%s Skipped, as further bad rows of this file will be without a message.", message)
-        return None
+
+def split_of(text: bytes, held_out: float) -> Split:
+    """The side a text is on. Its hash alone decides, so that copies are always on the same side."""
+    place = int.from_bytes(blake2b(text, digest_size=8).digest(), "big") / 2**64
+    return "validation" if place < held_out else "train"
 
 
 def missing_field(place: str, field: str, present: Sequence[str]) -> DataError:
@@ -115,12 +126,12 @@ def text_of(source: DocumentSource, row: dict[str, Any], field: str, key: str, f
     """The document of a row, whose `field` has to be a string."""
     if field not in row:
         there = ", ".join(sorted(row)) or "none"
-        return source.bad_row(
-            key, file, "missing field", f"no '{field}'; there are: {there}", "set the source's `field`"
-        )
+        source.bad_row(key, file, "missing field", f"no '{field}'; there are: {there}", "set the source's `field`")
+        return None
     text = row[field]
     if not isinstance(text, str):
         found = "null" if text is None else type(text).__name__
         remedy = "set the source's `field` to one that holds text"
-        return source.bad_row(key, file, "not a string", f"'{field}' is {found}", remedy)
+        source.bad_row(key, file, "not a string", f"'{field}' is {found}", remedy)
+        return None
     return source.admit(key, text, file)

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 _MICRO_BATCHES_AHEAD = 2
-_ORDER_KEY = "order"
+ORDER_KEY = "order"
+"""Of a loader's state: JSON of all that the order of its batches depends on."""
 _NOT_IDENTITY = ("path", "data_dir", "data_files")
 """Fields that may change at a resume: data that was moved is the same data."""
 
@@ -63,14 +64,7 @@ class Loader(BaseDataLoader):
         """
         if seq_len < 1:
             raise DataError(f"training.seq_len = {seq_len}; set at least 1.")
-        if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * dp_world_size):
-            raise DataError(
-                f"a global batch of {global_batch_size} rows can't be cut into micro-batches of {micro_batch_size} on "
-                f"{dp_world_size} data-parallel ranks. Set training.global_batch_size to a multiple of "
-                f"{micro_batch_size} × {dp_world_size} (training.local_batch_size × ranks)."
-            )
-        rows = global_batch_size // dp_world_size
-        self._lane_ids = range(dp_rank * rows, (dp_rank + 1) * rows)
+        self._lane_ids = rows_of_rank(global_batch_size, micro_batch_size, dp_rank, dp_world_size)
         self._seq_len = seq_len
         self._micro_batch_size = micro_batch_size
         self._global_batch_size = global_batch_size
@@ -135,7 +129,7 @@ class Loader(BaseDataLoader):
         disjoint parts of one checkpoint and any number of ranks finds its own in it.
         """
         lanes = {_lane_key(lane): self._lane_states.get(lane, "") for lane in self._lane_ids}
-        return {_ORDER_KEY: json.dumps(self._order)} | lanes
+        return {ORDER_KEY: json.dumps(self._order)} | lanes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on after the step of the state; an empty one starts from the first batch.
@@ -145,7 +139,7 @@ class Loader(BaseDataLoader):
         if not state_dict:
             self.rewind()
             return
-        self._check_order(json.loads(state_dict[_ORDER_KEY]))
+        refuse_other_order(json.loads(state_dict[ORDER_KEY]), self._order)
         states = {lane: state_dict[_lane_key(lane)] for lane in self._lane_ids}
         self.close()
         self._lane_states = {lane: state for lane, state in states.items() if state}
@@ -155,19 +149,7 @@ class Loader(BaseDataLoader):
 
         To be called before loading: a checkpoint of fewer lanes stops the load itself, with no more than a missing key.
         """
-        saved = {"dataloader": {_ORDER_KEY: ""}}
-        dcp.load(saved, checkpoint_id=str(directory), no_dist=True)
-        self._check_order(json.loads(saved["dataloader"][_ORDER_KEY]))
-
-    def _check_order(self, saved: dict[str, Any]) -> None:
-        differences = list(_differences(saved, self._order))
-        if differences:
-            raise DataError(
-                "the checkpoint's data order can't be continued, because these changed: "
-                + "; ".join(differences)
-                + ". Set them back, or begin a new order, as a new stage does: a run in a folder of its own "
-                "(job.dump_folder) that starts from the checkpoint's weights (checkpoint.initial_load_path)."
-            )
+        refuse_other_order(saved_order(directory), self._order)
 
     def _produce(self, states: dict[int, str]) -> Iterator[tuple[Batch, dict[int, str] | None]]:
         """Micro-batches from the given states on; with the last of each step, the lanes' states after it."""
@@ -182,7 +164,7 @@ class Loader(BaseDataLoader):
                 for i, lane in enumerate(lanes[start : start + size]):
                     lane.packer.fill(rows, i)
                 last = start + size == len(lanes)
-                yield _to_batch(rows), {lane.lane: lane.state() for lane in lanes} if last else None
+                yield to_batch(rows), {lane.lane: lane.state() for lane in lanes} if last else None
             self._report_passes(_passes(lanes))
 
     def _report_passes(self, epochs: list[int]) -> None:
@@ -231,7 +213,7 @@ def build_loader(job_config: schema.JobConfig, tokenizer: Tokenizer, dp_rank: in
         tokenizer,
         seq_len=job_config.training.seq_len,
         vocab_size=job_config.architecture.vocab_size or tokenizer.vocab_size,
-        global_batch_size=_global_batch_size(job_config, dp_world_size),
+        global_batch_size=global_batch_size(job_config, dp_world_size),
         micro_batch_size=job_config.training.local_batch_size,
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
@@ -251,15 +233,15 @@ def build_validation_loader(
         raise DataError(
             f"validation.steps = {steps}: held-out documents are packed without end; set the number of batches."
         )
-    global_batch_size = _global_batch_size(job_config, dp_world_size)
-    rows = max(1, global_batch_size // dp_world_size)
+    batch_size = global_batch_size(job_config, dp_world_size)
+    rows = max(1, batch_size // dp_world_size)
     at_most = min(rows, max(1, job_config.validation.local_batch_size))
     loader = Loader(
         job_config.data,
         tokenizer,
         seq_len=job_config.validation.seq_len,
         vocab_size=job_config.architecture.vocab_size or tokenizer.vocab_size,
-        global_batch_size=global_batch_size,
+        global_batch_size=batch_size,
         micro_batch_size=next(size for size in range(at_most, 0, -1) if rows % size == 0),
         dp_rank=dp_rank,
         dp_world_size=dp_world_size,
@@ -289,12 +271,26 @@ def _passes(lanes: list[_Lane]) -> list[int]:
     return [max(epochs) for epochs in zip(*(lane.mixture.epochs for lane in lanes), strict=True)]
 
 
-def _global_batch_size(job_config: schema.JobConfig, dp_world_size: int) -> int:
+def rows_of_rank(global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_world_size: int) -> range:
+    """The rows of each global batch that a data-parallel rank has. Raises `DataError` for sizes that don't divide."""
+    if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * dp_world_size):
+        raise DataError(
+            f"a global batch of {global_batch_size} rows can't be cut into micro-batches of {micro_batch_size} on "
+            f"{dp_world_size} data-parallel ranks. Set training.global_batch_size to a multiple of "
+            f"{micro_batch_size} × {dp_world_size} (training.local_batch_size × ranks)."
+        )
+    rows = global_batch_size // dp_world_size
+    return range(dp_rank * rows, (dp_rank + 1) * rows)
+
+
+def global_batch_size(job_config: schema.JobConfig, dp_world_size: int) -> int:
+    """Rows of an optimizer step: what is asked for, or one micro-batch on each rank."""
     asked = job_config.training.global_batch_size
     return asked if asked > 0 else job_config.training.local_batch_size * dp_world_size
 
 
-def _to_batch(rows: Rows) -> Batch:
+def to_batch(rows: Rows) -> Batch:
+    """What a loader yields of some rows; the tensors share the rows' memory."""
     inputs = {
         "input": torch.from_numpy(rows.inputs),
         "positions": torch.from_numpy(rows.positions),
@@ -321,10 +317,33 @@ def _describe_order(
         "the number of data.sources": len(sources),
     }
     for i, (share, source) in enumerate(zip(config.sources, sources, strict=True)):
-        settings = {key: value for key, value in asdict(share).items() if key not in _NOT_IDENTITY}
-        order |= {f"data.sources[{i}].{key}": value for key, value in settings.items()}
+        order |= {f"data.sources[{i}].{key}": value for key, value in source_settings(share).items()}
         order |= {f"the {key} of data.sources[{i}]": value for key, value in source.describe().items()}
     return order
+
+
+def source_settings(source: Any) -> dict[str, Any]:
+    """The settings of a source (a dataclass of the config) on which the order of data depends."""
+    return {key: value for key, value in asdict(source).items() if key not in _NOT_IDENTITY}
+
+
+def saved_order(directory: str | Path) -> dict[str, Any]:
+    """The order of data under which a checkpoint (a DCP directory) was written."""
+    saved = {"dataloader": {ORDER_KEY: ""}}
+    dcp.load(saved, checkpoint_id=str(directory), no_dist=True)
+    return json.loads(saved["dataloader"][ORDER_KEY])
+
+
+def refuse_other_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raises `DataError`, naming both values, where a checkpoint's order of data is not the present one."""
+    differences = list(_differences(saved, now))
+    if differences:
+        raise DataError(
+            "the checkpoint's data order can't be continued, because these changed: "
+            + "; ".join(differences)
+            + ". Set them back, or begin a new order, as a new stage does: a run in a folder of its own "
+            "(job.dump_folder) that starts from the checkpoint's weights (checkpoint.initial_load_path)."
+        )
 
 
 def _differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:

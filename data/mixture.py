@@ -53,13 +53,7 @@ class MixedSource:
         bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
         eos = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
         ids = np.concatenate([np.array(bos, np.int64), text, np.array(eos, np.int64)])
-        if ids.min() < 0 or ids.max() >= self._vocab_size:
-            wrong = ids[(ids < 0) | (ids >= self._vocab_size)][0]
-            raise DataError(
-                f"{document.key}: token id {wrong} is outside the model's vocabulary of {self._vocab_size}. Use the "
-                "tokenizer that the model was made for, or set architecture.vocab_size to at least "
-                f"{self._tokenizer.vocab_size}."
-            )
+        check_vocabulary(ids, self._vocab_size, self._tokenizer, document.key)
         return ids
 
     def check_possible(self) -> None:
@@ -76,6 +70,16 @@ class MixedSource:
             )
         remedy = "raise data.held_out" if self.source.split == "validation" else "add documents or lower data.held_out"
         raise DataError(f"{self.source.name}: no document is in the {self.source.split} split; {remedy}.{skipped}")
+
+
+def check_vocabulary(ids: np.ndarray, vocab_size: int, tokenizer: Tokenizer, key: str) -> None:
+    """Raises `DataError`, which begins with `key`, if a model of `vocab_size` tokens does not have one of the ids."""
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise DataError(
+            f"{key}: token id {wrong} is outside the model's vocabulary of {vocab_size}. Use the tokenizer that the "
+            f"model was made for, or set architecture.vocab_size to at least {tokenizer.vocab_size}."
+        )
 
 
 class Mixture:

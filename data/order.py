@@ -40,6 +40,12 @@ def shuffled(index: int, size: int, seed: int) -> int:
             return index
 
 
+def permutation(size: int, seed: int) -> np.ndarray:
+    """The numbers 0 … size-1 (int64) in the order of their hashes: a seeded shuffle of all of them at once."""
+    keys = _mix_array(np.arange(size, dtype=np.uint64) ^ np.uint64(hash64(seed)))
+    return np.argsort(keys, kind="stable")
+
+
 class EpochOrder:
     """The endless sequence of a source's rows: each epoch holds every row once, in an order of its own.
 
@@ -85,3 +91,10 @@ def _mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK_64
     return value ^ (value >> 31)
+
+
+def _mix_array(values: np.ndarray) -> np.ndarray:
+    """`_mix` of each, uint64."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from configs import schema
+from configs.finetuning import InstructionHub
 from data.documents import DataError, Document, DocumentSource, missing_field, text_of
 from data.order import hash64, shuffled
 
@@ -22,7 +23,7 @@ class StreamedDataset(DocumentSource):
         super().__init__(**shared)
         self._config = config
         self._seed = seed
-        self._dataset = _open_stream(config, self.name)
+        self._dataset = open_dataset(config, self.name, streaming=True)
         columns = self._dataset.column_names
         if columns is not None:
             if config.field not in columns:
@@ -119,7 +120,8 @@ class StreamedLane:
         return [shard], turn // shards, len(range(shard, lanes, shards))
 
 
-def _open_stream(config: schema.HubSource, name: str) -> Any:
+def open_dataset(config: schema.HubSource | InstructionHub, name: str, streaming: bool) -> Any:
+    """`datasets.load_dataset` of a source; without `streaming`, all of it, from that library's cache where it is there."""
     import datasets
 
     if not config.name:
@@ -133,7 +135,7 @@ def _open_stream(config: schema.HubSource, name: str) -> Any:
             data_dir=config.data_dir or None,
             data_files=config.data_files or None,
             split=config.split,
-            streaming=True,
+            streaming=streaming,
         )
     except Exception as error:
         # Anything from a missing file (StopIteration, for a glob that matches none) to a network error ends here.

@@ -3,14 +3,16 @@
     python -m data.tokenizer train --vocab-size 2048 --out tokenizers/code
     python -m data.tokenizer show tokenizers/code --text "def f(x):"
 
-Encoding never adds or recognises special tokens: where a document begins and ends is said by the packing, and no text
-can forge it. A directory written by `save` is read back by `load_tokenizer_dir`, and by `transformers.AutoTokenizer`
+`encode` never adds or recognises special tokens: where a document begins and ends is said by the packing, and no text
+can forge it. `encode_rendered` does, for what a chat template wrote. A directory written by `save` is read back by `load_tokenizer_dir`, and by `transformers.AutoTokenizer`
 (which does recognise special tokens in a text).
 """
 
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -19,20 +21,24 @@ import numpy as np
 
 from configs import schema
 from data.documents import DataError
+from data.encoded import Encoded, from_offsets, with_spans
 from data.sentencepiece_model import BOS, EOS, SPACE, keeps_text, to_fast_tokenizer, train_model
-
-_FAST_FILE = "tokenizer.json"
-_MODEL_FILE = "tokenizer.model"
-_CONFIG_FILE = "tokenizer_config.json"
-_COMPANION_FILES = (
-    _CONFIG_FILE,
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
+from data.tokenizer_files import (
+    CONFIG_FILE,
+    FAST_FILE,
+    MODEL_FILE,
+    TEMPLATE_FILE,
+    USUAL_BOS,
+    USUAL_EOS,
+    companions,
+    fast_config,
+    is_json,
+    parse_json,
+    special_id,
+    template_beside,
+    write_fast,
+    write_json,
 )
-_USUAL_BOS = ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[BOS]", BOS)
-_USUAL_EOS = ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]", EOS)
 
 
 class Tokenizer(ABC):
@@ -42,6 +48,10 @@ class Tokenizer(ABC):
     """Ids are 0 … vocab_size-1."""
     bos_id: int | None
     eos_id: int | None
+    special_tokens: dict[str, int]
+    """Ids of the special tokens, by their text."""
+    chat_template: str | None = None
+    """Jinja source of the tokenizer's own chat template."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -68,6 +78,44 @@ class Tokenizer(ABC):
         """The most tokens that a text of `size` UTF-8 bytes can have; None where there is no known bound."""
         return None
 
+    def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
+        """Tokens of texts in which special tokens count as such, as `transformers` reads them.
+
+        Raises `DataError` where it is not known which characters a token stands for.
+        """
+        return [self._encode_rendered(text) for text in texts]
+
+    def _save_template(self, directory: Path) -> None:
+        if self.chat_template is not None:
+            (directory / TEMPLATE_FILE).write_text(self.chat_template, encoding="utf-8")
+
+    def special_token(self, token_id: int | None) -> str | None:
+        """The text of a special token."""
+        return next((token for token, i in self.special_tokens.items() if i == token_id), None)
+
+    def _encode_rendered(self, text: str) -> Encoded:
+        ids: list[int] = []
+        sizes: list[int] = []  # in bytes
+        parts = self._special.split(text) if self.special_tokens else [text]
+        for number, part in enumerate(parts):
+            if number % 2:
+                ids.append(self.special_tokens[part])
+                sizes.append(len(part.encode()))
+            elif part:
+                new = self.encode(part)
+                ids += new
+                sizes += self._byte_sizes(new)
+        return with_spans(text, ids, sizes)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        longest_first = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def _byte_sizes(self, ids: list[int]) -> list[int]:
+        """Bytes of the text that each token stands for."""
+        raise NotImplementedError
+
 
 class BytesTokenizer(Tokenizer):
     """The bytes of the text in UTF-8, 256 for bos, 257 for eos. Lone surrogates survive too."""
@@ -76,6 +124,7 @@ class BytesTokenizer(Tokenizer):
     bos_id = 256
     eos_id = 257
     fingerprint = "bytes"
+    special_tokens = {BOS: 256, EOS: 257}  # noqa: RUF012  never changed
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8", "surrogatepass"))
@@ -99,10 +148,14 @@ class BytesTokenizer(Tokenizer):
         fast = Fast(models.BPE({letter: byte for byte, letter in enumerate(letters)}, []))
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
-        _write_fast(Path(directory), fast, "bytes", BOS, EOS)
+        write_fast(Path(directory), fast, "bytes", BOS, EOS)
+        self._save_template(Path(directory))
 
     def most_tokens(self, size: int) -> int:
         return size
+
+    def _byte_sizes(self, ids: list[int]) -> list[int]:
+        return [1] * len(ids)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -120,6 +173,9 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self._processor.vocab_size()
         self.bos_id = _id_or_none(self._processor.bos_id())
         self.eos_id = _id_or_none(self._processor.eos_id())
+        ids = range(self.vocab_size)
+        special = [i for i in ids if self._processor.is_control(i) or self._processor.is_unknown(i)]
+        self.special_tokens = {self._processor.id_to_piece(i): i for i in special}
 
     def encode(self, text: str) -> list[int]:
         if not self._keeps_text or SPACE not in text:
@@ -144,12 +200,13 @@ class SentencePieceTokenizer(Tokenizer):
     def save(self, directory: str | Path) -> None:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _MODEL_FILE).write_bytes(self._model)
+        (directory / MODEL_FILE).write_bytes(self._model)
         if (fast := to_fast_tokenizer(self._model)) is not None:
             names = [None if i is None else self._processor.id_to_piece(i) for i in (self.bos_id, self.eos_id)]
-            _write_fast(directory, fast, "sentencepiece", *names)
+            write_fast(directory, fast, "sentencepiece", *names)
         else:
-            _write_json(directory / _CONFIG_FILE, {"farsight_kind": "sentencepiece"})
+            write_json(directory / CONFIG_FILE, {"farsight_kind": "sentencepiece"})
+        self._save_template(directory)
 
     @property
     def fingerprint(self) -> str:
@@ -157,6 +214,21 @@ class SentencePieceTokenizer(Tokenizer):
 
     def most_tokens(self, size: int) -> int | None:
         return size if self._keeps_text else None
+
+    def _byte_sizes(self, ids: list[int]) -> list[int]:
+        if not self._keeps_text:
+            raise DataError(
+                "this tokenizer.model rewrites the text that it is given, so that its tokens can't be told apart by turn. "
+                "Use the tokenizer.json of the same model."
+            )
+        return [self._piece_sizes[i] for i in ids]
+
+    @cached_property
+    def _piece_sizes(self) -> list[int]:
+        """Bytes that each piece stands for."""
+        processor, ids = self._processor, range(self.vocab_size)
+        texts = [processor.id_to_piece(i).replace(SPACE, " ") for i in ids]
+        return [1 if processor.is_byte(i) else len(text.encode()) for i, text in zip(ids, texts, strict=True)]
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -168,9 +240,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
         path = Path(path)
         self._json = path.read_text(encoding="utf-8")
-        self._companions = {
-            name: (path.parent / name).read_bytes() for name in _COMPANION_FILES if (path.parent / name).is_file()
-        }
+        self._companions = companions(path.parent)
         try:
             self._fast = Fast.from_str(self._json)
         except Exception as error:  # the library raises bare Exception
@@ -181,11 +251,17 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = self._fast.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         settings = {
-            name: _parse_json(raw, path.parent / name) for name, raw in self._companions.items() if _is_json(name)
+            name: parse_json(raw, path.parent / name) for name, raw in self._companions.items() if is_json(name)
         }
-        self.bos_id = _special_id("bos", settings, vocabulary, _USUAL_BOS, path)
-        self.eos_id = _special_id("eos", settings, vocabulary, _USUAL_EOS, path)
+        self.bos_id = special_id("bos", settings, vocabulary, USUAL_BOS, path)
+        self.eos_id = special_id("eos", settings, vocabulary, USUAL_EOS, path)
         self._one_token_a_byte = _is_byte_level(json.loads(self._json))
+        added = self._fast.get_added_tokens_decoder().items()
+        self.special_tokens = {token.content: i for i, token in added if token.special}
+        for special in (self.bos_id, self.eos_id):
+            if special is not None and (token := self._fast.id_to_token(special)) is not None:
+                self.special_tokens[token] = special
+        self.chat_template = template_beside(self._companions)
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -200,12 +276,31 @@ class HuggingFaceTokenizer(Tokenizer):
     def save(self, directory: str | Path) -> None:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / _FAST_FILE).write_text(self._json, encoding="utf-8")
+        (directory / FAST_FILE).write_text(self._json, encoding="utf-8")
         for name, content in self._companions.items():
             (directory / name).write_bytes(content)
-        if _CONFIG_FILE not in self._companions:
+        if CONFIG_FILE not in self._companions:
             names = [None if i is None else self._fast.id_to_token(i) for i in (self.bos_id, self.eos_id)]
-            _write_json(directory / _CONFIG_FILE, _fast_config(*names))
+            write_json(directory / CONFIG_FILE, fast_config(*names))
+
+    def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
+        encodings = self._reads_special.encode_batch(list(texts), add_special_tokens=False)
+        return [from_offsets(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    @cached_property
+    def _reads_special(self) -> Any:
+        """The same tokenizer, which takes special tokens in a text for what they are."""
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Fast
+
+        fast = Fast.from_str(self._json)
+        fast.no_truncation()
+        fast.no_padding()
+        known = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
+        fast.add_special_tokens(
+            [AddedToken(t, special=True, normalized=False) for t in self.special_tokens if t not in known]
+        )
+        return fast
 
     @property
     def fingerprint(self) -> str:
@@ -232,7 +327,7 @@ def load_tokenizer(config: schema.Tokenizer) -> Tokenizer:
         raise DataError(f"tokenizer.path = {config.path}: no such file or directory.")
     if config.kind == "auto":
         return load_tokenizer_dir(path) if path.is_dir() else _load_file(path)
-    file = path / (_MODEL_FILE if config.kind == "sentencepiece" else _FAST_FILE) if path.is_dir() else path
+    file = path / (MODEL_FILE if config.kind == "sentencepiece" else FAST_FILE) if path.is_dir() else path
     if not file.is_file():
         raise DataError(f'tokenizer.path = {config.path}: it has no {file.name}, which kind = "{config.kind}" needs.')
     return HuggingFaceTokenizer(file) if config.kind == "huggingface" else _load_sentencepiece(file)
@@ -243,18 +338,20 @@ def find_tokenizer_dir(start: Path) -> Path | None:
     places = [start, start / "tokenizer"]
     if (start.parent.parent / "config.toml").is_file():  # a run folder
         places.append(start.parent.parent / "tokenizer")
-    return next((p for p in places if any((p / name).is_file() for name in (_FAST_FILE, _MODEL_FILE))), None)
+    return next((p for p in places if any((p / name).is_file() for name in (FAST_FILE, MODEL_FILE))), None)
 
 
 def load_tokenizer_dir(path: str | Path) -> Tokenizer:
     """The tokenizer in a directory: one saved here, or any with tokenizer.json or tokenizer.model (in this order)."""
     path = Path(path)
-    config = path / _CONFIG_FILE
+    config = path / CONFIG_FILE
     # A directory saved here may hold tokenizer.json for other programs' sake only.
-    kind = _parse_json(config.read_bytes(), config).get("farsight_kind") if config.is_file() else None
+    kind = parse_json(config.read_bytes(), config).get("farsight_kind") if config.is_file() else None
     if kind == "bytes":
-        return BytesTokenizer()
-    names = (_MODEL_FILE,) if kind == "sentencepiece" else (_FAST_FILE, _MODEL_FILE)
+        tokenizer = BytesTokenizer()
+        tokenizer.chat_template = template_beside(companions(path))
+        return tokenizer
+    names = (MODEL_FILE,) if kind == "sentencepiece" else (FAST_FILE, MODEL_FILE)
     for name in names:
         if (path / name).is_file():
             return _load_file(path / name)
@@ -277,38 +374,14 @@ def _load_file(path: Path) -> Tokenizer:
 
 def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     try:
-        return SentencePieceTokenizer(path.read_bytes())
+        tokenizer = SentencePieceTokenizer(path.read_bytes())
     except RuntimeError as error:
         raise DataError(
             f"{path}: not a sentencepiece model. (The tokenizer.model that comes with Llama 3 is tiktoken's: use the "
             "tokenizer.json of its Hugging Face release.)"
         ) from error
-
-
-def _special_id(
-    name: str, settings: dict[str, Any], vocabulary: dict[str, int], usual: tuple[str, ...], path: Path
-) -> int | None:
-    """The id of "bos" or "eos": as the files beside tokenizer.json say, else the one token that has a usual name."""
-    for file in (_CONFIG_FILE, "special_tokens_map.json"):
-        key = f"{name}_token"
-        if key in settings.get(file, {}):
-            token = settings[file][key]
-            token = token["content"] if isinstance(token, dict) else token
-            if token is None:
-                return None
-            if token not in vocabulary:
-                raise DataError(f"{path.parent / file}: {key} is '{token}', which {path.name} does not have.")
-            return vocabulary[token]
-    ids = settings.get("generation_config.json", {}).get(f"{name}_token_id")
-    if isinstance(ids, int):
-        return ids
-    found = [token for token in usual if token in vocabulary]
-    if len(found) > 1:
-        raise DataError(
-            f"{path}: which token is {name}? It has {' and '.join(found)}. Name it in {path.parent / _CONFIG_FILE}: "
-            f'{{"{name}_token": "{found[0]}"}}.'
-        )
-    return vocabulary[found[0]] if found else None
+    tokenizer.chat_template = template_beside(companions(path.parent))
+    return tokenizer
 
 
 def _is_byte_level(tokenizer: dict[str, Any]) -> bool:
@@ -324,46 +397,6 @@ def _byte_letters() -> list[str]:
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
-
-
-def _write_fast(directory: Path, fast: Any, kind: str, bos: str | None, eos: str | None) -> None:
-    """Saves a `tokenizers.Tokenizer` for transformers, which then puts bos first as training does."""
-    from tokenizers import AddedToken, processors
-
-    directory.mkdir(parents=True, exist_ok=True)
-    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (bos, eos) if token])
-    if bos:
-        ids = [(bos, fast.token_to_id(bos))]
-        fast.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A $B", ids)
-    fast.save(str(directory / _FAST_FILE))
-    _write_json(directory / _CONFIG_FILE, _fast_config(bos, eos) | {"farsight_kind": kind})
-
-
-def _fast_config(bos: str | None, eos: str | None) -> dict[str, Any]:
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": bos,
-        "eos_token": eos,
-        "clean_up_tokenization_spaces": False,
-    }
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _is_json(name: str) -> bool:
-    return name.endswith(".json")
-
-
-def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(raw)
-    except ValueError as error:
-        raise DataError(f"{path}: bad JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: a JSON object was expected, found {type(value).__name__}")
-    return value
 
 
 def _id_or_none(token_id: int) -> int | None:

@@ -42,7 +42,7 @@ def _pick(device_type: str, dtype: str, head_dim: int, decode: bool) -> str:
     picked, tried = "banded", ""
     if _can_run_triton(device_type, dtype, head_dim):
         picked = "triton"
-        error = _in_a_thread(_decode_error if decode else _attention_error, device_type, dtype, head_dim)
+        error = in_a_thread(_decode_error if decode else _attention_error, device_type, dtype, head_dim)
         if not error <= TRIAL_TOLERANCE[dtype]:
             raise RuntimeError(
                 f"the Triton attention kernels are off by {error:.1e} of the largest value for {dtype}, head dim "
@@ -116,7 +116,7 @@ def _largest_error(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> floa
     return float(torch.stack(errors).max())  # NaN if any is
 
 
-def _in_a_thread(function: Callable[..., float], *args) -> float:
+def in_a_thread(function: Callable[..., float], *args) -> float:
     """Calls outside the modes around the caller (checkpointing, autocast, inference), which belong to its thread."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
