@@ -18,12 +18,13 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# docs/positions/*.png, each from the recipe that its page shows.
+# docs/positions/*.png, each from the recipe that its page shows; GARFA's, which no recipe pre-trains, from its paper's numbers.
 pictures: setup
 	for recipe in configs/recipes/nano_*.toml; do \
 		name=$${recipe#configs/recipes/nano_}; \
 		$(BIN)/python -m analysis.positions $$recipe --picture docs/positions/$${name%.toml}.png > /dev/null || exit 1; \
 	done
+	$(BIN)/python -m analysis.positions docs/positions/garfa.toml --picture docs/positions/garfa.png > /dev/null
 
 setup: .venv/installed
 

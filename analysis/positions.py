@@ -4,8 +4,8 @@
     python -m analysis.positions runs/my_run/model --length 32768 --json positions.json
 
 It takes a config, a recipe (of which the last stage, or `--stage`) or a model directory. The picture has a panel for
-each thing the layers use: the wavelengths of what rotates, who sees whom, how much ALiBi leaves of a weight, the
-sinusoidal embedding.
+each thing the layers use: the wavelengths of what rotates, GARFA's factors, who sees whom, how much ALiBi leaves of a
+weight, the sinusoidal embedding.
 """
 
 import argparse
@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from analysis.garfa import draw_alphas_on
 from checkpoints.model_dir import read_model_config
 from configs.load import ConfigError, load_config, read_toml
 from configs.schema import NoRotary, Rope, Rotating
 from launch.files import write_text
 from launch.recipe import load_recipe
 from model.build import ModelConfig
+from model.garfa import LayerGarfa, alpha, alphas, head_scales
 from model.layers import LayerPosition, describe, layer_selection
 from model.rope import rope_frequencies
 from model.scope import DENSE_SCOPE, cost_ratio
@@ -54,6 +56,12 @@ def wavelengths(rotary: Rotating, head_dim: int, length: int) -> Tensor:
     return 2 * math.pi / rope_frequencies(rotary, head_dim, length).inv_freq
 
 
+def head_wavelengths(rotary: Rotating, garfa: LayerGarfa, head_dim: int, length: int) -> Tensor:
+    """The same of each key/value head under GARFA: fp32 [K, H/2]."""
+    scales = head_scales(torch.tensor(garfa.raw), head_dim, garfa.equation)
+    return wavelengths(rotary, head_dim, length) / scales
+
+
 def share_by_distance(layers: Sequence[LayerPosition], length: int) -> Tensor:
     """Share of all layers' heads that see a key 0, 1, … length − 1 tokens back: fp32 [length]."""
     scopes = torch.tensor(sorted(scope for layer in layers for scope in layer.scopes))
@@ -76,9 +84,19 @@ def figures(config: ModelConfig, length: int) -> dict[str, Any]:
                 else wavelengths(layer.rotary, head_dim, length).tolist(),
                 "scopes": [min(scope, length) for scope in layer.scopes],
                 "alibi_slopes": list(layer.alibi_slopes or ()),
+                "garfa": None if layer.garfa is None else _garfa_figures(layer, layer.garfa, head_dim, length),
             }
             for layer in layers
         ],
+    }
+
+
+def _garfa_figures(layer: LayerPosition, garfa: LayerGarfa, head_dim: int, length: int) -> dict[str, Any]:
+    assert not isinstance(layer.rotary, NoRotary)
+    return {
+        "alpha": alpha(torch.tensor(garfa.raw)).tolist(),
+        "queries": garfa.queries,
+        "wavelengths": head_wavelengths(layer.rotary, garfa, head_dim, length).tolist(),
     }
 
 
@@ -100,6 +118,8 @@ def draw(config: ModelConfig, length: int, path: Path) -> None:
     panels: list[Callable[[Any], None]] = []
     if any(not isinstance(layer.rotary, NoRotary) for layer in layers):
         panels.append(lambda axes: _draw_wavelengths(axes, config, layers, length))
+    if (garfa := config.position.garfa) is not None and garfa.layers:
+        panels.append(lambda axes: draw_alphas_on(axes, alphas(garfa)))
     if any(layer.alibi_slopes for layer in layers):
         panels.append(lambda axes: _draw_alibi(axes, layers, length))
     if config.position.embedding == "sinusoidal":
@@ -134,6 +154,12 @@ def _draw_wavelengths(axes: Any, config: ModelConfig, layers: Sequence[LayerPosi
         axes.plot(wavelengths(rotary, head_dim, length), color=colour, label=label)
     if list(layers_of) != [plain]:
         axes.plot(wavelengths(plain, head_dim, length), "k--", linewidth=1, label=f"unscaled, θ {plain.theta:,.0f}")
+    with_garfa = [(layer, layer.garfa) for layer in layers if layer.garfa is not None]
+    for order, (layer, garfa) in enumerate(with_garfa):
+        assert not isinstance(layer.rotary, NoRotary)
+        turns_KF = head_wavelengths(layer.rotary, garfa, head_dim, length)
+        label = "with GARFA, heads of a layer" if order == 0 else None
+        axes.fill_between(range(head_dim // 2), turns_KF.amin(0), turns_KF.amax(0), color="C0", alpha=0.25, label=label)
     axes.axhline(length, color="C3", linewidth=1, linestyle=":", label=f"{length:,} tokens")
     original = getattr(host, "original_length", None)
     if original:

@@ -98,12 +98,15 @@ def _resolved_layers(config: ModelConfig) -> dict[str, Any]:
     for layer in config.layers():
         if not isinstance(layer.rotary, NoRotary) and layer.rotary not in rotaries:
             rotaries.append(layer.rotary)
-        kind = {
+        kind: dict[str, Any] = {
             "rotary": None if isinstance(layer.rotary, NoRotary) else rotaries.index(layer.rotary),
             "scopes": None if min(layer.scopes) == DENSE_SCOPE else list(layer.scopes),
             "scope_ranks": None if layer.scope_ranks is None else list(layer.scope_ranks),
             "alibi_slopes": None if layer.alibi_slopes is None else list(layer.alibi_slopes),
         }
+        if layer.garfa is not None:
+            g = layer.garfa
+            kind["garfa"] = {"raw": list(g.raw), "exponent": 0.5 if g.equation == 14 else 1.0, "queries": g.queries}
         if kind not in kinds:
             kinds.append(kind)
         layer_kinds.append(kinds.index(kind))
@@ -135,7 +138,8 @@ def _resolved_rotary(rotary: Rotary, head_dim: int, length: int) -> dict[str, An
 def uniform_rotary(position: Position) -> Rotary | None:
     """The one rotation of all layers if nothing else sets them apart from a Llama's, else None."""
     plain = position.embedding == "none" and isinstance(position.bias, NoBias) and isinstance(position.heads, Dense)
-    if not plain or position.lasp is not None or position.rules or isinstance(position.rotary, NoRotary):
+    same = position.lasp is None and not position.rules and (position.garfa is None or not position.garfa.layers)
+    if not plain or not same or isinstance(position.rotary, NoRotary):
         return None
     return position.rotary
 

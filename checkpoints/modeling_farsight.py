@@ -12,6 +12,7 @@ Shapes: B batch, L queries, T keys, D model, N query heads, K key/value heads, H
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +33,8 @@ class FarsightConfig(PreTrainedConfig):
         layer_kinds: for each layer, its row in `kinds`.
         kinds: `rotary` (a row of `rotaries`, or None), `scopes` (tokens that each of the N heads sees, itself included;
             None sees all), `scope_ranks` (None, or h for each head: past `trained_length` its scope is the length to
-            the power of h / N, rounded up) and `alibi_slopes` (one for each head, or None).
+            the power of h / N, rounded up), `alibi_slopes` (one for each head, or None) and, if keys turn at a speed of
+            each head's own, `garfa` (see `head_frequencies`).
         rotaries: `inv_freq` (radians per token, H/2 of them) and `attention_factor`; or, where they depend on the
             length, `dynamic` (theta, factor, original_length) or `longrope` (short and long `inv_freq`,
             original_length).
@@ -86,26 +88,66 @@ class FarsightConfig(PreTrainedConfig):
         super().__init__(tie_word_embeddings=tie_word_embeddings, **more)
 
 
-def rope_tables(rotary, head_dim, length, positions_BL):
-    """cos and sin of a layer's angles at each position, both halves of a head: fp32 [B, 1, L, H]."""
-    device = positions_BL.device
+def rope_frequencies(rotary, head_dim, length, device):
+    """Radians per token of each pair of dimensions, fp32 [H/2]."""
     if "dynamic" in rotary:  # NTK-aware scaling whose factor grows with the sequence
         settings = rotary["dynamic"]
         original, factor = settings["original_length"], settings["factor"]
         growth = factor * max(length, original) / original - (factor - 1)
         theta = settings["theta"] * growth ** (head_dim / (head_dim - 2))
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-        inv_freq = (1.0 / theta**exponents).to(device)
+        return (1.0 / theta**exponents).to(device)
+    if "longrope" in rotary:
+        settings = rotary["longrope"]
+        values = settings["long_inv_freq" if length > settings["original_length"] else "short_inv_freq"]
     else:
-        if "longrope" in rotary:
-            settings = rotary["longrope"]
-            values = settings["long_inv_freq" if length > settings["original_length"] else "short_inv_freq"]
-        else:
-            values = rotary["inv_freq"]
-        inv_freq = torch.tensor(values, dtype=torch.float32, device=device)
+        values = rotary["inv_freq"]
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def head_frequencies(inv_freq, garfa):
+    """GARFA: each key/value head k multiplies the base by alpha = 0.1 + 9.9·sigmoid(raw[k]), or its square root.
+
+    `garfa` is `raw`, `exponent` (1/2 for the square root, 1 without) and `queries` (turn them by their group's factor, and
+    not keys alone). Returns fp32 [K, 1, H/2]; factors are taken in fp64, so that an alpha of 1 changes nothing.
+    """
+    alpha = 0.1 + 9.9 * torch.tensor(garfa["raw"], dtype=torch.float32, device="cpu").double().sigmoid()
+    pairs = torch.arange(0, 2 * len(inv_freq), 2, dtype=torch.float64, device="cpu") / (2 * len(inv_freq))
+    scales = alpha[:, None, None] ** (-pairs * garfa["exponent"])
+    return inv_freq * scales.float().to(inv_freq.device)
+
+
+def rope_tables(inv_freq, attention_factor, positions_BL):
+    """cos and sin of angles at each position, both halves of a head: fp32 [B, 1 or heads, L, H]."""
     angles = positions_BL[:, None, :, None].float() * inv_freq
-    cos, sin = angles.cos() * rotary["attention_factor"], angles.sin() * rotary["attention_factor"]
+    cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+class Turn(NamedTuple):
+    """What turns the queries and keys of layers that rotate alike."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    inv_freq: torch.Tensor
+    attention_factor: float
+    positions_BL: torch.Tensor
+
+    @classmethod
+    def of(cls, rotary, head_dim, length, positions_BL):
+        inv_freq = rope_frequencies(rotary, head_dim, length, positions_BL.device)
+        factor = rotary["attention_factor"]
+        return cls(*rope_tables(inv_freq, factor, positions_BL), inv_freq, factor, positions_BL)
+
+    def __call__(self, q_BNLH, k_BKLH, garfa):
+        q_tables = k_tables = self.cos, self.sin
+        if garfa is not None:
+            frequencies = head_frequencies(self.inv_freq, garfa)
+            k_tables = rope_tables(frequencies, self.attention_factor, self.positions_BL)
+            if garfa["queries"]:
+                group = q_BNLH.shape[1] // k_BKLH.shape[1]
+                q_tables = tuple(table.repeat_interleave(group, dim=1) for table in k_tables)
+        return rotate(q_BNLH, *q_tables), rotate(k_BKLH, *k_tables)
 
 
 def rotate(x_BNLH, cos, sin):
@@ -193,7 +235,7 @@ class FarsightAttention(nn.Module):
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.rms_norm_eps) if config.qk_norm else None
 
-    def forward(self, x, tables, valid, length, past_key_values):
+    def forward(self, x, turns, valid, length, past_key_values):
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -201,8 +243,7 @@ class FarsightAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if self.kind["rotary"] is not None:
-            cos, sin = tables[self.kind["rotary"]]
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            q, k = turns[self.kind["rotary"]](q, k, self.kind.get("garfa"))
         if past_key_values is not None:
             k, v = past_key_values.update(k, v, self.layer)
         scopes = head_scopes(self.kind, self.trained_length, length)
@@ -229,8 +270,8 @@ class FarsightDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = FarsightMLP(config)
 
-    def forward(self, x, tables, valid, length, past_key_values=None):
-        x = x + self.self_attn(self.input_layernorm(x), tables, valid, length, past_key_values)
+    def forward(self, x, turns, valid, length, past_key_values=None):
+        x = x + self.self_attn(self.input_layernorm(x), turns, valid, length, past_key_values)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -289,9 +330,9 @@ class FarsightModel(FarsightPreTrainedModel):
         length = int(position_ids.max()) + 1
         if config.sinusoidal:
             x = x + sinusoidal_embedding(position_ids, x.shape[-1]).to(x.dtype)
-        tables = [rope_tables(rotary, config.head_dim, length, position_ids) for rotary in config.rotaries]
+        turns = [Turn.of(rotary, config.head_dim, length, position_ids) for rotary in config.rotaries]
         for layer in self.layers:
-            x = layer(x, tables, valid, length, past_key_values=past_key_values)
+            x = layer(x, turns, valid, length, past_key_values=past_key_values)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
 
 

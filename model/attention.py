@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from configs.schema import Architecture
+from kernels.head_rotation import rotate_heads
 from kernels.scoped_attention.api import scoped_attention
+from model.garfa import HeadFrequencies, HeadRope
 from model.layers import LayerPosition
+from model.norm import RMSNorm
 from model.rope import rotate
 
 
@@ -52,6 +55,9 @@ class Attention(nn.Module):
     """Which of the layer's query heads the rank holds: a part of them under tensor parallelism."""
     context: SequenceContext | None = None
     """Set where sequences are cut over ranks: the layer is then given the tokens of its rank."""
+    garfa: HeadFrequencies | None
+    """Turns each key/value head at a speed of its own. The model calls it: FSDP gathers its weights around a call, which
+    has to be outside of what is compiled."""
 
     def __init__(self, architecture: Architecture, position: LayerPosition, backend: str) -> None:
         super().__init__()
@@ -61,9 +67,11 @@ class Attention(nn.Module):
         self.wk = nn.Linear(a.dim, a.n_kv_heads * a.head_dim, bias=False)
         self.wv = nn.Linear(a.dim, a.n_kv_heads * a.head_dim, bias=False)
         self.wo = nn.Linear(a.n_heads * a.head_dim, a.dim, bias=False)
-        self.q_norm = nn.RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None
-        self.k_norm = nn.RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None
+        self.q_norm = RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None
+        self.k_norm = RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None
         self.has_slopes = position.alibi_slopes is not None
+        self.group = a.n_heads // a.n_kv_heads
+        self.garfa = None if position.garfa is None else HeadFrequencies(position.garfa, trained=False)
         self.hold_heads(0, a.n_heads)
         self.set_position(position)
 
@@ -73,6 +81,8 @@ class Attention(nn.Module):
         self.register_buffer("scopes_N", torch.empty(end - begin, dtype=torch.int32), persistent=False)
         slopes = torch.empty(end - begin, dtype=torch.float32) if self.has_slopes else None
         self.register_buffer("slopes_N", slopes, persistent=False)
+        if self.garfa is not None:
+            self.garfa.hold_heads(begin // self.group, end // self.group)
 
     def set_position(self, position: LayerPosition) -> None:
         """Fills the buffers, which building on the meta device leaves empty.
@@ -87,12 +97,15 @@ class Attention(nn.Module):
         if self.slopes_N is not None:
             assert position.alibi_slopes is not None
             self.slopes_N.copy_(torch.tensor(position.alibi_slopes[self.heads], dtype=torch.float32))
+        if self.garfa is not None:
+            self.garfa.fill()
 
     def forward(
         self,
         x_BLD: Tensor,
         rope: tuple[Tensor, Tensor] | None = None,
         document_starts_BL: Tensor | None = None,
+        head_rope: HeadRope | None = None,
     ) -> Tensor:
         """Attends within each head's scope and each token's document.
 
@@ -100,20 +113,27 @@ class Attention(nn.Module):
             rope: cosine and sine tables of this layer's rotation; None does not rotate.
             document_starts_BL: index in the row at which each token's document starts; None is one document. Of the
                 whole sequence, also where ranks hold parts of it.
+            head_rope: turns keys, and queries if it says so, in place of `rope`.
         """
         # -1 and not N or K: under tensor parallelism a rank holds some of the heads.
         k_BLKH = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
         if self.k_norm is not None:
             k_BLKH = self.k_norm(k_BLKH)
-        if rope is not None:
+        if head_rope is not None:
+            k_BLKH = rotate_heads(k_BLKH, *head_rope[:3])
+        elif rope is not None:
             k_BLKH = rotate(k_BLKH, *rope)
         # Keys and values first: they travel while the queries are made.
         exchange = None if self.context is None else self.context.exchange(k_BLKH, v_BLKH, self.scopes)
         q_BLNH = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_BLNH = self.q_norm(q_BLNH)
-        if rope is not None:
+        if head_rope is not None and head_rope.queries:
+            positions_BL, inv_freq_KF, attention_factor, _ = head_rope
+            inv_freq_NF = inv_freq_KF.repeat_interleave(self.group, dim=0)
+            q_BLNH = rotate_heads(q_BLNH, positions_BL, inv_freq_NF, attention_factor)
+        elif rope is not None:
             q_BLNH = rotate(q_BLNH, *rope)
         if exchange is not None:
             o_BLNH = exchange.attend(q_BLNH, self.scopes_N, document_starts_BL, self.slopes_N, self.backend)

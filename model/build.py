@@ -31,7 +31,7 @@ class ModelConfig:
 
     @classmethod
     def from_job(cls, job: JobConfig) -> "ModelConfig":
-        return cls(job.architecture, job.position, job.training.seq_len, job.attention, job.loss, job.debug.seed or 0)
+        return cls(job.architecture, job.position, job.model_length, job.attention, job.loss, job.debug.seed or 0)
 
     @classmethod
     def load(cls, path: Path) -> "ModelConfig":

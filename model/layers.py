@@ -1,15 +1,18 @@
 """What each layer knows of position: the one place where `[position]` turns into layers.
 
-Rules first, in the order given; then LASP, on whatever rotary a layer ended up with; then the scopes and slopes
-of the layer's heads. NoPE in every k-th layer is the rule `layers = "k-1::k"` with `rotary.kind = "none"`.
+Rules first, in the order given; then LASP, on whatever rotary a layer ended up with; then GARFA's factors on it, and the
+scopes and slopes of the layer's heads. NoPE in every k-th layer is the rule `layers = "k-1::k"` with `rotary.kind = "none"`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
+import torch
+
 from configs.schema import Alibi, LayerRule, LongRope, NoBias, NoRotary, Position, Rope, Rotary, Scope
 from model.alibi import alibi_slopes
+from model.garfa import LayerGarfa, alpha, layer_garfas
 from model.lasp import apply_lasp
 from model.rope import rope_frequencies
 from model.scope import DENSE_SCOPE, head_scopes, layout_order
@@ -27,6 +30,8 @@ class LayerPosition:
     """Slope of each query head's −slope · distance, in physical head order; None for no bias."""
     scope_ranks: tuple[int, ...] | None = None
     """h of each query head's ceil(T^(h/N)) where T grows with sequences past the trained length, else None."""
+    garfa: LayerGarfa | None = None
+    """Factors on the base of each key/value head; None turns all heads alike."""
 
 
 def resolve_layers(
@@ -55,7 +60,7 @@ def resolve_layers(
         except ValueError as error:
             raise ValueError(f"position.rules[{number}]: {error}") from None
 
-    resolved = []
+    garfas, resolved = layer_garfas(position.garfa, n_layers, n_kv_heads), []
     for layer, setting in enumerate(settings):
         rotary = setting.rotary
         try:
@@ -65,6 +70,8 @@ def resolve_layers(
                 rope_frequencies(rotary, head_dim, length)  # refuses bad settings before a model is built
         except ValueError as error:
             raise ValueError(f"layer {layer}: {error}") from None
+        if layer in garfas and isinstance(rotary, NoRotary):
+            raise ValueError(f"position.garfa.layers names layer {layer}, which does not rotate: leave it out")
         scopes = head_scopes(setting.heads, n_heads, n_kv_heads, trained_length, length)
         match setting.bias:
             case NoBias():
@@ -76,7 +83,7 @@ def resolve_layers(
         ranks = None
         if isinstance(setting.heads, Scope) and setting.heads.scope_max == "length":
             ranks = tuple(index + 1 for index in layout_order(setting.heads.layout, n_heads, n_kv_heads))
-        resolved.append(LayerPosition(rotary, scopes, slopes, ranks))
+        resolved.append(LayerPosition(rotary, scopes, slopes, ranks, garfas.get(layer)))
     return tuple(resolved)
 
 
@@ -122,9 +129,11 @@ def describe(layers: tuple[LayerPosition, ...]) -> str:
     alike: dict[LayerPosition, list[int]] = {}
     for index, layer in enumerate(layers):
         alike.setdefault(layer, []).append(index)
-    rows = [("layers", "rotary", "theta", "factor", "scopes", "bias")]
+    garfa = any(layer.garfa for layer in layers)
+    rows: list[tuple[str, ...]] = [("layers", "rotary", "theta", "factor", "scopes", "bias", *["alpha"] * garfa)]
     for layer, indices in alike.items():
-        rows.append((layer_selection(indices), *_rotary_columns(layer.rotary), _scopes(layer), _bias(layer)))
+        columns = *_rotary_columns(layer.rotary), _scopes(layer), _bias(layer), *[_alphas(layer)] * garfa
+        rows.append((layer_selection(indices), *columns))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -176,6 +185,14 @@ def _bias(layer: LayerPosition) -> str:
     smallest, largest = min(layer.alibi_slopes), max(layer.alibi_slopes)
     span = f"{smallest:.4g}" if smallest == largest else f"{smallest:.4g}..{largest:.4g}"
     return f"alibi {span}"
+
+
+def _alphas(layer: LayerPosition) -> str:
+    """From the least to the largest, with what they multiply."""
+    if layer.garfa is None:
+        return "-"
+    values = alpha(torch.tensor(layer.garfa.raw))
+    return f"{values.min():.4g}..{values.max():.4g}" + ", queries too" * layer.garfa.queries
 
 
 def _number(value: float) -> str:

@@ -5,7 +5,7 @@ Shapes: B batch, L sequence, D model, V vocabulary, H head dimension.
 
 import hashlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from configs.schema import Architecture, NoRotary
 from kernels.chunked_loss import chunked_cross_entropy
 from model.attention import Attention
+from model.garfa import HeadRope
 from model.layers import LayerPosition
+from model.norm import RMSNorm
 from model.rope import RopeFrequencies, rope_frequencies, rope_tables
 from model.sinusoidal import sinusoidal_embedding
 
@@ -54,9 +56,9 @@ class Block(nn.Module):
 
     def __init__(self, architecture: Architecture, position: LayerPosition, backend: str) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(architecture.dim, eps=architecture.norm_eps)
+        self.attention_norm = RMSNorm(architecture.dim, eps=architecture.norm_eps)
         self.attention = Attention(architecture, position, backend)
-        self.ffn_norm = nn.RMSNorm(architecture.dim, eps=architecture.norm_eps)
+        self.ffn_norm = RMSNorm(architecture.dim, eps=architecture.norm_eps)
         self.feed_forward = FeedForward(architecture.dim, architecture.ffn_dim)
 
     def forward(
@@ -64,9 +66,12 @@ class Block(nn.Module):
         x_BLD: Tensor,
         rope: tuple[Tensor, Tensor] | None = None,
         document_starts_BL: Tensor | None = None,
+        head_rope: HeadRope | None = None,
     ) -> Tensor:
         # By name: tensor parallelism gathers what is given by place, and that is the tokens alone.
-        h_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), rope=rope, document_starts_BL=document_starts_BL)
+        h_BLD = x_BLD + self.attention(
+            self.attention_norm(x_BLD), rope=rope, document_starts_BL=document_starts_BL, head_rope=head_rope
+        )
         return h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
 
 
@@ -134,11 +139,13 @@ class Llama(nn.Module):
         super().__init__()
         a = self.architecture = architecture
         self.sinusoidal, self.init_seed = sinusoidal, init_seed
+        self.fill_parameter: Callable[[str, nn.Parameter], None] = self.init_parameter
+        """What `init_weights` fills each parameter by; fine-tuning reads them from a directory instead."""
         # Pipeline stages set what they do not hold to None; the annotations say so.
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(a.vocab_size, a.dim)
         # A ModuleDict keyed by layer number: a pipeline split would renumber a ModuleList.
         self.layers = nn.ModuleDict({str(i): Block(a, layer, backend) for i, layer in enumerate(layers)})
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(a.dim, eps=a.norm_eps)
+        self.norm: RMSNorm | None = RMSNorm(a.dim, eps=a.norm_eps)
         self.output: OutputHead | None = OutputHead(a.dim, a.vocab_size, chunk_tokens, a.tie_embeddings)
 
         # Layers that rotate alike share a row of frequencies, and so one pair of tables in each forward pass.
@@ -213,11 +220,21 @@ class Llama(nn.Module):
             if row is not None and row not in tables:
                 frequencies = RopeFrequencies(self.rope_frequencies[row], self.attention_factors[row])
                 tables[row] = rope_tables(positions, frequencies)
-            h_BLD = block(h_BLD, None if row is None else tables[row], document_starts)
+            head_rope = self._head_rope(cast(Attention, block.attention), row, positions)
+            h_BLD = block(h_BLD, None if row is None else tables[row], document_starts, head_rope)
 
         if self.norm is not None:
             h_BLD = self.norm(h_BLD)
         return h_BLD
+
+    def _head_rope(self, attention: Attention, row: int | None, positions: Tensor) -> HeadRope | None:
+        """What turns the heads of a layer with GARFA; None for the others."""
+        if attention.garfa is None:
+            return None
+        assert row is not None
+        attention_factor = self.rope_frequencies.new_full((), self.attention_factors[row])
+        inv_freq_KF = attention.garfa(self.rope_frequencies[row])
+        return HeadRope(positions, inv_freq_KF, attention_factor, attention.garfa.queries)
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
@@ -227,13 +244,14 @@ class Llama(nn.Module):
         the same weights. Linear layers: normal of std 0.02 truncated at 2; `wo` and `w2` divided by sqrt(2·layers)
         (by sqrt(2·(layer + 1)) with `depth_init`), so that the residual stream does not grow with depth.
         """
-        for name, parameter in self.named_parameters():
-            self.init_parameter(unwrapped(name), parameter)
+        for name, parameter in list(self.named_parameters()):
+            self.fill_parameter(unwrapped(name), parameter)
         if buffer_device is not None:
             self.rope_frequencies = self.rope_frequencies.to(buffer_device)
             for _, attention in self._attentions():
-                for name, buffer in list(attention.named_buffers(recurse=False)):
-                    attention.register_buffer(name, buffer.to(buffer_device), persistent=False)
+                for module in attention.modules():
+                    for name, buffer in list(module.named_buffers(recurse=False)):
+                        module.register_buffer(name, buffer.to(buffer_device), persistent=False)
         self.set_position(self.positions, self.length)
 
     @torch.no_grad()
@@ -241,8 +259,12 @@ class Llama(nn.Module):
         """Fills a tensor with the initial values of the parameter of that name."""
         if name.endswith("norm.weight"):
             nn.init.ones_(parameter)
+        elif name.endswith("garfa.raw"):
+            garfa = cast(Attention, self.layers[name.split(".")[1]].attention).garfa
+            assert garfa is not None
+            copy_whole(parameter, torch.tensor(garfa.initial, device=parameter.device))
         else:
-            _fill(parameter, self._init_std(name), _name_seed(self.init_seed, name))
+            _fill(parameter, self._init_std(name), name_seed(self.init_seed, name))
 
     def _init_std(self, name: str) -> float:
         a = self.architecture
@@ -261,7 +283,7 @@ def unwrapped(name: str) -> str:
     return re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name)
 
 
-def _name_seed(seed: int, name: str) -> int:
+def name_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "big")
 
 
@@ -269,8 +291,13 @@ def _fill(parameter: Tensor, std: float, seed: int) -> None:
     generator = torch.Generator(parameter.device).manual_seed(seed)
     full = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     nn.init.trunc_normal_(full, std=std, a=-2 * std, b=2 * std, generator=generator)
+    copy_whole(parameter, full)
+
+
+def copy_whole(parameter: Tensor, full: Tensor) -> None:
+    """Fills a parameter, or the rank's part of one, from the whole tensor."""
     if isinstance(parameter, DTensor):
-        # Every rank has made the same full tensor and keeps its own part: nothing is sent.
+        # Every rank has the same full tensor and keeps its own part: nothing is sent.
         mesh, placements = parameter.device_mesh, parameter.placements
         shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, placements)
         own = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))

@@ -42,6 +42,8 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> 
         attention = cast(Attention, block.attention)
         per_rank = config.architecture.n_heads // mesh.size()
         attention.hold_heads(mesh.get_local_rank() * per_rank, (mesh.get_local_rank() + 1) * per_rank)
+        if attention.garfa is not None and attention.garfa.trained:
+            attention.garfa.raw = nn.Parameter(distribute_tensor(attention.garfa.raw, mesh, [Shard(0)]))
     ends: dict[str, ParallelStyle] = {}
     if model.tok_embeddings is not None:
         ends["tok_embeddings"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))

@@ -18,6 +18,7 @@ from configs.schema import Scope
 from kernels.chunked_loss import chunked_cross_entropy
 from kernels.scoped_attention import scoped_attention
 from model.build import ModelConfig, build_model
+from model.garfa import garfa_of, train_garfa
 from model.scope import head_scopes
 from parallel.context import Layout, reaches, received_bytes
 from parallel.device import prepare_device
@@ -84,24 +85,35 @@ def check_loss(group: dist.ProcessGroup) -> None:
 
 
 def check_logits() -> None:
-    """Logits of a model that is divided over four ranks; each rank returns all of them."""
+    """Logits of a model that is divided over four ranks; each rank returns all of them. GARFA has a head on each."""
     config = build_config(
         {
             "architecture": {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 64},
-            "position": {"heads": {"kind": "scope", "layout": "group_balanced"}, "bias": {"kind": "alibi"}},
+            "position": {
+                "heads": {"kind": "scope", "layout": "group_balanced"},
+                "bias": {"kind": "alibi"},
+                "garfa": {"layers": [{"layer": layer, "raw": [-3.0, -2.0, 0.0, 1.0]} for layer in (0, 1)]},
+            },
             "training": {"seq_len": 32, "mixed_precision_param": "float32"},
             "parallelism": {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 1},
             "activation_checkpoint": {"mode": "none"},
         }
     )
-    whole = build_model(ModelConfig.from_job(config))
+    whole, divided = (build_model(ModelConfig.from_job(config)) for _ in range(2))
+    for model in (whole, divided):
+        train_garfa(model, [1])
     whole.init_weights()
-    divided = build_model(ModelConfig.from_job(config))
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=4, pp=1, ep=1, etp=1, world_size=4)
     parallelize(divided, dims, config)
     divided.init_weights()
     tokens, positions = torch.arange(64).view(2, 32) * 7 % 64, torch.arange(32)[None]
-    torch.testing.assert_close(divided(tokens, positions), whole(tokens, positions), rtol=1e-5, atol=1e-5)
+    logits, expected = divided(tokens, positions), whole(tokens, positions)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert garfa_of(divided) == garfa_of(whole) == config.position.garfa
+    for model in (whole, divided):
+        model(tokens, positions, labels=tokens).backward()
+    found, exact = (model.layers["1"].attention.garfa.raw.grad for model in (divided, whole))
+    torch.testing.assert_close(found.full_tensor(), exact, rtol=1e-4, atol=0)
 
 
 def main() -> None:

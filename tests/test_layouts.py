@@ -10,7 +10,7 @@ from benchmarks import parity
 from configs.load import ConfigError, build_config
 from parallel.gradients import clip_gradients
 from parallel.pipeline import modules_of_stages
-from tests.running import metrics, train
+from tests.running import TINY, metrics, train
 
 LAYOUTS = {layout.name: layout for layout in parity.LAYOUTS}
 
@@ -49,6 +49,7 @@ def test_a_layout_equals_one_process(folder, name, model):
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 PIPELINE = "--parallelism.pipeline_parallel_degree=2"
+GARFA = "garfa = { layers = [{ layer = 1, raw = [-1.0, -3.0] }] }"
 ALL_KINDS = [
     "--architecture.qk_norm", "--position.embedding", "sinusoidal", "--position.bias.kind", "alibi",
     "--activation_checkpoint.mode", "full",
@@ -70,8 +71,10 @@ ALL_KINDS = [
 )
 def test_every_part_of_a_model(tmp_path, model, layout):
     short = ["--training.steps", "3", "--checkpoint.interval", "100"]
-    train(tmp_path / "one", *short, *model)
-    train(tmp_path / "two", *short, *model, *layout, ranks=4 if {TENSOR, PIPELINE} <= {*layout} else 2)
+    config = TINY.replace("[position]", f"[position]\n{GARFA}")
+    train(tmp_path / "one", *short, *model, config=config)
+    ranks = 4 if {TENSOR, PIPELINE} <= {*layout} else 2
+    train(tmp_path / "two", *short, *model, *layout, ranks=ranks, config=config)
     for key in ("loss", "grad_norm"):
         for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
             assert b[key] == pytest.approx(a[key], rel=1e-5)

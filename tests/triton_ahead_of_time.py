@@ -1,6 +1,6 @@
 """Compiles a Triton kernel for GPUs that are not here; prints registers, spills and shared memory as JSON lines.
 
-    python -m tests.triton_ahead_of_time forward|dq|dkv|decode|delta|combine HEAD_DIM
+    python -m tests.triton_ahead_of_time forward|dq|dkv|decode|delta|combine|head_rotation HEAD_DIM
 
 A process of its own: not one in which the kernels are interpreted.
 """
@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels import triton_head_rotation
 from kernels.scoped_attention import triton_attention, triton_backward, triton_decode, triton_forward
 from kernels.scoped_attention.triton_attention import tiles
 
@@ -28,12 +29,17 @@ KERNELS = {
     "decode": triton_decode.decode_kernel,
     "delta": triton_backward.delta_kernel,
     "combine": triton_decode.combine_kernel,
+    "rotate": triton_head_rotation.rotate_kernel,
+    "rotate_backward": triton_head_rotation.rotate_backward_kernel,
 }
+TOGETHER = {"head_rotation": ("rotate", "rotate_backward")}
 GROUPS = {"decode": (4, 32)}  # query heads of a key-value head, where they change the block; else 4
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-POINTERS = {"p_scopes": "*i64", "p_order": "*i64"}  # of the others, those that are not of the inputs' type:
+POINTERS = dict.fromkeys(
+    ("p_scopes", "p_order", "p_positions"), "*i64"
+)  # of the others, those that are not of the inputs' type:
 POINTERS |= dict.fromkeys(("p_starts", "p_until", "p_tokens", "p_heads", "p_first_parts", "p_first_slots"), "*i32")
-POINTERS |= dict.fromkeys(("p_lse", "p_delta", "p_slopes", "p_parts"), "*fp32")
+POINTERS |= dict.fromkeys(("p_lse", "p_delta", "p_slopes", "p_parts", "p_inv_freq", "p_factor"), "*fp32")
 
 
 def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, starts: bool, slopes: bool, group: int):
@@ -46,6 +52,9 @@ def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, starts
         options = {"BLOCK_M": triton_attention.DELTA_ROWS, "num_warps": 4, "num_stages": 3}
     elif name == "combine":
         options = {"BLOCK_P": triton_decode.PARTS_AT_ONCE, "num_warps": 4, "num_stages": 3}
+    elif name.startswith("rotate"):
+        options = triton_head_rotation.block_sizes(head_dim) | {"BY_FREQUENCY": True, "num_stages": 3}
+        options["num_warps"] = triton_head_rotation.NUM_WARPS
     else:
         options = tiles(name, block_h, dtype.itemsize, sm // 10).options()
     launch = {key: options.pop(key) for key in ("num_warps", "num_stages")}
@@ -85,14 +94,17 @@ def registers_and_spills(ptx: str, sm: int) -> dict[str, int]:
 
 
 def main() -> None:
-    name, head_dim = sys.argv[1:]
+    asked, head_dim = sys.argv[1:]
     # float16 is bfloat16 to the compiler: the same instructions and sizes.
-    for dtype, sm, group in itertools.product((torch.bfloat16, torch.float32), (80, 90, 100), GROUPS.get(name, (4,))):
-        # Documents and slopes: what takes most registers.
-        compiled = compile_kernel(name, int(head_dim), dtype, sm, starts=True, slopes=True, group=group)
-        report = {"dtype": str(dtype).removeprefix("torch."), "sm": sm, "group": group}
-        report["shared"] = compiled.metadata.shared
-        print(json.dumps(report | registers_and_spills(compiled.asm["ptx"], sm)), flush=True)
+    for name, dtype, sm in itertools.product(
+        TOGETHER.get(asked, (asked,)), (torch.bfloat16, torch.float32), (80, 90, 100)
+    ):
+        for group in GROUPS.get(name, (4,)):
+            # Documents and slopes: what takes most registers.
+            compiled = compile_kernel(name, int(head_dim), dtype, sm, starts=True, slopes=True, group=group)
+            report = {"kernel": name, "dtype": str(dtype).removeprefix("torch."), "sm": sm, "group": group}
+            report["shared"] = compiled.metadata.shared
+            print(json.dumps(report | registers_and_spills(compiled.asm["ptx"], sm)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,151 @@
+"""Rotation of queries or keys in which each head has frequencies of its own, with the gradient by those frequencies.
+
+Plain RoPE shares tables of cosines and sines among all heads and layers that rotate alike. Frequencies of each head's own
+would make them [L, K, H] a layer: in Triton they are computed where they are used, and no table is written.
+
+The pair (x1, x2) of half-split dimensions turns by angle = position · frequency. For a gradient g of the result, that by x is
+g turned back, and that by the angle the cross product x1·dx2 − x2·dx1; both are written out here.
+
+Shape suffixes: B batch, L tokens, K heads, H head dim, F = H/2 frequencies.
+"""
+
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .scoped_attention.choice import TRIAL_TOLERANCE, in_a_thread
+
+Backend = Literal["auto", "torch", "triton"]
+
+
+def rotate_heads(
+    x_BLKH: Tensor,
+    positions_BL: Tensor,
+    inv_freq_KF: Tensor,
+    attention_factor: Tensor,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Turns head k's pair i at position m by m · inv_freq[k, i].
+
+    Where the rows of `inv_freq_KF` are alike it equals RoPE by tables to the last bit on a CPU: products are taken in fp32
+    (fp64 for fp64 inputs), in the same order.
+
+    Args:
+        x_BLKH: queries or keys; bf16, fp16, fp32 or fp64.
+        positions_BL: integers from 0, exact up to 2^24; [1, L] where all sequences share their positions.
+        inv_freq_KF: radians per token of each head, fp32 (fp64 for fp64 inputs).
+        attention_factor: multiplies cosines and sines (YaRN's temperature); no dimensions, `inv_freq_KF`'s dtype. A tensor,
+            because a compiler makes a program for each number it is given.
+        backend: "triton" on GPUs, "torch" anywhere; "auto" is the first on CUDA devices, tried against the second once in a
+            process, and the second elsewhere.
+
+    Returns:
+        x's shape and dtype. Differentiable by x and `inv_freq_KF`; sums of the latter's gradient are fp32 and their order is
+        fixed.
+
+    Raises:
+        ValueError: shapes that do not fit, or a backend that can't run there.
+        RuntimeError: the Triton kernels give wrong numbers on this machine.
+    """
+    (B, L, K, H), positions, frequencies = x_BLKH.shape, tuple(positions_BL.shape), tuple(inv_freq_KF.shape)
+    if H % 2 or frequencies != (K, H // 2):
+        raise ValueError(
+            f"x_BLKH is {[B, L, K, H]} and inv_freq_KF {list(frequencies)}: pass [heads, head dim / 2] of it"
+        )
+    if positions not in ((B, L), (1, L)):
+        raise ValueError(f"x_BLKH is {[B, L, K, H]} and positions_BL {list(positions)}: pass [{B}, {L}] or [1, {L}]")
+    chosen = backend if backend != "auto" else "triton" if x_BLKH.is_cuda else "torch"
+    if chosen == "triton":
+        from . import triton_head_rotation
+
+        triton_head_rotation.check_runs(x_BLKH)
+        if backend == "auto":
+            try_triton(x_BLKH.device.type, str(x_BLKH.dtype), H)
+    return _RotateHeads.apply(x_BLKH, positions_BL, inv_freq_KF, attention_factor, chosen == "triton")
+
+
+class _RotateHeads(torch.autograd.Function):
+    """Keeps x alone, and that only where frequencies are trained."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: Tensor, in_triton: bool
+    ) -> Tensor:
+        ctx.in_triton = in_triton
+        ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, positions, inv_freq, attention_factor)
+        if in_triton:
+            return torch.ops.farsight.triton_rotate_heads(x, positions, inv_freq, attention_factor)
+        return _rotated(x, *_tables(x, positions, inv_freq, attention_factor)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, positions, inv_freq, attention_factor = ctx.saved_tensors
+        if ctx.in_triton:
+            dx, parts = torch.ops.farsight.triton_rotate_heads_backward(dy, x, positions, inv_freq, attention_factor)
+            return dx, None, None if x is None else parts.sum(dim=0), None, None
+        cos, sin = _tables(dy, positions, inv_freq, attention_factor)
+        dx = _rotated(dy, cos, -sin)
+        if x is None:
+            return dx.to(dy.dtype), None, None, None, None
+        (x1, x2), (dx1, dx2) = x.to(dx.dtype).chunk(2, dim=-1), dx.chunk(2, dim=-1)
+        by_angle = x1 * dx2 - x2 * dx1
+        by_frequency = (positions[..., None, None].to(dx.dtype) * by_angle).sum(dim=(0, 1))
+        return dx.to(dy.dtype), None, by_frequency, None, None
+
+
+def _tables(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: Tensor) -> tuple[Tensor, Tensor]:
+    """[B or 1, L, K, H] each, as `model.rope.rope_tables` has them: sines are negative in the first half."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    angles = positions[..., None, None].to(wide) * inv_freq
+    cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """In the tables' dtype. The operations of `model.rope.rotate`, for the same bits."""
+    x = x.to(cos.dtype)
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+@torch.compiler.assume_constant_result
+def try_triton(device_type: str, dtype: str, head_dim: int) -> bool:
+    """Compares the Triton kernels with PyTorch's operators, once in a process for each dtype and head dim.
+
+    Returns:
+        True, since what is called while compiling has to return something.
+
+    Raises:
+        RuntimeError: they are off by more than rounding.
+    """
+    return _tried(device_type, dtype, head_dim)
+
+
+@cache
+def _tried(device_type: str, dtype: str, head_dim: int) -> bool:
+    error = in_a_thread(_error, device_type, dtype, head_dim)
+    if not error <= TRIAL_TOLERANCE[dtype]:
+        raise RuntimeError(
+            f"the Triton kernels that rotate heads are off by {error:.1e} of the largest value for {dtype}, head dim "
+            f"{head_dim}, on this machine, where {TRIAL_TOLERANCE[dtype]:.0e} is expected: report this with the output of "
+            "python -m torch.utils.collect_env"
+        )
+    return True
+
+
+def _error(device_type: str, dtype: str, head_dim: int) -> float:
+    """Largest error of the result and its gradients, in parts of the largest value."""
+    generator = torch.Generator().manual_seed(0)
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    x, dy = (torch.randn(2, 300, 3, head_dim, generator=generator).to(device_type, kind) for _ in range(2))
+    frequencies = torch.rand(3, head_dim // 2, generator=generator).to(device_type)
+    positions = torch.randint(0, 1000, (2, 300), generator=generator).to(device_type)
+    results = []
+    backends: tuple[Backend, ...] = ("triton", "torch")
+    for backend in backends:
+        leaves = [x.detach().requires_grad_(), frequencies.detach().requires_grad_()]
+        y = rotate_heads(leaves[0], positions, leaves[1], frequencies.new_full((), 1.3), backend)
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+    errors = [(a.float() - b.float()).abs().max() / b.abs().max() for a, b in zip(*results, strict=True)]
+    return float(torch.stack(errors).max())  # NaN if any is
