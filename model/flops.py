@@ -6,6 +6,7 @@ recomputation.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,25 +15,40 @@ from kernels.scoped_attention.semantics import visible_pairs_at_positions
 from model.layers import LayerPosition
 
 
+@dataclass(frozen=True)
+class Adapters:
+    """What trains beside frozen layers."""
+
+    lowest: int
+    """Layer at which the backward pass ends."""
+    weights: int
+    """Of all adapters' matrices."""
+
+
 def batch_flops(
     architecture: Architecture,
     layers: Sequence[LayerPosition],
     positions_BL: Tensor,
     trained_layers: Collection[int] | None = None,
+    adapters: Adapters | None = None,
 ) -> int:
     """FLOPs of a batch, forward and backward.
 
     Args:
         positions_BL: each token's distance from the start of its document.
-        trained_layers: None trains all parameters.
+        trained_layers: None trains all parameters, or the adapters alone where there are any.
     """
     lowest = min(trained_layers) if trained_layers else 0
+    if adapters is not None:
+        lowest = adapters.lowest
     pairs, pairs_backward = batch_pairs(layers, positions_BL), batch_pairs(layers[lowest:], positions_BL)
     attention = architecture.head_dim * (4 * pairs + 8 * pairs_backward)
-    return matmul_flops_per_token(architecture, trained_layers) * positions_BL.numel() + attention
+    return matmul_flops_per_token(architecture, trained_layers, adapters) * positions_BL.numel() + attention
 
 
-def matmul_flops_per_token(architecture: Architecture, trained_layers: Collection[int] | None = None) -> int:
+def matmul_flops_per_token(
+    architecture: Architecture, trained_layers: Collection[int] | None = None, adapters: Adapters | None = None
+) -> int:
     """FLOPs of one token's matrix products: 2 for each weight of a linear layer or the head in the forward pass, 2 for
     its input's gradient, 2 for its own.
 
@@ -40,6 +56,10 @@ def matmul_flops_per_token(architecture: Architecture, trained_layers: Collectio
     """
     a = architecture
     layer, head = layer_matmul_weights(a), a.dim * a.vocab_size
+    if adapters is not None:
+        passed_back = (a.n_layers - adapters.lowest) * layer + head
+        own = len(trained_layers or ()) * layer
+        return 2 * (a.n_layers * layer + head) + 2 * passed_back + 2 * own + 6 * adapters.weights
     if not trained_layers:
         return 6 * (a.n_layers * layer + head)
     passed_back = (a.n_layers - min(trained_layers)) * layer + head
