@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.finetuning import FinetuneConfig, InstructionHub
+from configs.load import to_dict
 from configs.schema import HubSource, JobConfig, NoRotary, Source, StdlibSource
+from model.adapted_layers import adapted
 from model.build import ModelConfig, count_parameters
-from model.layers import describe
+from model.layers import describe, layer_selection
 from model.scope import DENSE_SCOPE
 
 CARD = "README.md"
@@ -19,22 +22,52 @@ CONFIG = "farsight.json"
 
 def training_entry(config: JobConfig, steps: int, tokens: int) -> dict[str, Any]:
     """What a run adds to the history of its weights after so many steps and tokens."""
-    o, total = config.optimizer, sum(source.weight for source in config.data.sources)
+    o = config.optimizer
+    start = config.base_model.path if isinstance(config, FinetuneConfig) else config.checkpoint.initial_load_path
     return {
         "name": config.job.description if config.job.description != "Farsight" else Path(config.job.dump_folder).name,
-        "start": config.checkpoint.initial_load_path or "random weights",
+        "start": start or "random weights",
         "layers": config.training.layers or "all",
         "seq_len": config.training.seq_len,
         "steps": steps,
         "tokens": tokens,
-        "dtype": config.training.mixed_precision_param,
+        "dtype": config.base_model.dtype if isinstance(config, FinetuneConfig) else config.training.mixed_precision_param,
         "optimizer": {
             "name": o.name, "lr": o.lr, "beta1": o.beta1, "beta2": o.beta2, "weight_decay": o.weight_decay,
             "warmup_steps": config.lr_scheduler.warmup_steps, "decay": config.lr_scheduler.decay_type,
             "min_lr_factor": config.lr_scheduler.min_lr_factor,
         },
-        "data": [{"source": _source(source), "share": source.weight / total} for source in config.data.sources],
+        "data": _instructions(config) if isinstance(config, FinetuneConfig) else _mixture(config),
+        **({"adapter": adapter_entry(config)} if isinstance(config, FinetuneConfig) else {}),
     }  # fmt: skip
+
+
+def adapter_entry(config: FinetuneConfig) -> dict[str, Any]:
+    """What was trained beside which base: a run that goes on has to have the same."""
+    layers = adapted(config)
+    lora, garfa = config.lora, config.garfa
+    entry: dict[str, Any] = {name: value for name, value in to_dict(config.base_model).items() if name != "path"}
+    if layers.lora:
+        entry["lora"] = to_dict(lora) | {"layers": list(layers.lora)}
+    if layers.garfa:
+        settings = {"init": garfa.init, "equation": garfa.equation, "queries": garfa.queries}
+        entry["garfa"] = settings | {"layers": list(layers.garfa)}
+    return entry
+
+
+def _mixture(config: JobConfig) -> list[dict[str, Any]]:
+    total = sum(source.weight for source in config.data.sources)
+    return [{"source": _source(source), "share": source.weight / total} for source in config.data.sources]
+
+
+def _instructions(config: FinetuneConfig) -> list[dict[str, Any]]:
+    """Sources with their passes in an epoch: the shares of tokens follow from the rows."""
+    sources = []
+    for source in config.data.sources:
+        rows = f"{source.rows:,} rows of " * bool(source.rows)
+        name = _hub_name(source) if isinstance(source, InstructionHub) else source.path
+        sources.append({"source": rows + name, "passes": source.weight})
+    return sources
 
 
 def _source(source: Source) -> str:
@@ -42,8 +75,7 @@ def _source(source: Source) -> str:
         case StdlibSource():
             name = "Python's standard library"
         case HubSource():
-            parts = [source.name, source.config, source.data_dir, source.data_files]
-            name = " ".join(part for part in parts if part)
+            name = _hub_name(source)
         case _:
             name = source.path
     if source.min_tokens:
@@ -51,6 +83,10 @@ def _source(source: Source) -> str:
     if source.max_tokens:
         name += f", documents of {source.max_tokens:,} tokens or fewer"
     return name
+
+
+def _hub_name(source: HubSource | InstructionHub) -> str:
+    return " ".join(part for part in (source.name, source.config, source.data_dir, source.data_files) if part)
 
 
 def read_history(directory: Path) -> list[dict[str, Any]]:
@@ -88,8 +124,9 @@ def model_card(
         "How each layer knows position (scopes: how many tokens back its heads see, the token itself included):\n",
         f"```\n{describe(config.layers())}\n```\n",
         *_past_the_trained_length(config),
+        *_garfa(config),
         "## How it was trained\n",
-        *_training(history),
+        *training_table(history),
         "## How to load it\n",
         *(["`modeling_farsight.py` in this directory needs `torch` and `transformers` alone.\n"] if own_type else []),
         "```python",
@@ -115,6 +152,7 @@ def _mechanisms(config: ModelConfig) -> list[str]:
         windows = {*layer.scopes} - {DENSE_SCOPE}
         kinds: set[str] = set() if isinstance(layer.rotary, NoRotary) else {layer.rotary.kind}
         kinds |= {"lasp"} if kinds and config.position.lasp else set()
+        kinds |= {"garfa"} if layer.garfa else set()
         kinds |= {"alibi"} if layer.alibi_slopes else set()
         kinds |= {"scope" if len({*layer.scopes}) > 1 else "window"} if windows else set()
         names |= kinds or (set() if sinusoidal else {"nope"})
@@ -130,7 +168,20 @@ def _past_the_trained_length(config: ModelConfig) -> list[str]:
     return []
 
 
-def _training(history: Sequence[dict[str, Any]]) -> list[str]:
+def _garfa(config: ModelConfig) -> list[str]:
+    layers = [number for number, layer in enumerate(config.layers()) if layer.garfa]
+    if not layers or config.position.garfa is None:
+        return []
+    base = "the square root of alpha" if config.position.garfa.equation == 14 else "alpha"
+    what = "Keys, and queries with them," if config.position.garfa.queries else "Keys, and not queries,"
+    return [
+        f"{what} turn at a speed of each key/value head's own in layers {layer_selection(layers)}: the RoPE base times {base} "
+        "(GARFA). What reads the weights without it computes another model.\n"
+    ]
+
+
+def training_table(history: Sequence[dict[str, Any]]) -> list[str]:
+    """The runs as a table in Markdown, a line each."""
     if not history:
         return ["How these weights were trained is not recorded here.\n"]
     lines = [
@@ -143,10 +194,35 @@ def _training(history: Sequence[dict[str, Any]]) -> list[str]:
             f"{o['name']} ({o['beta1']}, {o['beta2']}), weight decay {o['weight_decay']}, learning rate {o['lr']:g}, "
             f"warm-up {o['warmup_steps']:,}, {o['decay']} decay to {o['min_lr_factor']:g} of it; {entry['dtype']}"
         )
-        data = "; ".join(f"{100 * share['share']:.3g} % {share['source']}" for share in entry["data"])
+        data = "; ".join(_amount(source) + source["source"] for source in entry["data"])
         cells = [
             entry["name"], entry["start"], f"{entry['seq_len']:,}", f"{entry['steps']:,}",
-            f"{entry['tokens'] // max(1, entry['steps']):,}", f"{entry['tokens']:,}", entry["layers"], optimizer, data,
+            f"{entry['tokens'] // max(1, entry['steps']):,}", f"{entry['tokens']:,}", _trained(entry), optimizer, data,
         ]  # fmt: skip
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return [*lines, ""]
+
+
+def _amount(source: dict[str, Any]) -> str:
+    if "share" in source:
+        return f"{100 * source['share']:.3g} % "
+    return f"{source['passes']:g} × " if source["passes"] != 1 else ""
+
+
+def _trained(entry: dict[str, Any]) -> str:
+    """What a run trained, in a cell."""
+    adapter = entry.get("adapter", {})
+    parts = []
+    if lora := adapter.get("lora"):
+        kind = "DoRA" if lora["dora"] else "LoRA"
+        parts.append(f"{kind} of rank {lora['rank']}, alpha {lora['alpha']:g} on {layer_selection(lora['layers'])}")
+    if garfa := adapter.get("garfa"):
+        parts.append(f"GARFA on {layer_selection(garfa['layers'])}")
+    if not parts:
+        return entry["layers"]
+    kept = adapter["quantization"] if adapter["quantization"] != "none" else adapter["dtype"]
+    parts.append(f"base in {kept}")
+    if merged := entry.get("merged"):
+        into = {"dequantized": "these weights, read back", "original": "the base's own weights"}[merged["into"]]
+        parts.append(f"merged into {into}" + ", without GARFA" * (merged["garfa"] == "dropped"))
+    return "; ".join(parts)

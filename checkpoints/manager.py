@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
-from checkpoints.card import CONFIG, read_history, training_entry
+from checkpoints.card import CONFIG, adapter_entry, read_history, training_entry
 from checkpoints.intact import COMPLETE, faults, is_complete
 from checkpoints.model_dir import check_tensors, read_model_config
 from checkpoints.names import from_hf_name, to_hf_name
+from configs.finetuning import FinetuneConfig
 from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
 from model.build import ModelConfig, trained_layers
@@ -73,6 +74,8 @@ class RunCheckpoints(CheckpointManager):
     exclude_from_loading: list[str]
     async_mode: AsyncMode
     save_future: Future[Any] | None
+    base: str | None = None
+    """In fine-tuning the fingerprint of the base, which checkpoints do not hold."""
 
     def __init__(self, config: JobConfig, **parts: Any) -> None:
         self.config, self.model_config = config, ModelConfig.from_job(config)
@@ -102,7 +105,9 @@ class RunCheckpoints(CheckpointManager):
             self._check_resumable(checkpoint)
             # Both are for the start from another run; a run that resumes itself needs all of its state.
             self.exclude_from_loading, self.initial_load_path = [], None
+            settings = self._optimizer_settings()
             self._read(checkpoint)
+            self._take_settings(settings)
             self._continue_history(checkpoint, newest)
             logger.info(f"resuming from {checkpoint}")
             return True
@@ -111,14 +116,26 @@ class RunCheckpoints(CheckpointManager):
         start = Path(self.initial_load_path)
         self._prepare_initial_load(start)
         self.history = read_history(start)
-        # Another run's optimizer brings its moments, and with them its learning rate and weight decay: ours stay.
-        groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
-        settings = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        settings = self._optimizer_settings()
         self._read(start, model_only=self.initial_load_model_only, from_hf=self.initial_load_in_hf)
+        self._take_settings(settings)
+        return True
+
+    def _optimizer_settings(self) -> list[dict[str, Any]]:
+        groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
+
+    def _take_settings(self, settings: list[dict[str, Any]]) -> None:
+        """Moments come with the learning rate and weight decay that they were saved with: the config's are used."""
         groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
         for group, own in zip(groups, settings, strict=True):
             group.update(own)
-        return True
+        for scheduler in self.states["lr_scheduler"]:
+            scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
+            parts = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+            for group, base, rate in parts:
+                group["lr"] = base * rate(scheduler.last_epoch)
+            scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
     @torch.no_grad()
     def _read(self, checkpoint: Path, model_only: bool = False, from_hf: bool = False) -> None:
@@ -144,8 +161,19 @@ class RunCheckpoints(CheckpointManager):
         return self.states["train_state"].state_dict()["tokens_seen"]
 
     def _refuse_other_layers(self, checkpoint: Path) -> None:
-        """An optimizer's state goes on only where all layers that train now were trained before."""
-        before = (read_history(checkpoint) or [{}])[-1].get("layers", "all")
+        """An optimizer's state goes on only where all that trains now was trained before."""
+        entry = (read_history(checkpoint) or [{}])[-1]
+        if isinstance(self.config, FinetuneConfig) and entry.get("adapter") != (now := adapter_entry(self.config)):
+            raise ConfigError(
+                f"{checkpoint} holds other adapters:\n  there: {entry.get('adapter')}\n  here:  {now}\n"
+                "Set them back, or start a new run (job.dump_folder)."
+            )
+        if self.base is not None and entry.get("base") != self.base:
+            raise ConfigError(
+                f"{checkpoint} was trained beside {entry.get('start')}, and base_model.path = {self.config.base_model.path!r} "  # type: ignore[attr-defined]  # fine-tuning's
+                "holds other weights: name the former, or start a new run (job.dump_folder)."
+            )
+        before = entry.get("layers", "all")
         ours, n_layers = trained_layers(self.config), self.model_config.architecture.n_layers
         if before != "all" and not (ours is not None and {*ours} <= select_layers(before, n_layers)):
             raise ConfigError(
@@ -267,10 +295,16 @@ class RunCheckpoints(CheckpointManager):
     def _write_config(self, step: int) -> None:
         folder = Path(self._create_checkpoint_id(step))
         folder.mkdir(parents=True, exist_ok=True)
+        self.model_config.save(folder / CONFIG, job=to_toml(self.config), training=self.training_so_far(step))
+
+    def training_so_far(self, step: int) -> list[dict[str, Any]]:
+        """The runs that trained the weights, this one's entry last."""
         entry = training_entry(self.config, step - self.done[0], self._tokens_seen() - self.done[1])
         if self.done[0]:
             entry["start"] = "the run above, with other settings"
-        self.model_config.save(folder / CONFIG, job=to_toml(self.config), training=[*self.history, entry])
+        if self.base is not None:
+            entry["base"] = self.base
+        return [*self.history, entry]
 
     def _finish_saving(self) -> bool:
         """Waits for the save that is under way; returns whether it succeeded, on all ranks the same."""

@@ -22,6 +22,8 @@ from model.llama import Llama
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
+ADAPTER_MARKER, ADAPTER_CONFIG, GARFA_FILE = "farsight_adapter.json", "adapter_config.json", "garfa.safetensors"
+"""Files that tell an adapter's directory: `checkpoints/adapter.py`."""
 
 
 def write_model_dir(
@@ -116,17 +118,27 @@ def _write_safetensors(
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """A model directory's config: from `farsight.json`, or from a Llama-family `config.json` without one.
+    """A model directory's config: from `farsight.json`, or from a Llama-family `config.json` without one; or an adapter's.
 
     Raises:
         ConfigError: no such directory, or a model that can't be built here.
     """
+    if is_adapter(directory):
+        from checkpoints.adapter import read_adapter
+
+        return read_adapter(directory).config()
     if (directory / CONFIG).is_file():
         return ModelConfig.load(directory / CONFIG)
     path = directory / "config.json"
     if not path.is_file():
         raise ConfigError(f"{directory} is not a model directory: it has no config.json.")
     return from_hf_config(json.loads(path.read_text(encoding="utf-8")))
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether it holds what fine-tuning learned beside a base, and not a whole model."""
+    names = (ADAPTER_MARKER, ADAPTER_CONFIG, GARFA_FILE)
+    return not (directory / "config.json").is_file() and any((directory / name).is_file() for name in names)
 
 
 def tensor_files(directory: Path) -> dict[str, Path]:
@@ -136,6 +148,10 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         ConfigError: no safetensors, a damaged file, or tensors that a Llama of ours does not have.
     """
     files: dict[str, Path] = {}
+    if is_adapter(directory):
+        raise ConfigError(
+            f"{directory} is an adapter and no whole model: python -m checkpoints.merge {directory} --out OUT makes one."
+        )
     paths = sorted(directory.glob("*.safetensors"))
     if not paths:
         raise ConfigError(f"{directory} holds no *.safetensors. Other weight formats (pickles) are not read.")
@@ -224,7 +240,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     config: ModelConfig | None = None,
 ) -> tuple[Llama, ModelConfig]:
-    """Builds the model of a directory and reads its weights, one tensor at a time.
+    """Builds the model of a directory, or an adapter's on its base, and reads its weights, one tensor at a time.
 
     Args:
         length: sequence length its positions are set for; the trained length when None.
@@ -233,6 +249,10 @@ def load_model(
     Returns:
         The model in evaluation mode, and its config.
     """
+    if is_adapter(directory):
+        from checkpoints.adapter import load_adapter
+
+        return load_adapter(directory, device=device, dtype=dtype, length=length, config=config)
     config = config or read_model_config(directory)
     files = check_tensors(directory, config)
     with torch.device("meta"):

@@ -33,6 +33,15 @@ def to_hf_name(name: str) -> str:
     return f"model.layers.{layer}.{_LAYER[rest]}"
 
 
+def to_peft_name(name: str) -> str:
+    """An adapter's tensor by PEFT's name in a file: `layers.3.attention.wq.lora_A.default.weight` →
+    `base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight`."""
+    linear, _, rest = name.partition(".lora_")
+    module = to_hf_name(linear + ".weight").removesuffix(".weight")
+    part = rest.split(".")[0]
+    return f"base_model.model.{module}.lora_{part}" + (".weight" if part in ("A", "B") else "")
+
+
 def from_hf_name(name: str) -> str | None:
     """The reverse; None for a tensor that a Llama of ours does not have."""
     if not name.startswith("model.layers."):
