@@ -112,12 +112,12 @@ def _stage_seconds(config: JobConfig, layout: Layout, stage: Stage, gpu: Gpu, ef
     for number in stage.layers:
         passes = Passes.of(config, number)
         weights_read = layer_matmul_weights(a) // layout.tp
-        pairs = layout.rows * _pairs_of_busiest(config, layout, layers[number], efficiency.windows)
+        pairs = layout.rows * pairs_of_busiest(config, layout, layers[number], efficiency.windows)
         collective = _tp_bytes(config, layout)
         seconds += Seconds(
             matmul=2 * weights_read * tokens * passes.matmul / (peak * efficiency.matmul),
             attention=a.head_dim * pairs * passes.attention / (peak * efficiency.attention),
-            memory=_memory_bytes(config, layers[number])
+            memory=memory_bytes(config, layers[number])
             * tokens
             / layout.tp
             * passes.memory
@@ -168,7 +168,7 @@ class Passes:
         return cls(1 + backward + again_matmul, 14 + 4 * again_attention, 3 + again, 2 + again)
 
 
-def _pairs_of_busiest(config: JobConfig, layout: Layout, position: LayerPosition, windows: float) -> float:
+def pairs_of_busiest(config: JobConfig, layout: Layout, position: LayerPosition, windows: float) -> float:
     """Pairs of one row on the rank with most, those of heads that do not see the whole sequence counted as 1 / windows."""
     tokens, cut = config.training.seq_len, config.parallelism.context_parallel_load_balancer
     part = len(position.scopes) // layout.tp
@@ -182,7 +182,7 @@ def _pairs_of_busiest(config: JobConfig, layout: Layout, position: LayerPosition
     return most
 
 
-def _memory_bytes(config: JobConfig, position: LayerPosition) -> int:
+def memory_bytes(config: JobConfig, position: LayerPosition) -> int:
     """Read and written for each token of a layer's forward pass outside products: two norms, two sums, SwiGLU, rotation."""
     a = config.architecture
     numbers = 2 * 2 * a.dim + 2 * 3 * a.dim + 3 * a.ffn_dim

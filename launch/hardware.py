@@ -35,6 +35,12 @@ GPUS = {
     "h200-141g": Gpu(141, 989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
     # NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s and 14.4 TB/s of NVLink for eight; ConnectX-7 at 400 Gb/s.
     "b200-180g": Gpu(180, 2250e12, 75e12, 8e12, 900e9, 50e9, 64e9),
+    # One GPU for fine-tuning, without NVLink: NVIDIA's data sheets (fp32 accumulation), PCIe 4.0. Several of a machine meet over PCIe.
+    "rtx3090-24g": Gpu(24, 71e12, 35.6e12, 936e9, 32e9, 12.5e9, 32e9, per_node=4),
+    "rtx4090-24g": Gpu(24, 165.2e12, 82.6e12, 1.008e12, 32e9, 12.5e9, 32e9, per_node=4),
+    "a10g-24g": Gpu(24, 70e12, 35e12, 600e9, 32e9, 12.5e9, 32e9, per_node=4),
+    "l4-24g": Gpu(24, 121e12, 30.3e12, 300e9, 32e9, 12.5e9, 32e9, per_node=4),
+    "l40s-48g": Gpu(48, 362e12, 91.6e12, 864e9, 32e9, 12.5e9, 32e9),
 }
 
 

@@ -89,7 +89,7 @@ def rank_memory(config: JobConfig, layout: Layout, rank: int) -> RankMemory:
     received = sum((not stage.first) + (not stage.last) for stage in stages)
     rotaries = {layers[n].rotary for s in stages for n in s.layers} - {NoRotary()}
     last = any(stage.last for stage in stages)
-    logits, gathered_head = _loss_bytes(config, layout, trained is None) if last else (0, 0)
+    logits, gathered_head = loss_bytes(config, layout, types, trained is None) if last else (0, 0)
     copies = 0
     if blocks:
         copies = _gathered(
@@ -101,11 +101,10 @@ def rank_memory(config: JobConfig, layout: Layout, rank: int) -> RankMemory:
         optimizer=0 if offload else sum(ADAM_MOMENTS * kept * shards[w.name] + 4 for w in updated),
         saved=sum(saved_by_stage) * in_flight // len(stages),
         recomputed=max(blocks, default=0) if config.activation_checkpoint.mode in ("full", "selective") else 0,
-        gradients_of_activations=_block_gradients(config, layout) if blocks else 0,
+        gradients_of_activations=block_gradients(config, layout, types) if blocks else 0,
         logits=logits,
         caches={
-            # Two fp32 tables for each way in which layers rotate, of every token's position.
-            "rope": 8 * a.head_dim * tokens * len(rotaries) * -(-in_flight // len(stages)),
+            "rope": rope_tables_bytes(a.head_dim, tokens, len(rotaries)) * -(-in_flight // len(stages)),
             "halo": halo,
             "pipeline": received * layout.microbatches * tokens // layout.tp * a.dim * types.stream,
         },
@@ -238,8 +237,19 @@ def saved_activations(config: JobConfig, layout: Layout, stage: Stage, fused_nor
         if ac.mode == "selective" and ac.selective_ac_option == "op":
             saved += _kept_results(config, layout)
     if stage.last:
-        saved += (1 if fused_norms else 2) * stream + 4 * stream // (a.dim * types.stream)  # the last norm's
+        saved += last_norm_bytes(config, layout, types, fused_norms)
     return saved
+
+
+def last_norm_bytes(config: JobConfig, layout: Layout, types: Types, fused_norms: bool = True) -> int:
+    """What the norm before the head keeps: its input and a scale."""
+    tokens = local_tokens(config, layout) // layout.tp
+    return tokens * ((1 if fused_norms else 2) * config.architecture.dim * types.stream + 4)
+
+
+def rope_tables_bytes(head_dim: int, tokens: int, kinds: int) -> int:
+    """Two fp32 tables for each way in which layers rotate, of every token's position."""
+    return 8 * head_dim * tokens * kinds
 
 
 def recomputes(option: str, layer: int) -> bool:
@@ -251,23 +261,30 @@ def _block_bytes(
     config: JobConfig, layout: Layout, number: int, position: LayerPosition, fused_norms: bool = True
 ) -> int:
     """What autograd keeps of one block."""
-    a, types, tokens = config.architecture, Types.of(config, layout), local_tokens(config, layout)
-    trained = trained_layers(config)
+    a, types, trained = config.architecture, Types.of(config, layout), trained_layers(config)
+    # What the linear layers read is kept for their weights' gradients: whole sequences, also where TP divides the stream.
+    read = 2 * a.dim + a.ffn_dim // layout.tp if trained is None or number in trained else 0
+    return block_bytes(config, layout, types, position, read * types.product, fused_norms)
+
+
+def block_bytes(
+    config: JobConfig, layout: Layout, types: Types, position: LayerPosition, read: int, fused_norms: bool = True
+) -> int:
+    """What autograd keeps of a block beside `read` bytes of each token, its linear layers' inputs."""
+    a, tokens = config.architecture, local_tokens(config, layout)
     heads, kv_heads = a.n_heads // layout.tp * a.head_dim, a.n_kv_heads // layout.tp * a.head_dim
     stream = tokens // layout.tp * (2 * a.dim * types.stream + 2 * 4)  # before both norms, with the norms' scales
     unfused = 0 if fused_norms else tokens // layout.tp * 2 * a.dim * types.stream
     if a.qk_norm:
         stream += tokens * ((heads + kv_heads) * types.product + 4 * (heads + kv_heads) // a.head_dim)
         unfused += 0 if fused_norms else tokens * (heads + kv_heads) * types.product
-    # What the linear layers read is kept for their weights' gradients: whole sequences, also where TP divides the stream.
-    read = 2 * a.dim + a.ffn_dim // layout.tp if trained is None or number in trained else 0
     attention = 2 * heads * types.product + 4 * a.n_heads // layout.tp  # queries, output, log-sum-exp
     hidden = 2 * a.ffn_dim // layout.tp
     keys = 2 * kv_heads * types.product * tokens
     if layout.cp > 1:
         keys = types.product * layout.rows * keys_seen_numbers(config, layout, position.scopes)
         attention += heads * types.product  # outputs by piece, and joined
-    return stream + unfused + tokens * ((read + hidden) * types.product + attention) + keys
+    return stream + unfused + tokens * (read + hidden * types.product + attention) + keys
 
 
 def _kept_results(config: JobConfig, layout: Layout) -> int:
@@ -281,19 +298,20 @@ def _kept_results(config: JobConfig, layout: Layout) -> int:
     return local_tokens(config, layout) * ((products + heads) * types.product + 4 * a.n_heads) // layout.tp
 
 
-def _block_gradients(config: JobConfig, layout: Layout) -> int:
+def block_gradients(config: JobConfig, layout: Layout, types: Types) -> int:
     """Gradients that exist at once in a block's backward pass: of three hidden vectors and two of the stream."""
-    a, types = config.architecture, Types.of(config, layout)
+    a = config.architecture
     return local_tokens(config, layout) * (3 * a.ffn_dim * types.product + 2 * a.dim * types.stream) // layout.tp
 
 
-def _loss_bytes(config: JobConfig, layout: Layout, head_trained: bool) -> tuple[int, int]:
+def loss_bytes(config: JobConfig, layout: Layout, types: Types, head_trained: bool) -> tuple[int, int]:
     """`kernels.chunked_loss`: a chunk's logits twice in fp32, gradients by hidden states and head; and FSDP's copies."""
-    a, types, tokens = config.architecture, Types.of(config, layout), local_tokens(config, layout)
+    a, tokens = config.architecture, local_tokens(config, layout)
     vocabulary = a.vocab_size // layout.tp
     chunk = min(tokens, config.loss.chunk_tokens or max(1, CHUNK_LOGITS // vocabulary))
     head = vocabulary * a.dim
-    logits = 8 * chunk * vocabulary + tokens * a.dim * types.product
+    # Below fp32 the logits' gradient is also made in the type of the products.
+    logits = (8 if types.product == 4 else 8 + types.product) * chunk * vocabulary + tokens * a.dim * types.product
     if head_trained:
         logits += head * (4 if types.product == 4 else 4 + 2 * types.product)
     return logits, types.product * head if layout.sharded else 0

@@ -3,12 +3,14 @@
     python -m launch.plan configs/recipes/scope_llama3_8b.toml --gpus 64 --gpu h100-80g
     python -m launch.plan configs/X.toml --gpus 8 --gpu a100-80g --json plan.json --training.seq_len 32768
 
-It takes a config or a recipe, of which it plans every stage (`--stage NAME`: that one). Options of the form --section.key
+It takes a config or a recipe, of which it plans every stage (`--stage NAME`: that one), or a config of `train.py finetune`, whose
+base need not be here if model.flavor names its size. Options of the form --section.key
 value change the config. A batch or layout that does not divide over the GPUs is planned with the nearest that does, and
 says so. With --json a recipe's file has its stages under "stages", and the last one's figures (or the chosen one's) at the
 top, where a config has its own.
 
-Everything is calculated: docs/plan.md says what is counted, what is assumed, and what it was compared with.
+Everything is calculated: docs/plan.md and docs/finetune_memory.md say what is counted, what is assumed, and what it was compared
+with.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from configs.schema import JobConfig
 from data.tokenizer import load_tokenizer
 from launch.costs import StepTime, flops_per_token, step_time, tokens_per_step
 from launch.files import write_text
+from launch.finetune_plan import is_finetuning, plan_finetuning, read_finetune_config
 from launch.hardware import GPUS, Efficiency, Gpu, find_gpu, usable_bytes
 from launch.heads import HeadLayoutCost, chosen_head_layout, compare_head_layouts, imbalance, layers_of
 from launch.layout import Layout
@@ -256,6 +259,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         gpu, efficiency = find_gpu(options.gpu), Efficiency(**{name: getattr(options, name) for name in ADJUSTABLE})
         _check_shares(efficiency)
+        if is_finetuning(options.config):
+            return _plan_finetuning(options, rest, gpu, efficiency)
         named, configs = read_configs(options.config, rest, options.stage)
         gpus = named if options.gpus is None else options.gpus
         if gpus < 1:
@@ -265,12 +270,24 @@ def main(arguments: list[str] | None = None) -> int:
         logger.error(str(error))
         return 2
     print("\n\n".join(plan_text(plan, options.gpu) for plan in plans))
-    print("\n" + assumptions_text(plans[-1], options.gpu))
+    print("\n" + assumptions_text(gpu, efficiency, options.gpu))
     if options.json:
         figures = plans[-1].as_dict()
         if "stages" in read_toml(options.config):
             figures["stages"] = [plan.as_dict() for plan in plans]
         write_text(options.json, json.dumps(figures, indent=2) + "\n")
+    return 0
+
+
+def _plan_finetuning(options: argparse.Namespace, rest: list[str], gpu: Gpu, efficiency: Efficiency) -> int:
+    gpus, path = options.gpus or 1, options.config
+    if options.stage is not None or gpus < 1:
+        raise ConfigError(f"{path} is of `train.py finetune`: it has no stages, and --gpus must be 1 or more.")
+    plan = plan_finetuning(path.stem, read_finetune_config(path, rest), gpus, options.gpu, gpu, efficiency)
+    print(plan.text())
+    print("\n" + assumptions_text(gpu, efficiency, options.gpu))
+    if options.json:
+        write_text(options.json, json.dumps(plan.as_dict(), indent=2) + "\n")
     return 0
 
 

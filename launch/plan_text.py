@@ -4,6 +4,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from launch.costs import bandwidth
+from launch.hardware import Efficiency, Gpu
 from launch.heads import chosen_head_layout
 from launch.memory import RankMemory
 from launch.suggest import as_options
@@ -35,7 +36,7 @@ def _head(plan: "Plan", kind: str) -> list[str]:
         each += f", accumulated {layout.accumulation} times"
     lines = [
         f"{plan.name} on {where}: {layout}",
-        f"{_count(plan.parameters)} parameters, {t.seq_len:,} tokens a sequence, {batch:,} sequences a step ({each})",
+        f"{count(plan.parameters)} parameters, {t.seq_len:,} tokens a sequence, {batch:,} sequences a step ({each})",
     ]
     if plan.changes:
         lines.append(f"planned with {as_options(plan.changes)}")
@@ -65,13 +66,9 @@ def _memory_row(memory: RankMemory) -> str:
     caches = sum(memory.caches.values())
     narrow = (memory.parameters, memory.gradients, memory.optimizer, memory.saved)
     return (
-        "".join(f"{_gib(size):>7}" for size in narrow)
-        + f"{_gib(caches):>8}{_gib(memory.in_block):>9}{_gib(memory.in_loss):>9}{_gib(memory.peak):>8}"
+        "".join(f"{gib(size, 1):>7}" for size in narrow)
+        + f"{gib(caches, 1):>8}{gib(memory.in_block, 1):>9}{gib(memory.in_loss, 1):>9}{gib(memory.peak, 1):>8}"
     )
-
-
-def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}"
 
 
 def _work(plan: "Plan") -> list[str]:
@@ -79,7 +76,7 @@ def _work(plan: "Plan") -> list[str]:
     seen = "all heads see all tokens before them"
     if plan.pairs_ratio > 1:
         seen = f"heads see 1/{plan.pairs_ratio:.2f} of the pairs of dense ones"
-    lines = [f"{_count(plan.flops_per_token, 'G')} FLOP a token; {seen}"]
+    lines = [f"{count(plan.flops_per_token, 'G')} FLOP a token; {seen}"]
     if plan.layout.tp * plan.layout.cp > 1:
         lines.append(f"attention of the busiest rank over the mean: {both:.2f} (tp {by_tp:.2f}, cp {by_cp:.2f})")
     degrees = plan.layout.degrees()
@@ -111,24 +108,32 @@ def _time(plan: "Plan") -> list[str]:
     ]
     steps = plan.config.training.steps
     return [
-        f"step {_seconds(time.total)}: {', '.join(shown)}",
-        f"{plan.tokens_per_second:,.0f} tokens/s, {_count(plan.tokens_per_second * 86400)} tokens a day, "
-        f"MFU {100 * plan.mfu:.0f} %; {steps:,} steps take {_duration(steps * time.total)}",
+        f"step {shown_seconds(time.total)}: {', '.join(shown)}",
+        f"{plan.tokens_per_second:,.0f} tokens/s, {count(plan.tokens_per_second * 86400)} tokens a day, "
+        f"MFU {100 * plan.mfu:.0f} %; {steps:,} steps take {duration(steps * time.total)}",
     ]
 
 
-def _count(number: float, billions: str = "B") -> str:
+def count(number: float, billions: str = "B") -> str:
+    """A large number in short: 8.03B."""
     for size, letter in ((1e12, "T"), (1e9, billions), (1e6, "M")):
         if number >= size:
             return f"{number / size:.2f}{letter}"
     return f"{number:,.0f}"
 
 
-def _seconds(seconds: float) -> str:
+def gib(size: float, places: int = 2) -> str:
+    """Bytes in GiB."""
+    return f"{size / GIB:.{places}f}"
+
+
+def shown_seconds(seconds: float) -> str:
+    """A step's time."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """A run's time."""
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
@@ -157,7 +162,7 @@ def _head_layouts(plan: "Plan") -> list[str]:
 
 
 def _verdict(plan: "Plan", kind: str) -> list[str]:
-    usable = f"{_gib(plan.worst.peak)} GiB of {_gib(plan.usable_bytes)} usable on {kind}"
+    usable = f"{gib(plan.worst.peak, 1)} GiB of {gib(plan.usable_bytes, 1)} usable on {kind}"
     if plan.fits:
         lines = [f"fits: {usable}"]
         if plan.layout.bubble > 0.3:
@@ -171,9 +176,8 @@ def _verdict(plan: "Plan", kind: str) -> list[str]:
     return [f"does not fit: {usable}", f"would fit with {as_options(plan.suggestion)}"]
 
 
-def assumptions_text(plan: "Plan", kind: str) -> str:
+def assumptions_text(gpu: Gpu, e: Efficiency, kind: str) -> str:
     """What a plan's seconds rest on."""
-    gpu, e = plan.gpu, plan.efficiency
     return (
         f"assumed of {kind}: {gpu.bf16_flops / 1e12:.0f} TFLOP/s, memory {gpu.hbm / 1e12:.2f} TB/s, "
         f"NVLink {gpu.nvlink / 1e9:.0f} GB/s, network {gpu.network / 1e9:.0f} GB/s;\n"

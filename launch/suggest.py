@@ -1,11 +1,14 @@
 """What to change where a run does not fit: a few changes are tried, the mildest first."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from configs.check import ConfigError, check, model_parallel_ranks
 from configs.schema import JobConfig
+
+C = TypeVar("C", bound=JobConfig)
 
 Options = dict[str, Any]
 """Values by `section.key`, as on the command line."""
@@ -13,7 +16,7 @@ Options = dict[str, Any]
 DEGREES = (2, 4, 8, 16, 32)
 
 
-def changed(config: JobConfig, options: Options) -> JobConfig:
+def changed(config: C, options: Options) -> C:
     """A copy with these options set.
 
     Raises:
@@ -24,7 +27,7 @@ def changed(config: JobConfig, options: Options) -> JobConfig:
     follows = new.validation.local_batch_size == new.training.local_batch_size
     for name, value in options.items():
         section, key = name.split(".")
-        setattr(getattr(new, section), key, value)
+        setattr(new, section, dataclasses.replace(getattr(new, section), **{key: value}))
     if follows:
         new.validation.local_batch_size = new.training.local_batch_size
     check(new)

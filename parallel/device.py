@@ -150,7 +150,7 @@ def _cpu_module() -> types.SimpleNamespace:
         "set_device": lambda device: None,
         "current_device": lambda: 0,
         "get_device_name": lambda device=None: "CPU",
-        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=_total_memory()),
+        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=total_memory()),
         "memory_stats": lambda device=None: {},
         "reset_peak_memory_stats": lambda device=None: None,
         "empty_cache": lambda: None,
@@ -159,5 +159,6 @@ def _cpu_module() -> types.SimpleNamespace:
     return types.SimpleNamespace(**{**functions, **missing})
 
 
-def _total_memory() -> int:
+def total_memory() -> int:
+    """Bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
