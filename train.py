@@ -3,53 +3,35 @@
     python train.py                                             the quickstart recipe, on a CPU in a few minutes
     python train.py --job.config_file configs/X.toml [--section.key value …]
     torchrun --nproc_per_node 8 train.py --job.config_file configs/X.toml
+    python train.py finetune                                    QLoRA and GARFA on the quickstart's model, in minutes too
+    python train.py finetune --job.config_file configs/finetune/X.toml [--section.key value …] [--dry-run | --inspect 3]
 
-It reads top to bottom: the trainer, one training step, the loop, and how a run ends. `launch/spec.py` says what is built.
+`launch/trainer.py` has the training step and the loop, `launch/finetuner.py` what fine-tuning does otherwise.
 """
 
 import logging
-import math
 import os
-import shutil
-import signal
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import nullcontext
-from datetime import timedelta
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
-from torch import Tensor
-from torchtitan.components.checkpoint import MODEL
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
-from torchtitan.train import Trainer as TitanTrainer
 
-from checkpoints.convert import checkpoint_to_model_dir
-from checkpoints.manager import RunCheckpoints, SaveError
+from checkpoints.manager import SaveError
+from configs.finetuning import FinetuneConfig
 from configs.help import help_text
-from configs.load import ConfigError, load_config, to_toml
+from configs.load import ConfigError, load_config
 from configs.schema import JobConfig
 from data.sources import DataError
-from launch.files import lock_run_folder, write_text
+from launch.files import lock_run_folder
 from launch.logs import start_logging
-from launch.metrics import RunMetrics
-from launch.spec import register
+from launch.trainer import Interrupted, NonFiniteError, Trainer
 from model.build import ModelConfig, trained_layers
-from model.flops import batch_flops
 from model.layers import describe
-from parallel.batch import model_inputs, sum_of_losses
-from parallel.device import check_float8, import_deepspeed, prepare_device, wait_for_rank_zero
-from parallel.gradients import clip_gradients
-from parallel.halo import Context
-from parallel.pipeline import Pipeline, ShareOfLoss, layers_by_stage
-from parallel.zero import ZeroOptimizer, ZeroWeights
+from parallel.device import check_float8, import_deepspeed
+from parallel.pipeline import layers_by_stage
 
 logger = logging.getLogger("farsight")
 
@@ -59,300 +41,66 @@ EXIT_NON_FINITE = 3
 """The loss or the gradients were not finite; the weights are those before the step."""
 EXIT_SAVE = 4
 """A checkpoint could not be written; the newest complete one is kept."""
+EXIT_MEMORY = 5
+"""A GPU had too little memory."""
 EXIT_INTERRUPTED = 75
 """SIGTERM or SIGINT: a checkpoint was saved, and the same command goes on from it."""
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient norm that is not a number."""
-
-
-class Interrupted(Exception):  # noqa: N818  it is how a run may end, and no error
-    """A signal asked the run to stop, and its state is saved."""
-
-
-# ── The trainer ───────────────────────────────────────────────────────────────────────────────────────
-
-
-class Trainer(TitanTrainer):
-    """torchtitan's Trainer, with what it gets wrong put right.
-
-    Gradients are normalised by the global batch's tokens under DDP too; a non-finite loss stops the run before the
-    optimizer step; a run that is told to stop saves first; and the metrics count what heads really see.
-    """
-
-    checkpointer: RunCheckpoints
-    metrics_processor: RunMetrics  # type: ignore[assignment]  # narrower than torchtitan's
-    loss_fn: ShareOfLoss
-
-    def __init__(self, config: JobConfig) -> None:
-        prepare_device()
-        register(config)
-        super().__init__(config)  # type: ignore[arg-type]  # our config is a subclass, which its annotation does not name
-        self.checkpointer.close()
-        self.checkpointer = RunCheckpoints(
-            config,
-            dataloader=self.dataloader,
-            model_parts=self.model_parts,
-            optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
-            states={"train_state": self},
-        )
-        # DeepSpeed's engine, or None where the model itself is called.
-        self.zero = self.optimizers if isinstance(self.optimizers, ZeroOptimizer) else None
-        if self.zero is not None:
-            self.checkpointer.states[MODEL] = ZeroWeights(self.zero)
-        if config.training.mixed_precision_param == "float32" or self.zero is not None:
-            # Autocast knows no fp32, and would warn at every step; DeepSpeed has cast the weights themselves.
-            self.maybe_enable_amp = nullcontext()
-            if config.validation.enable:
-                self.validator.maybe_enable_amp = self.maybe_enable_amp  # type: ignore[attr-defined]  # our validator's
-        self.layers = ModelConfig.from_job(config).layers()
-        self.trained_layers = trained_layers(config)
-        dims = self.parallel_dims
-        trained = sum(p.numel() for part in self.model_parts for p in part.parameters() if p.requires_grad)
-        self.trained_parameters = trained  # all of them: `training.layers` and pipelines exclude each other
-        self.pipeline = (
-            Pipeline(self.pp_schedule, self.pp_has_first_stage, self.pp_has_last_stage) if dims.pp_enabled else None
-        )
-        self.context = Context.of(dims, config)
-        # DDP averages over its ranks where the loss is already a share of the global batch: undo that here.
-        self.loss_copies = dims.dp_replicate if dims.world_size == dims.dp_replicate else 1
-        if self.zero is not None:
-            self.loss_copies = self._data_ranks()  # DeepSpeed averages too
-        self.stop_signal: int | None = None
-        self.stop_asked_at = 0.0
-        self.tokens_logged, self.flops = 0, 0.0
-
-    def init_distributed(self) -> ParallelDims:
-        """As torchtitan does; without an accelerator, CPU offload asks for no second backend beside gloo."""
-        training = self.job_config.training
-        offload = training.enable_cpu_offload
-        training.enable_cpu_offload = offload and self.device.type != "cpu"
-        try:
-            return super().init_distributed()
-        finally:
-            training.enable_cpu_offload = offload
-
-    def state_dict(self) -> dict[str, Any]:
-        """Step and tokens of all ranks together, so that a run may resume on another number of them."""
-        return {"step": self.step, "tokens_seen": self.ntokens_seen * self._data_ranks()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step = state_dict["step"]
-        self.ntokens_seen = state_dict["tokens_seen"] // self._data_ranks()
-
-    # One step ────────────────────────────────────────────────────────────────────────────────────
-
-    def post_dataloading_process(
-        self, input_dict: dict[str, Tensor], labels: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
-        """Positions, document starts and labels go to every part of the model."""
-        extra = model_inputs(self.job_config, self.context, input_dict, labels)
-        return extra.pop("tokens"), extra["labels"], {}, extra
-
-    def forward_backward_step(
-        self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
-    ) -> Tensor:
-        """Runs a micro-batch; returns its share of the global batch's mean loss (nothing without the last stage)."""
-        inputs, labels, _, kwargs = self.post_dataloading_process(input_dict, labels)
-        self.loss_fn.denominator = global_valid_tokens / self.loss_copies
-        if self.pipeline is not None:
-            return self.pipeline.train({"tokens": inputs, **kwargs}).detach()
-        with self.train_context(), self.maybe_enable_amp:
-            loss = self.loss_fn((self.zero.engine if self.zero else self.model_parts[0])(inputs, **kwargs))
-        loss.backward()
-        return loss.detach() / self.loss_copies
-
-    def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
-        """One optimizer step over the global batch.
-
-        Raises:
-            NonFiniteError: before the optimizer has changed anything.
-        """
-        micro_batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
-        valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in micro_batches)
-        global_valid_tokens = self._sum_over_data_ranks(torch.tensor(float(valid), device=self.device))
-
-        self.optimizers.zero_grad()
-        losses = []
-        for number, (input_dict, labels) in enumerate(micro_batches):
-            self._sync_gradients(last=number == len(micro_batches) - 1)
-            on_device = {k: v.to(self.device, non_blocking=True) for k, v in input_dict.items()}
-            losses.append(
-                self.forward_backward_step(
-                    input_dict=on_device,
-                    labels=labels.to(self.device, non_blocking=True),
-                    global_valid_tokens=global_valid_tokens,
-                )
-            )
-            positions = input_dict["positions"].expand(labels.shape)
-            self.flops += batch_flops(self.job_config.architecture, self.layers, positions, self.trained_layers)
-
-        loss = float(sum_of_losses(self.parallel_dims, torch.stack(losses).sum()))
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        grad_norm = self._clip_and_step() if math.isfinite(loss) else math.nan
-        if not math.isfinite(grad_norm):
-            self._report_non_finite(loss, grad_norm, losses, micro_batches)
-        self.lr_schedulers.step()
-
-        self.metrics_processor.advance()
-        if self.metrics_processor.should_log(self.step):
-            tokens = self.ntokens_seen * self._data_ranks()
-            # Ranks hold other documents, and so see other numbers of pairs.
-            flops = float(self._sum_over_data_ranks(torch.tensor(self.flops, dtype=torch.float64, device=self.device)))
-            self.metrics_processor.log_step(self.step, loss, grad_norm, lr, tokens, tokens - self.tokens_logged, flops)
-            self.tokens_logged, self.flops = tokens, 0.0
-
-    def _clip_and_step(self) -> float:
-        """Returns the gradients' norm before clipping; where it is not finite, nothing has changed."""
-        if self.zero is not None:
-            return self.zero.clip_and_step()
-        parameters = [p for part in self.model_parts for p in part.parameters()]
-        grad_norm = clip_gradients(parameters, self.job_config.training.max_norm, self.parallel_dims)
-        if math.isfinite(grad_norm):
-            self.checkpointer.maybe_wait_for_staging()
-            self.optimizers.step()
-        return grad_norm
-
-    def _data_ranks(self) -> int:
-        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
-
-    def _sum_over_data_ranks(self, value: Tensor) -> Tensor:
-        if self.parallel_dims.dp_enabled:
-            dist.all_reduce(value, group=self.parallel_dims.get_mesh("batch").get_group())
-        return value
-
-    def _sync_gradients(self, last: bool) -> None:
-        """DDP exchanges gradients once a step and not after every micro-batch."""
-        if self.zero is not None:
-            self.zero.expect_step(last)
-        elif self.loss_copies > 1 and self.gradient_accumulation_steps > 1:
-            self.model_parts[0].set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDP and DDP add the method to the module
-
-    def _report_non_finite(
-        self, loss: float, grad_norm: float, losses: list[Tensor], micro_batches: list[tuple[dict[str, Tensor], Tensor]]
-    ) -> None:
-        """Names the step and the micro-batch, keeps the batch for a closer look, and stops every rank."""
-        rank = dist.get_rank()
-        bad = [i for i, value in enumerate(losses) if not torch.isfinite(value)]
-        where = f"micro-batch {', '.join(map(str, bad))} of {len(losses)} on rank {rank}" if bad else "no single loss"
-        meshes = (self.parallel_dims.get_optional_mesh(name) for name in ("tp", "cp"))
-        alike = any(mesh is not None and mesh.get_local_rank() for mesh in meshes)  # another rank has the same batch
-        if (bad and not alike) or rank == 0:
-            folder = Path(self.job_config.job.dump_folder) / "non_finite"
-            folder.mkdir(parents=True, exist_ok=True)
-            inputs, labels = micro_batches[bad[0] if bad else 0]
-            path = folder / f"step-{self.step}-rank-{rank}.safetensors"
-            save_file({**{k: v.contiguous() for k, v in inputs.items()}, "labels": labels.contiguous()}, path)
-            logger.error(f"step {self.step}: not finite in {where}; the batch is kept in {path}")
-        raise NonFiniteError(
-            f"step {self.step}: loss {loss}, gradient norm {grad_norm}: stopped before the optimizer step. "
-            "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or look at the batch that was kept."
-        )
-
-    # The loop ────────────────────────────────────────────────────────────────────────────────────
-
-    def train(self) -> None:
-        """Trains from the newest checkpoint, or from the start, to the last step.
-
-        Raises:
-            Interrupted: a signal came, and a checkpoint is saved.
-        """
-        config, metrics = self.job_config, self.metrics_processor
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
-        self.checkpointer.load(step=config.checkpoint.load_step)
-        self.tokens_logged = self.ntokens_seen * self._data_ranks()
-        self._save_run_files()
-        metrics.start(self.step)
-        if self.step == 0:
-            self._validate()
-        profiling: dict[str, Any] = {"global_step": self.step, "base_folder": config.job.dump_folder}
-        with (
-            maybe_enable_profiling(config.profiling, **profiling) as torch_profiler,
-            maybe_enable_memory_snapshot(config.profiling, **profiling) as memory_profiler,
-        ):
-            assert self.dataloader is not None
-            data_iterator = self.batch_generator(self.dataloader)
-            first = True
-            while self.step < config.training.steps:
-                self.step += 1
-                self.gc_handler.run(self.step)
-                self.train_step(data_iterator)
-                last = self.step == config.training.steps
-                if last or self.step % config.validation.freq == 0:
-                    self._validate()
-                stopping = self._stopping()
-                started = time.perf_counter()
-                self.checkpointer.save(self.step, last_step=last or stopping)
-                metrics.pause(time.perf_counter() - started)
-                for profiler in (torch_profiler, memory_profiler):
-                    if profiler:
-                        profiler.step()
-                if stopping and not last:
-                    raise Interrupted
-                if first and dist.get_world_size() > 1:
-                    # The first step compiles and connects; from here on a silent rank shows sooner.
-                    first, timeout = False, timedelta(seconds=config.comm.train_timeout_seconds)
-                    dist_utils.set_pg_timeouts(timeout, self.parallel_dims)
-        for source, reasons in self.dataloader.skipped.items():  # type: ignore[attr-defined]  # our loader's, beyond torchtitan's protocol
-            logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
-        self._export()
-
-    def _validate(self) -> None:
-        if self.job_config.validation.enable:
-            started = time.perf_counter()
-            self.validator.validate(self.model_parts, self.step)
-            self.metrics_processor.pause(time.perf_counter() - started)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        now = time.monotonic()
-        if self.stop_signal is None:
-            self.stop_signal, self.stop_asked_at = number, now
-            logger.info(f"{signal.Signals(number).name}: stopping after this step; Ctrl-C stops at once")
-        elif number == signal.SIGINT and now - self.stop_asked_at > 1:
-            # Launchers often send a signal twice; only a person presses the keys again.
-            raise KeyboardInterrupt
-
-    def _stopping(self) -> bool:
-        """Whether any rank was told to stop: the scheduler's signal may reach only some of them."""
-        flag = torch.tensor(float(self.stop_signal is not None), device=self.device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
-
-    def _save_run_files(self) -> None:
-        if dist.get_rank() != 0:
-            return
-        folder = Path(self.job_config.job.dump_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.toml", to_toml(self.job_config))
-        tokenizer = folder / "tokenizer"
-        if tokenizer != Path(self.job_config.tokenizer.path):
-            part = folder / "tokenizer.part"
-            shutil.rmtree(part, ignore_errors=True)
-            self.tokenizer.save(part)  # type: ignore[union-attr]  # None only for specs without a tokenizer
-            shutil.rmtree(tokenizer, ignore_errors=True)
-            part.rename(tokenizer)
-
-    def _export(self) -> None:
-        """Writes the run's model directory from its last checkpoint, which works the same under every layout."""
-        saved = self.checkpointer.saved(self.step)
-        if saved is None:
-            logger.warning(f"step {self.step} has no checkpoint, so no model directory is written (see [checkpoint])")
-        elif dist.get_rank() == 0:
-            out = Path(self.job_config.job.dump_folder) / "model"
-            checkpoint_to_model_dir(saved, out)
-            logger.info(f"model directory: {out}")
-        wait_for_rank_zero()
-
-
-# ── How a run starts and ends ─────────────────────────────────────────────────────────────────────────
-
-
-def pretrain(config: JobConfig) -> int:
+def pretrain(arguments: list[str]) -> int:
     """Runs one training stage; returns the exit status."""
+    config: JobConfig = load_config(arguments)
+    layers, trained = ModelConfig.from_job(config).layers(), trained_layers(config)
+    if config.parallelism.pipeline_parallel_degree > 1:
+        layers_by_stage(config)
+
+    def build() -> Trainer:
+        trainer = Trainer(config)
+        logger.info(describe(layers))
+        if trained is not None:
+            logger.info(f"training layers {config.training.layers} alone: {trainer.trained_parameters:,} parameters")
+        return trainer
+
+    return run(config, build)
+
+
+def finetune(arguments: list[str]) -> int:
+    """Trains adapters beside a base model; returns the exit status."""
+    # What pre-training does not need, bitsandbytes and PEFT among it, is imported here.
+    from launch import finetune_report as report
+    from launch.finetune import load_finetune_config
+    from launch.finetuner import Finetuner
+
+    options, dry_run, inspect = report.take_flags(arguments)
+    config = load_finetune_config(options)
+    if inspect:
+        print(report.rows(config, inspect))
+        return 0
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    logger.info(report.summary(config, ranks))
+
+    def explain(error: BaseException, trainer: Any) -> str:
+        return report.out_of_memory(config, ranks, error, trainer)
+
+    return run(config, lambda: Finetuner(config), dry_run, explain)
+
+
+def out_of_memory(error: BaseException, trainer: Trainer | None) -> str:
+    return f"{error}\n`python -m launch.plan` with this config says what takes the memory, and what to lower."
+
+
+def run(
+    config: JobConfig,
+    build: Callable[[], Trainer],
+    dry_run: bool = False,
+    explain: Callable[[BaseException, Trainer | None], str] = out_of_memory,
+) -> int:
+    """Builds a trainer and trains; returns the exit status.
+
+    Args:
+        dry_run: do everything but train.
+        explain: what to say when a GPU's memory was not enough.
+    """
     trainer: Trainer | None = None
     status = EXIT_CONFIG
     try:
@@ -360,16 +108,13 @@ def pretrain(config: JobConfig) -> int:
         if config.engine == "deepspeed":
             import_deepspeed()
         check_float8(config)
-        layers, trained = ModelConfig.from_job(config).layers(), trained_layers(config)
-        if config.parallelism.pipeline_parallel_degree > 1:
-            layers_by_stage(config)
         if os.environ.get("RANK", "0") == "0":
             lock_run_folder(Path(config.job.dump_folder))
-        trainer = Trainer(config)
-        logger.info(describe(layers))
-        if trained is not None:
-            logger.info(f"training layers {config.training.layers} alone: {trainer.trained_parameters:,} parameters")
-        trainer.train()
+        trainer = build()
+        if dry_run:
+            logger.info(f"dry run: everything is ready for {config.training.steps:,} steps")
+        else:
+            trainer.train()
         status = 0
     except (ConfigError, DataError) as error:
         logger.error(str(error))
@@ -379,6 +124,9 @@ def pretrain(config: JobConfig) -> int:
     except SaveError as error:
         logger.error(str(error))
         status = EXIT_SAVE
+    except torch.OutOfMemoryError as error:
+        logger.error(explain(error, trainer))
+        status = EXIT_MEMORY
     except Interrupted:
         assert trainer is not None
         goes_on = trainer.checkpointer.saved(trainer.step) is not None
@@ -393,7 +141,7 @@ def pretrain(config: JobConfig) -> int:
                 trainer.dataloader.close()  # type: ignore[attr-defined]  # its thread reads ahead
             trainer.close()
         # After an error on this rank alone, the others are inside a collective, and taking leave could wait for them.
-        if status != EXIT_CONFIG and dist.is_initialized():
+        if status not in (EXIT_CONFIG, EXIT_MEMORY) and dist.is_initialized():
             dist.destroy_process_group()
     return status
 
@@ -402,20 +150,27 @@ def main(arguments: list[str]) -> int:
     command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "pretrain"
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
-        print(help_text([a for a in arguments if not a.startswith("-")]))
+        sections = [a for a in arguments if not a.startswith("-")]
+        print(help_text(sections, FinetuneConfig if command == "finetune" else JobConfig))
         return 0
     start_logging()
     try:
-        if command != "pretrain":
-            raise ConfigError(f"{command!r} is not a command; use pretrain (the default).")
-        if not arguments:
-            if os.environ.get("WORLD_SIZE", "1") != "1":
-                raise ConfigError("Under torchrun, name a config: --job.config_file configs/X.toml.")
-            from launch.recipe import main as run_recipe
+        match command:
+            case "pretrain" if not arguments:
+                if os.environ.get("WORLD_SIZE", "1") != "1":
+                    raise ConfigError("Under torchrun, name a config: --job.config_file configs/X.toml.")
+                from launch.recipe import main as run_recipe
 
-            return run_recipe([str(Path(__file__).parent / "configs" / "quickstart.toml")])
-        return pretrain(load_config(arguments))
-    except ConfigError as error:
+                return run_recipe([str(Path(__file__).parent / "configs" / "quickstart.toml")])
+            case "pretrain":
+                return pretrain(arguments)
+            case "finetune":
+                own = ["--job.config_file", str(Path(__file__).parent / "configs" / "finetune" / "quickstart.toml")]
+                named = any(argument.startswith("--job.config_file") for argument in arguments)
+                return finetune(arguments if named else own + arguments)
+            case _:
+                raise ConfigError(f"{command!r} is not a command; use pretrain (the default) or finetune.")
+    except (ConfigError, DataError) as error:
         logger.error(str(error))
         return EXIT_CONFIG
 

@@ -32,10 +32,10 @@ from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.train import Trainer as TitanTrainer
 from tqdm import tqdm
 
-import train
 from configs.load import build_config
 from launch import spec
 from launch.logs import start_logging
+from launch.trainer import Trainer
 from parallel.device import prepare_device
 
 TITAN, TITAN_KEEPING, FARSIGHT = "torchtitan", "torchtitan, keeping memory", "farsight"
@@ -95,7 +95,7 @@ def titan_trainer(rows: int, seq_len: int, folder: str, dtype: Literal["float32"
     return TitanTrainer(config)
 
 
-def our_trainer(rows: int, seq_len: int, folder: str, dtype: Literal["float32", "bfloat16"]) -> train.Trainer:
+def our_trainer(rows: int, seq_len: int, folder: str, dtype: Literal["float32", "bfloat16"]) -> Trainer:
     """Ours, with the same shape, optimizer and schedule."""
     values = {
         "architecture": {
@@ -118,7 +118,7 @@ def our_trainer(rows: int, seq_len: int, folder: str, dtype: Literal["float32", 
     build_loader = spec.build_loader
     setattr(spec, "build_loader", lambda *_: _OurBatches(rows, seq_len))  # noqa: B010  another type, on purpose
     try:
-        return train.Trainer(build_config(values))
+        return Trainer(build_config(values))
     finally:
         spec.build_loader = build_loader
 

@@ -78,7 +78,7 @@ class Forked:
 def _server() -> ForkServerContext:
     """The context whose server has imported what a run needs; the first process starts it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train"])
+    context.set_forkserver_preload(["train", "launch.finetuner", "peft", "bitsandbytes"])
     return context
 
 

@@ -15,6 +15,9 @@ def start_logging() -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.INFO if rank == "0" else logging.WARNING)
+    # PEFT imports torchao, which says what of it this machine can't load, and torch what of it is out of date.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 

@@ -27,7 +27,7 @@ class RunMetrics:
 
     `metrics.jsonl` holds one object a logged step (`loss`, `perplexity`, `grad_norm`, `lr`, `tokens`,
     `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`) and one a validation (`val_loss`,
-    `val_perplexity`). FLOPs are those of the visible query-key pairs of each batch, not of full attention.
+    `val_perplexity`), and where GARFA trains one with its `alpha.<layer>.<head>`. FLOPs are those of the visible query-key pairs of each batch, not of full attention.
 
     The attributes are those that torchtitan's Trainer reads and sets.
     """
@@ -123,6 +123,10 @@ class RunMetrics:
         figures = {"step": step, "val_loss": loss, "val_perplexity": perplexity(loss), "val_tokens": tokens}
         self._write("validation", step, figures)
         self._say(f"step {step}/{self.config.training.steps}  validation loss {loss:.4f}  ppl {perplexity(loss):.1f}")
+
+    def log_garfa(self, step: int, lr: float, alpha: dict[str, float]) -> None:
+        """Writes GARFA's learning rate and alpha of each "layer.head"."""
+        self._write("garfa", step, {"step": step, "lr_garfa": lr, **{f"alpha.{k}": a for k, a in alpha.items()}})
 
     def close(self) -> None:
         for part in (self._bar, self._tensorboard, self._jsonl):

@@ -63,7 +63,7 @@ def register(config: JobConfig) -> None:
             model_args={config.model.flavor: ModelArgs()},
             parallelize_fn=parallelize,
             pipelining_fn=pipeline,  # type: ignore[arg-type]  # takes our config, a subclass
-            build_optimizers_fn=build_optimizers if config.engine == "torchtitan" else partial(ZeroOptimizer, config),
+            build_optimizers_fn=build_optimizers if config.engine == "torchtitan" else partial(_zero, config),
             build_lr_schedulers_fn=build_lr_schedulers,
             build_dataloader_fn=lambda dp_world_size, dp_rank, tokenizer, job_config: build_loader(
                 job_config, tokenizer, dp_rank, dp_world_size
@@ -75,6 +75,10 @@ def register(config: JobConfig) -> None:
             build_metrics_processor_fn=RunMetrics,
         ),
     )
+
+
+def _zero(config: JobConfig, *parts: Any) -> ZeroOptimizer:
+    return ZeroOptimizer(config, build_optimizers(*parts))
 
 
 def build_tokenizer(config: JobConfig) -> Tokenizer:

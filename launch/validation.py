@@ -1,5 +1,6 @@
 """The validation loss of a run."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,13 +33,15 @@ class Validator:
     pp_schedule: Any = None
     pp_has_first_stage: bool | None = None
     pp_has_last_stage: bool | None = None
+    build_batches: Callable[..., Any] = build_validation_loader
     batches: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.batches = build_validation_loader(self.job_config, self.tokenizer, self.dp_rank, self.dp_world_size)
+        self.batches = self.build_batches(self.job_config, self.tokenizer, self.dp_rank, self.dp_world_size)
 
     @torch.no_grad()
-    def validate(self, model_parts: list[nn.Module], step: int) -> None:
+    def validate(self, model_parts: list[nn.Module], step: int) -> float:
+        """Reports the loss of these weights, and returns it."""
         device = self.metrics_processor.device
         self.loss_fn.denominator = 1.0  # sums, of the pipeline too
         total = torch.zeros(2, dtype=torch.float64, device=device)
@@ -61,4 +64,6 @@ class Validator:
             part.train()
             release_gathered(part)
         sum_of_losses(self.parallel_dims, total)
-        self.metrics_processor.log_validation(step, float(total[0] / total[1]), int(total[1]))
+        loss = float(total[0] / total[1])
+        self.metrics_processor.log_validation(step, loss, int(total[1]))
+        return loss

@@ -16,6 +16,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
+from configs.finetuning import FinetuneConfig
 from configs.schema import JobConfig
 from model.attention import Attention
 from model.build import freeze_all_but, trained_layers
@@ -103,10 +104,12 @@ def saved_ops(config: JobConfig) -> set:
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
     """Shards the parameters block by block (FSDP2), or shards and replicates them on a two-dimensional mesh (HSDP)."""
+    finetuning = isinstance(config, FinetuneConfig)
     options: dict = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_param],
+            # Fine-tuning's weights have the types they are to have: adapters fp32, the base what it is kept in.
+            param_dtype=None if finetuning else TORCH_DTYPE_MAP[config.training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],
             # Activations are in param_dtype from the embedding on; casting inputs would only round the RoPE tables.
             cast_forward_inputs=False,
@@ -123,6 +126,11 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
         # A tied embedding is used first and last: it stays in the root's group, gathered all the way through.
         fully_shard(model.tok_embeddings, **options, reshard_after_forward=reshard)
     for block in model.layers.values():
+        garfa = cast(Attention, block.attention).garfa
+        if garfa is not None and garfa.trained:
+            # A group of its own, in fp32: a factor of 1 is none in bf16. It is called before its block is.
+            own = options | {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+            fully_shard(garfa, **own, reshard_after_forward=reshard)
         fully_shard(block, **options, reshard_after_forward=reshard)
     if model.norm is not None and model.output is not None and not tied:
         # The last group is needed again at once by the backward pass.

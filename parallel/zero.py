@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.optimizer import OptimizersContainer, build_optimizers
-from torchtitan.config import TORCH_DTYPE_MAP, Optimizer
-from torchtitan.distributed import ParallelDims
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import TORCH_DTYPE_MAP
 
 from checkpoints.parts import PartOfTensor
+from configs.finetuning import FinetuneConfig
 from configs.schema import JobConfig
 from model.llama import Llama, unwrapped
 from parallel.device import default_device, import_deepspeed
@@ -26,7 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 def deepspeed_config(config: JobConfig) -> dict[str, Any]:
     """Our settings as DeepSpeed's."""
-    z = config.deepspeed
+    z, finetuning = config.deepspeed, isinstance(config, FinetuneConfig)
     host = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
     zero: dict[str, Any] = {"stage": z.zero_stage}
     if z.offload_optimizer:
@@ -41,7 +41,14 @@ def deepspeed_config(config: JobConfig) -> dict[str, Any]:
         # The loss is divided by the tokens of the global batch: there is nothing to divide by micro-batches.
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.training.max_norm,
-        "bf16": {"enabled": config.training.mixed_precision_param == "bfloat16"},
+        # Fine-tuning's trained parameters stay fp32, and autocast makes its products bf16.
+        "bf16": {"enabled": config.training.mixed_precision_param == "bfloat16" and not finetuning},
+        # DeepSpeed turns off an autocast around its engine, and has one of its own; what it sends stays fp32.
+        "torch_autocast": {
+            "enabled": isinstance(config, FinetuneConfig) and config.base_model.dtype == "bfloat16",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        },
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_optimization": zero,
@@ -85,23 +92,31 @@ class ZeroOptimizer(OptimizersContainer):
 
     Its state dict has the names and whole shapes of theirs, so that checkpoints of either engine resume under both and on
     any number of ranks.
+
+    Args:
+        plain: one optimizer of the trained parameters; DeepSpeed steps with it.
     """
 
-    def __init__(
-        self, config: JobConfig, model_parts: list[nn.Module], optimizer: Optimizer, dims: ParallelDims
-    ) -> None:
-        (model,) = model_parts
+    def __init__(self, config: JobConfig, plain: OptimizersContainer) -> None:
+        (model,) = plain.model_parts
         assert isinstance(model, Llama)
-        plain = build_optimizers([model], optimizer, dims)
-        super().__init__([model], type(plain.optimizers[0]), plain.defaults)
+        self.model_parts, self.optimizers = plain.model_parts, plain.optimizers
+        self._post_init([p for p in model.parameters() if p.requires_grad], plain.defaults)
+        group_of = {id(p): i for i, group in enumerate(self.optimizers[0].param_groups) for p in group["params"]}
+        self.parameters = {unwrapped(name): p for name, p in model.named_parameters() if p.requires_grad}
+        self.group_of = {name: group_of[id(parameter)] for name, parameter in self.parameters.items()}
+        self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         self.stage = config.deepspeed.zero_stage
         with redirect_stdout(None):  # in bf16, stage 1 prints its memory there
             self.engine, self.zero, *_ = import_deepspeed().initialize(
                 model=model, optimizer=self.optimizers[0], config=deepspeed_config(config), dist_init_required=False
             )
-        self.parameters = {unwrapped(name): parameter for name, parameter in model.named_parameters()}
+        if not isinstance(config, FinetuneConfig):  # there they are fp32 in the model too
+            self._fill(model)
+
+    def _fill(self, model: Llama) -> None:
+        """Starts from the fp32 weights, and not from their bf16 copies that DeepSpeed has been given."""
         for name, parameter in self.parameters.items():
-            # The fp32 weights, and not their bf16 copies that DeepSpeed has started from.
             whole = torch.empty(self._shape(parameter), dtype=torch.float32, device=default_device())
             model.init_parameter(name, whole)
             held = self._held(parameter)
@@ -145,17 +160,17 @@ class ZeroOptimizer(OptimizersContainer):
         for key in MOMENTS:
             parts = self._parts(lambda held: self.optimizers[0].state[held.flat][key])  # noqa: B023  called at once
             state |= {f"state.{name}.{key}": part for name, part in parts.items()}
-        (group,) = self.optimizers[0].param_groups
         for name, parameter in self.parameters.items():
+            group = self.optimizers[0].param_groups[self.group_of[name]]
             state[f"state.{name}.step"] = self.optimizers[0].state[self._held(parameter).flat]["step"]
             state |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Moments and steps were loaded in place; takes the settings of the group."""
-        (group,) = self.optimizers[0].param_groups
-        name = next(iter(self.parameters))
-        group.update({key: state_dict[f"param_groups.{name}.{key}"] for key in group if key != "params"})
+        """Moments and steps were loaded in place; takes the settings of the groups."""
+        for name, number in self.group_of.items():
+            group = self.optimizers[0].param_groups[number]
+            group.update({key: state_dict[f"param_groups.{name}.{key}"] for key in group if key != "params"})
 
     def _parts(self, flat_of: Callable[[_Held], Tensor]) -> dict[str, Tensor]:
         parts: dict[str, Tensor] = {}
@@ -191,7 +206,7 @@ class ZeroOptimizer(OptimizersContainer):
             return _Held(self._flats()[group], offset, start, min(padded, parameter.ds_numel - start))
         mapping = parameter._hp_mapping
         if mapping is None:
-            return _Held(self._flats()[0], 0, 0, 0)
+            return _Held(self._flats()[self.group_of[self.names[id(parameter)]]], 0, 0, 0)
         here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
         return _Held(self._flats()[mapping.param_group_index], here.start, there.start, there.numel)
 
