@@ -127,7 +127,7 @@ def _stage(
                 raise ConfigError(
                     f"{section}.{key} is the recipe's to set; use recipe.folder, recipe.name, recipe.start."
                 )
-        config = build_config(values)
+        config: JobConfig = build_config(values)
         if optimizer == "carry" and last is not None:
             before, now = trained_layers(last.config), trained_layers(config)
             if before is not None and not (now is not None and {*now} <= {*before}):
@@ -194,10 +194,10 @@ def _run(stage: Stage, launcher: list[str]) -> int:
     path = stage.folder / "stage.toml"
     write_text(path, to_toml(stage.config))
     train = str(Path(__file__).parent.parent / "train.py")
-    return _wait_for([*launcher, train, "--job.config_file", str(path)])
+    return wait_for([*launcher, train, "--job.config_file", str(path)])
 
 
-def _wait_for(command: list[str]) -> int:
+def wait_for(command: list[str]) -> int:
     """Runs a command to its end and passes on the signal to stop; returns its exit status."""
     # torchrun gives workers 30 s to end after a signal, which is less than a large model takes to save.
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600", **os.environ}
@@ -220,7 +220,9 @@ def _wait_for(command: list[str]) -> int:
 
 
 def _end_with_parent() -> None:
-    """Has Linux send this process SIGTERM when its parent dies, so that a killed recipe leaves no stage behind."""
+    """Has Linux send this process SIGTERM when its parent dies, so that a killed recipe leaves no stage behind; and a
+    terminal's Ctrl-C ends it, which its parent ignores meanwhile."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
