@@ -230,11 +230,9 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m benchmarks.lora_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5, help="steps of each that are timed (default: 5)")
-    parser.add_argument("--rows", type=int, default=2, help="sequences in a batch (default: 2)")
-    parser.add_argument("--seq-len", type=int, default=1024)
-    parser.add_argument(
-        "--dropout", type=float, nargs="+", default=[0.0, 0.05], help="of LoRA's inputs (default: 0 0.05)"
-    )
+    parser.add_argument("--rows", type=int, default=1, help="sequences in a batch (default: 1)")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence (default: 512)")
+    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0], help="of LoRA's inputs (default: 0)")
     parser.add_argument("--layers", type=int, default=0, help="fewer than nano's, for a trial")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     options = parser.parse_args(arguments)
