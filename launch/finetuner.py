@@ -150,7 +150,8 @@ class Finetuner(Trainer):
         if garfa is not None:
             draw_alphas(self._folder() / "garfa.png", alphas(garfa))
         if self.job_config.merge:
-            merge_adapter(out, self._folder() / "model")
+            # On the device that trained: bitsandbytes may round a weight otherwise on another.
+            merge_adapter(out, self._folder() / "model", device=self.device)
             logger.info(f"merged: {self._folder() / 'model'}")
 
     def _on_rank_zero(self, work: Callable[[], None]) -> None:
