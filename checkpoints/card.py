@@ -34,8 +34,9 @@ def training_entry(config: JobConfig, steps: int, tokens: int) -> dict[str, Any]
         "dtype": config.base_model.dtype if isinstance(config, FinetuneConfig) else config.training.mixed_precision_param,
         "optimizer": {
             "name": o.name, "lr": o.lr, "beta1": o.beta1, "beta2": o.beta2, "weight_decay": o.weight_decay,
-            "warmup_steps": config.lr_scheduler.warmup_steps, "decay": config.lr_scheduler.decay_type,
+            "warmup_steps": config.warmup_steps, "decay": config.lr_scheduler.decay_type,
             "min_lr_factor": config.lr_scheduler.min_lr_factor,
+            **({"garfa_lr": config.garfa.lr} if isinstance(config, FinetuneConfig) and config.garfa.enable else {}),
         },
         "data": _instructions(config) if isinstance(config, FinetuneConfig) else _mixture(config),
         **({"adapter": adapter_entry(config)} if isinstance(config, FinetuneConfig) else {}),
@@ -192,7 +193,8 @@ def training_table(history: Sequence[dict[str, Any]]) -> list[str]:
         o = entry["optimizer"]
         optimizer = (
             f"{o['name']} ({o['beta1']}, {o['beta2']}), weight decay {o['weight_decay']}, learning rate {o['lr']:g}, "
-            f"warm-up {o['warmup_steps']:,}, {o['decay']} decay to {o['min_lr_factor']:g} of it; {entry['dtype']}"
+            f"warm-up {o['warmup_steps']:,}, {o['decay']} decay to {o['min_lr_factor']:g} of it"
+            f"{', GARFA ' + format(o['garfa_lr'], 'g') if 'garfa_lr' in o else ''}; {entry['dtype']}"
         )
         data = "; ".join(_amount(source) + source["source"] for source in entry["data"])
         cells = [

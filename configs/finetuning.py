@@ -258,3 +258,7 @@ class FinetuneConfig(JobConfig):
     @property
     def model_length(self) -> int:
         return self.trained_length or self.training.seq_len
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.lr_scheduler.warmup_steps or round(self.lr_scheduler.warmup_ratio * self.training.steps)

@@ -484,3 +484,8 @@ class JobConfig(titan.JobConfig):
     def model_length(self) -> int:
         """Sequence length that the model's positions are made for."""
         return self.training.seq_len
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps in which the learning rate rises."""
+        return self.lr_scheduler.warmup_steps

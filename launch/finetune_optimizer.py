@@ -107,8 +107,7 @@ def _implementation(config: FinetuneConfig) -> dict[str, Any]:
 def build_schedules(config: FinetuneConfig, optimizers: OptimizersContainer) -> LRSchedulersContainer:
     """Warm-up and decay of each group."""
     s, g, steps = config.lr_scheduler, config.garfa, config.training.steps
-    warmup = s.warmup_steps or round(s.warmup_ratio * steps)
-    adapter = partial(rate, steps=steps, warmup=warmup, decay=s.decay_type, least=s.min_lr_factor)
+    adapter = partial(rate, steps=steps, warmup=config.warmup_steps, decay=s.decay_type, least=s.min_lr_factor)
     garfa = partial(rate, steps=steps, warmup=round(g.warmup_ratio * steps), decay="cosine", least=g.min_lr_factor)
     layers = adapted(config)
     rates = [adapter] * bool(layers.lora or layers.whole) + [garfa] * bool(layers.garfa)
