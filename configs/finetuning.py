@@ -252,7 +252,7 @@ class FinetuneConfig(JobConfig):
     lr_scheduler: FinetuneSchedule = field(default_factory=FinetuneSchedule)
     validation: FinetuneValidation = field(default_factory=FinetuneValidation)
     metrics: FinetuneMetrics = field(default_factory=FinetuneMetrics)
-    checkpoint: FinetuneCheckpoint = field(default_factory=FinetuneCheckpoint)  # type: ignore[assignment]
+    checkpoint: FinetuneCheckpoint = field(default_factory=FinetuneCheckpoint)  # type: ignore[assignment]  # torchtitan's, with our defaults
     activation_checkpoint: FinetuneActivationCheckpoint = field(default_factory=FinetuneActivationCheckpoint)
 
     @property

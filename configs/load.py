@@ -49,7 +49,7 @@ def load_config(arguments: Sequence[str], cls: type[C] = JobConfig) -> C:  # typ
     return build_config(merge(values, options), cls)
 
 
-def build_config(values: dict[str, Any], cls: type[C] = JobConfig) -> C:  # type: ignore[assignment]
+def build_config(values: dict[str, Any], cls: type[C] = JobConfig) -> C:  # type: ignore[assignment]  # as above
     """A nested dict of settings → a checked `JobConfig`, with the size that `model.flavor` names filled in."""
     model = values.get("model")
     flavor = model.get("flavor") if isinstance(model, dict) else None

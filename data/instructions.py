@@ -31,6 +31,7 @@ from data.instruction_rows import Conversations, SourceReport, read_conversation
 from data.loader import (
     ORDER_KEY,
     Batch,
+    ReadAheadLoader,
     global_batch_size,
     refuse_other_order,
     rows_of_rank,
@@ -39,12 +40,10 @@ from data.loader import (
     to_batch,
 )
 from data.packing import IGNORE, Rows
-from data.prefetch import Prefetch
 from data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-_MICRO_BATCHES_AHEAD = 2
 _STEPS_KEY = "steps"
 
 
@@ -74,7 +73,7 @@ class RowFiller:
         starts[begin:] = begin
 
 
-class InstructionLoader(BaseDataLoader):
+class InstructionLoader(ReadAheadLoader):
     """The endless micro-batches of one data-parallel rank.
 
     Yields ({"input": int64 [b, L], "positions": int64 [b, L], "document_starts": int32 [b, L]}, labels: int64 [b, L]),
@@ -120,7 +119,6 @@ class InstructionLoader(BaseDataLoader):
         )
         self._order = self._describe_order(tokenizer)
         self._steps = 0
-        self._running: Prefetch[tuple[Batch, int | None]] | None = None
         if dp_rank == 0:
             for report in self.conversations.reports:
                 logger.info("%s", report)
@@ -131,17 +129,11 @@ class InstructionLoader(BaseDataLoader):
                 100 * self.padding(),
             )
 
-    def __iter__(self) -> Iterator[Batch]:
-        self.close()
-        running = self._running = Prefetch(self._produce(self._steps), _MICRO_BATCHES_AHEAD)
-        try:
-            for batch, steps in running:
-                if steps is not None:
-                    self._steps = steps
-                yield batch
-        finally:
-            running.close()
-        raise RuntimeError("this iteration of the loader was ended by a newer one; go on with that.")
+    def _from_here(self) -> Iterator[tuple[Batch, int | None]]:
+        return self._produce(self._steps)
+
+    def _delivered(self, place: int) -> None:
+        self._steps = place
 
     @property
     def epochs(self) -> float:
@@ -176,12 +168,6 @@ class InstructionLoader(BaseDataLoader):
         size = self.global_batch_size
         batches = [lengths[plan.items[start : start + size]] for start in range(0, len(plan), size)]
         return 1 - tokens / max(1, sum(len(batch) * self._row_length(batch) for batch in batches))
-
-    def close(self) -> None:
-        """Stops the background thread. Iterating again starts another."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
 
     def rewind(self) -> None:
         """Goes back to the first batch."""

@@ -8,6 +8,7 @@ resumed on another number of them.
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -37,7 +38,40 @@ _NOT_IDENTITY = ("path", "data_dir", "data_files")
 """Fields that may change at a resume: data that was moved is the same data."""
 
 
-class Loader(BaseDataLoader):
+class ReadAheadLoader(BaseDataLoader, ABC):
+    """Micro-batches that a thread makes ready. Iterating again goes on after the last whole step that was delivered, and
+    ends the older iteration."""
+
+    _running: Prefetch[tuple[Batch, Any]] | None = None
+
+    @abstractmethod
+    def _from_here(self) -> Iterator[tuple[Batch, Any]]:
+        """Micro-batches from the present place on; with the last of each step the place after it, else None."""
+
+    @abstractmethod
+    def _delivered(self, place: Any) -> None:
+        """A whole step was delivered."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.close()
+        running = self._running = Prefetch(self._from_here(), _MICRO_BATCHES_AHEAD)
+        try:
+            for batch, place in running:
+                if place is not None:
+                    self._delivered(place)
+                yield batch
+        finally:
+            running.close()
+        raise RuntimeError("this iteration of the loader was ended by a newer one; go on with that.")
+
+    def close(self) -> None:
+        """Stops the background thread. Iterating again starts another."""
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+
+class Loader(ReadAheadLoader):
     """The endless micro-batches of one data-parallel rank.
 
     Yields ({"input": int64 [b, L], "positions": int64 [b, L], "document_starts": int32 [b, L]}, labels: int64 [b, L]),
@@ -78,19 +112,12 @@ class Loader(BaseDataLoader):
         self._order = _describe_order(config, tokenizer, self._sources, global_batch_size, seq_len)
         self._lane_states: dict[int, str] = {}
         self._epochs = [0] * len(self._sources)
-        self._running: Prefetch[tuple[Batch, dict[int, str] | None]] | None = None
 
-    def __iter__(self) -> Iterator[Batch]:
-        self.close()
-        running = self._running = Prefetch(self._produce(dict(self._lane_states)), _MICRO_BATCHES_AHEAD)
-        try:
-            for batch, states in running:
-                if states is not None:
-                    self._lane_states = states
-                yield batch
-        finally:
-            running.close()
-        raise RuntimeError("this iteration of the loader was ended by a newer one; go on with that.")
+    def _from_here(self) -> Iterator[tuple[Batch, dict[int, str] | None]]:
+        return self._produce(dict(self._lane_states))
+
+    def _delivered(self, place: dict[int, str]) -> None:
+        self._lane_states = place
 
     @property
     def epochs(self) -> list[int]:
@@ -110,12 +137,6 @@ class Loader(BaseDataLoader):
     def micro_batches_per_step(self) -> int:
         """G/(W·b)."""
         return len(self._lane_ids) // self._micro_batch_size
-
-    def close(self) -> None:
-        """Stops the background thread. Iterating again starts another."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
 
     def rewind(self) -> None:
         """Goes back to the first batch."""
