@@ -12,6 +12,7 @@ import shutil
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from tqdm import tqdm
 
 from checkpoints.card import CONFIG, read_history
+from checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
 from checkpoints.intact import faults
 from checkpoints.model_dir import SHARD_BYTES, TensorReader, check_tensors, read_model_config, write_model_dir
 from configs.load import ConfigError
 from data.tokenizer import find_tokenizer_dir, load_tokenizer_dir
-from model.build import ModelConfig, build_model
+from model.build import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,28 +48,18 @@ def checkpoint_to_model_dir(
     if found := faults(checkpoint):
         raise ConfigError(f"{checkpoint} is not an intact checkpoint folder (step-N): {'; '.join(found)}.")
     config = ModelConfig.load(checkpoint / CONFIG)
-    metadata: dict[str, Any] = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    tensors = {}
-    for name, shape in _shapes(config).items():
-        if name not in metadata:
-            raise ConfigError(f"{checkpoint} lacks {name}, which its {CONFIG} asks for.")
-        if metadata[name].size != shape:
-            raise ConfigError(f"{checkpoint}: {name} has shape {tuple(metadata[name].size)}, not {tuple(shape)}.")
-        tensors[name] = torch.empty(shape, dtype=metadata[name].properties.dtype, device="meta")
-
-    def read(name: str) -> Tensor:
-        tensor = torch.empty_like(tensors[name], device="cpu")
-        dcp.load({name: tensor}, checkpoint_id=checkpoint, no_dist=True)
-        return tensor
+    tensors = checkpoint_tensors(checkpoint, config)
 
     write_model_dir(
-        out, config, tensors, read, find_tokenizer_dir(checkpoint), dtype, shard_bytes, read_history(checkpoint)
+        out,
+        config,
+        tensors,
+        partial(read_tensor, checkpoint, tensors),
+        find_tokenizer_dir(checkpoint),
+        dtype,
+        shard_bytes,
+        read_history(checkpoint),
     )
-
-
-def _shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    with torch.device("meta"):
-        return {name: parameter.shape for name, parameter in build_model(config).named_parameters()}
 
 
 def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -84,7 +76,7 @@ def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype = tor
     # Stand-ins without storage, in the order of the files: they tell the planner shapes and dtypes.
     tensors: dict[str, Any] = {
         name: torch.empty((), dtype=dtype).expand(shape)
-        for name, shape in sorted(_shapes(config).items(), key=lambda item: files[item[0]])
+        for name, shape in sorted(parameter_shapes(config).items(), key=lambda item: files[item[0]])
     }
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)

@@ -31,7 +31,7 @@ from checkpoints.model_dir import TensorReader, load_model, write_model_dir
 from configs.load import ConfigError
 from data.files import stdlib_files
 from data.tokenizer import load_tokenizer_dir
-from evals.perplexity import encode_file
+from evals.texts import encode_file
 from model.build import build_model
 from model.llama import Llama
 from model.lora import ADAPTER, merged_weight

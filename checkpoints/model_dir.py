@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from checkpoints.card import CARD, CONFIG, model_card
+from checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
 from checkpoints.hf_config import MODEL_TYPE, MODELING, from_hf_config, to_hf_config
+from checkpoints.intact import is_complete
 from checkpoints.names import from_hf_name, to_hf_name
 from configs.load import ConfigError
 from data.tokenizer import load_tokenizer_dir
 from model.build import ModelConfig, build_model
-from model.llama import Llama
+from model.llama import Llama, copy_whole
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -118,7 +120,7 @@ def _write_safetensors(
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """A model directory's config: from `farsight.json`, or from a Llama-family `config.json` without one; or an adapter's.
+    """A model directory's or checkpoint's config: from `farsight.json`, or from a Llama-family `config.json` without one; or an adapter's.
 
     Raises:
         ConfigError: no such directory, or a model that can't be built here.
@@ -189,8 +191,7 @@ def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Path]:
     Raises:
         ConfigError: missing tensors, surplus ones, or other shapes, each named.
     """
-    with torch.device("meta"):
-        expected = {name: tuple(p.shape) for name, p in build_model(config).named_parameters()}
+    expected = {name: tuple(shape) for name, shape in parameter_shapes(config).items()}
     files = tensor_files(directory)
     if config.architecture.tie_embeddings:
         files.pop("output.weight", None)  # a tied head is often written out all the same
@@ -239,12 +240,15 @@ def load_model(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
     config: ModelConfig | None = None,
+    divide: Callable[[Llama], None] | None = None,
 ) -> tuple[Llama, ModelConfig]:
-    """Builds the model of a directory, or an adapter's on its base, and reads its weights, one tensor at a time.
+    """Builds the model of a directory, a checkpoint's, or an adapter's on its base, and reads its weights, one tensor at a
+    time.
 
     Args:
         length: sequence length its positions are set for; the trained length when None.
         config: in place of the directory's own, to see the weights through other positions.
+        divide: gives parameters over to several ranks, on the meta device; each rank reads its own part.
 
     Returns:
         The model in evaluation mode, and its config.
@@ -252,18 +256,38 @@ def load_model(
     if is_adapter(directory):
         from checkpoints.adapter import load_adapter
 
+        if divide is not None:
+            raise ConfigError(f"{directory} is an adapter; merge it first, to divide its model over several processes.")
         return load_adapter(directory, device=device, dtype=dtype, length=length, config=config)
     config = config or read_model_config(directory)
-    files = check_tensors(directory, config)
     with torch.device("meta"):
         model = build_model(config, length)
+    if divide is not None:
+        divide(model)
     for parameter in model.parameters():  # and not model.to(dtype): frequencies and slopes stay in fp32
         parameter.data = parameter.data.to(dtype)
     model.to_empty(device=device)
-    parameters, read = dict(model.named_parameters()), TensorReader(files)
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name in sorted(parameters, key=lambda name: files[name]):
-            parameters[name].copy_(read(name))
-    read.close()
+        for name, tensor in saved_tensors(directory, config):
+            copy_whole(parameters[name], tensor)
     model.set_position(model.positions, model.length)
     return model.eval(), config
+
+
+def saved_tensors(directory: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a model directory or a checkpoint, by our names, one after the other.
+
+    Raises:
+        ConfigError: as `check_tensors`, or `checkpoint_tensors`.
+    """
+    if is_complete(directory):
+        tensors = checkpoint_tensors(directory, config)
+        for name in tensors:
+            yield name, read_tensor(directory, tensors, name)
+        return
+    files = check_tensors(directory, config)
+    read = TensorReader(files)
+    for name in sorted(parameter_shapes(config), key=lambda name: files[name]):
+        yield name, read(name)
+    read.close()

@@ -105,6 +105,24 @@ class ChatTemplate:
         """Writes the template beside a tokenizer's files, where `transformers` finds it."""
         (Path(directory) / "chat_template.jinja").write_text(self.source, encoding="utf-8")
 
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The text of messages that a model is to answer, up to the header of its answer.
+
+        Raises `UnusableRow` where the template refuses them.
+        """
+        return self._render(Conversation(tuple(messages)), header=True)[0]
+
+    def turn_end(self) -> int | None:
+        """The special token that ends an assistant's turn; None where the template writes none, as training then adds eos."""
+        messages = [{"role": "user", "content": "x"}]
+        header, (whole, _) = (
+            self.prompt(messages),
+            self._render(Conversation((*messages, {"role": "assistant", "content": "y"}))),
+        )
+        before, turn = (encoded.ids.tolist() for encoded in self._tokenizer.encode_rendered([header, whole]))
+        special = set(self._tokenizer.special_tokens.values())
+        return next((token for token in turn[len(before) :] if token in special), None)
+
     def mark(self, conversation: Conversation, train_on: TrainOn) -> Marked:
         """The conversation as the model sees it, and what of it is trained: assistant turns from after their header to
         their end-of-turn token; with `train_on = "all"` everything; and what the turns' own marks say.
@@ -136,6 +154,15 @@ class ChatTemplate:
             )
         spans = spans + [turns.said(i) for i in wanted if i not in answers]
         return Marked(text, tuple(sorted(spans)))
+
+    def prompt_tokens(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """The tokens of `prompt`'s text.
+
+        Raises `UnusableRow` for a message that holds a special token too.
+        """
+        self._refuse_markers(Conversation(tuple(messages)))
+        (encoded,) = self._tokenizer.encode_rendered([self.prompt(messages)])
+        return encoded.ids.tolist()
 
     def encode(self, marked: Sequence[Marked]) -> list[Tokens]:
         """The tokens of some conversations.

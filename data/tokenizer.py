@@ -89,6 +89,11 @@ class Tokenizer(ABC):
         if self.chat_template is not None:
             (directory / TEMPLATE_FILE).write_text(self.chat_template, encoding="utf-8")
 
+    @property
+    def begins_with_bos(self) -> bool:
+        """Whether `transformers` puts bos before a text of its own accord."""
+        return self.bos_id is not None
+
     def special_token(self, token_id: int | None) -> str | None:
         """The text of a special token."""
         return next((token for token, i in self.special_tokens.items() if i == token_id), None)
@@ -282,6 +287,10 @@ class HuggingFaceTokenizer(Tokenizer):
         if CONFIG_FILE not in self._companions:
             names = [None if i is None else self._fast.id_to_token(i) for i in (self.bos_id, self.eos_id)]
             write_json(directory / CONFIG_FILE, fast_config(*names))
+
+    @property
+    def begins_with_bos(self) -> bool:
+        return self.bos_id is not None and self._fast.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
         encodings = self._reads_special.encode_batch(list(texts), add_special_tokens=False)

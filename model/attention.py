@@ -32,7 +32,13 @@ class KeysOnTheirWay(Protocol):
 
 
 class SequenceContext(Protocol):
-    """Context parallelism, as an attention layer knows it; see `parallel.halo`."""
+    """What more keys there are than the layer is given tokens of: on other ranks (`parallel.halo`), or kept from before
+    (`evals.kv_cache`)."""
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it turns queries and keys itself, and is given them as they are."""
+        ...
 
     def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> KeysOnTheirWay: ...
 
@@ -54,7 +60,7 @@ class Attention(nn.Module):
     heads: slice
     """Which of the layer's query heads the rank holds: a part of them under tensor parallelism."""
     context: SequenceContext | None = None
-    """Set where sequences are cut over ranks: the layer is then given the tokens of its rank."""
+    """Set where the layer is given a part of the sequence: the tokens of its rank, or those that follow what is kept."""
     garfa: HeadFrequencies | None
     """Turns each key/value head at a speed of its own. The model calls it: FSDP gathers its weights around a call, which
     has to be outside of what is compiled."""
@@ -115,6 +121,8 @@ class Attention(nn.Module):
                 whole sequence, also where ranks hold parts of it.
             head_rope: turns keys, and queries if it says so, in place of `rope`.
         """
+        if self.context is not None and self.context.rotates:
+            rope = head_rope = None
         # -1 and not N or K: under tensor parallelism a rank holds some of the heads.
         k_BLKH = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))

@@ -165,10 +165,10 @@ class Llama(nn.Module):
         self.attention_factors = [f.attention_factor for f in frequencies]
         if frequencies and not self.rope_frequencies.is_meta:
             self.rope_frequencies.copy_(torch.stack([f.inv_freq for f in frequencies]))
-        for name, attention in self._attentions():
+        for name, attention in self.attentions():
             attention.set_position(self.positions[int(name)])
 
-    def _attentions(self) -> Iterator[tuple[str, Attention]]:
+    def attentions(self) -> Iterator[tuple[str, Attention]]:
         """Layer number and attention, whatever is wrapped around the blocks."""
         for name, block in self.layers.items():
             yield name, cast(Attention, block.attention)
@@ -248,7 +248,7 @@ class Llama(nn.Module):
             self.fill_parameter(unwrapped(name), parameter)
         if buffer_device is not None:
             self.rope_frequencies = self.rope_frequencies.to(buffer_device)
-            for _, attention in self._attentions():
+            for _, attention in self.attentions():
                 for module in attention.modules():
                     for name, buffer in list(module.named_buffers(recurse=False)):
                         module.register_buffer(name, buffer.to(buffer_device), persistent=False)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ class Context:
 
     group: dist.ProcessGroup
     layout: Layout
+    rotates: ClassVar[bool] = False
 
     @classmethod
     def of(cls, dims: ParallelDims, config: JobConfig) -> "Context | None":

@@ -17,14 +17,15 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 
-from configs.check import check_tensor_parallel
-from configs.schema import JobConfig
+from configs.check import ConfigError, check_tensor_parallel
+from configs.schema import Architecture, JobConfig
 from model.attention import Attention
 from model.llama import Llama
 
@@ -40,8 +41,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> 
     for block in model.layers.values():
         parallelize_module(block, mesh, _block_plan(qk_norm=config.architecture.qk_norm))
         attention = cast(Attention, block.attention)
-        per_rank = config.architecture.n_heads // mesh.size()
-        attention.hold_heads(mesh.get_local_rank() * per_rank, (mesh.get_local_rank() + 1) * per_rank)
+        _hold_heads(attention, mesh, config.architecture)
         if attention.garfa is not None and attention.garfa.trained:
             attention.garfa.raw = nn.Parameter(distribute_tensor(attention.garfa.raw, mesh, [Shard(0)]))
     ends: dict[str, ParallelStyle] = {}
@@ -57,6 +57,45 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> 
         model.tok_embeddings.register_forward_hook(lambda module, inputs, embedded: embedded * 1.0)
     if model.output is not None and model.output.weight is not None:
         model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
+
+
+def divide_to_decode(model: Llama, mesh: DeviceMesh) -> None:
+    """Divides a model over the ranks of `mesh` for generating, in place, before it has weights.
+
+    Every rank has all tokens: a decoding step has one a row, of which there are no spans. So sums are reduced to all ranks
+    after attention and feed-forward, and each rank's caches hold its own heads.
+
+    Raises:
+        ConfigError: heads, vocabulary or hidden units that do not divide.
+    """
+    architecture, ranks = model.architecture, mesh.size()
+    for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
+        if getattr(architecture, name) % ranks:
+            raise ConfigError(
+                f"the model's {name} is {getattr(architecture, name)}, which {ranks} processes do not divide: start another "
+                "number of them"
+            )
+    columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+    rows = ("attention.wo", "feed_forward.w2")
+    for block in model.layers.values():
+        plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+        parallelize_module(block, mesh, plan | {name: RowwiseParallel() for name in rows})
+        _hold_heads(cast(Attention, block.attention), mesh, architecture)
+    whole = Replicate()
+    ends: dict[str, ParallelStyle] = {
+        "tok_embeddings": RowwiseParallel(input_layouts=whole, output_layouts=whole),
+        # The head takes a DTensor where its weight is one.
+        "norm": PrepareModuleOutput(output_layouts=whole, desired_output_layouts=whole, use_local_output=False),
+    }
+    parallelize_module(model, mesh, ends)
+    assert model.output is not None
+    if model.output.weight is not None:
+        model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
+
+
+def _hold_heads(attention: Attention, mesh: DeviceMesh, architecture: Architecture) -> None:
+    per_rank = architecture.n_heads // mesh.size()
+    attention.hold_heads(mesh.get_local_rank() * per_rank, (mesh.get_local_rank() + 1) * per_rank)
 
 
 def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:

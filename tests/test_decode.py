@@ -14,6 +14,7 @@ from kernels.scoped_attention import (
     choice,
     scoped_attention,
     scoped_decode,
+    scoped_prefill,
     triton_attention,
     triton_decode,
 )
@@ -106,6 +107,33 @@ def test_any_steps(data):
     q, k, v = on_device(draw(B=B, Lq=L, N=N, K=K, H=16, dtype=torch.float32, seed=data.draw(st.integers(0, 9)))[0])
     for backend in BACKENDS:
         assert_steps_equal_reference(q, k, v, scopes, chunks, backend, starts, slopes)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_prompts_in_any_chunks(data):
+    """Every token of a prompt, read in chunks that may be longer than a ring, against the reference over the whole."""
+    B, K, ratio = (data.draw(st.integers(1, 3)) for _ in range(3))
+    chunks = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    L, N = sum(chunks), K * ratio
+    scope = st.one_of(st.integers(1, L + 2), st.integers(1, 8), st.just(INT32_MAX))
+    scopes = torch.tensor(data.draw(st.lists(scope, min_size=N, max_size=N)), device=DEVICE)
+    slopes = torch.rand(N, generator=torch.Generator().manual_seed(0)) if data.draw(st.booleans()) else None
+    starts = torch.tensor(data.draw(st.lists(st.integers(0, L - 1), min_size=B, max_size=B)))
+    (q, k, v), _ = draw(B=B, Lq=L, N=N, K=K, H=8, seed=data.draw(st.integers(0, 9)))
+    documents_BL = starts[:, None].minimum(torch.arange(L))
+    exact = scoped_attention(q, k, v, scopes.cpu(), documents_BL, slopes, backend="reference")
+    q, k, v = on_device((q, k, v))
+    cache = cache_for(k, scopes.tolist(), L)
+    slopes = None if slopes is None else slopes.to(DEVICE)
+    found = [
+        scoped_prefill(*parts, cache, scopes, starts.to(DEVICE), slopes)
+        for parts in zip(*(x.split(chunks, dim=1) for x in (q, k, v)), strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(found, dim=1), exact.to(DEVICE), rtol=1e-9, atol=1e-9)
+    assert int(cache.tokens) == L
+    with pytest.raises(ValueError, match=f"{L} tokens and 1 more do not fit into a cache of most_tokens = {L}"):
+        scoped_prefill(q[:, :1], k[:, :1], v[:, :1], cache, scopes)
 
 
 def test_the_cache_keeps_what_can_be_seen_and_no_more():

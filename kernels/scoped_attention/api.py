@@ -4,6 +4,7 @@ Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-va
 """
 
 import importlib.util
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from .banded import banded_attention
 from .choice import pick_backend
 from .decode import ring_attention
+from .prefill import chunk_attention
 from .reference import reference_attention
 from .rolling_cache import RollingCache
 
@@ -116,6 +118,42 @@ def scoped_decode(
         case _:
             raise ValueError(f'backend is "{backend}": set it to "auto", "banded" or "triton"')
     return attention(q_BNH, cache, scopes_N, document_starts_B, alibi_slopes_N, scale)
+
+
+def scoped_prefill(
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    cache: RollingCache,
+    scopes_N: Tensor,
+    document_starts_B: Tensor | None = None,
+    alibi_slopes_N: Tensor | None = None,
+    backend: str = "auto",
+    seen: int | None = None,
+) -> Tensor:
+    """Attention of the next tokens of a prompt over what a rolling cache kept and over themselves; it then keeps them.
+
+    Key-value heads whose rings are equally long go to `scoped_attention` together. A ring that wraps is read before it is
+    written over, so that a chunk may be longer than any scope.
+
+    Args:
+        q_BLNH, k_BLKH, v_BLKH: of the next L tokens, shaped as in `scoped_attention`.
+        cache: holds the tokens before them, as far as they can be seen.
+        scopes_N: integer tensor [N], those that the cache was made for.
+        document_starts_B: integer tensor [B]; the first token that each row sees, as for prompts padded on the left.
+            Padding sees itself alone.
+        alibi_slopes_N, backend: as in `scoped_attention`.
+        seen: tokens that the cache was given before; None asks it, which waits for the device.
+
+    Returns:
+        o_BLNH: [B, L, N, H] in q's dtype. There is no gradient.
+
+    Raises:
+        ValueError: more tokens than the cache has room for; and as `scoped_attention`.
+    """
+    attend = partial(scoped_attention, backend=backend)
+    seen = int(cache.tokens) if seen is None else seen
+    return chunk_attention(attend, q_BLNH, k_BLKH, v_BLKH, cache, scopes_N, document_starts_B, alibi_slopes_N, seen)
 
 
 @torch.compiler.assume_constant_result

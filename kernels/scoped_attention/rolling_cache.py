@@ -4,6 +4,7 @@ Shape suffixes: B batch, L tokens, N query heads, K key-value heads, H head dim,
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class RollingCache:
         keys_BSH, values_BSH: [B, S, H]; the rings of all key-value heads one after the other.
         tokens: int32 tensor [1] on the device, the tokens appended so far. Nothing here reads it on the host, so that a
             decoding step can be captured in a CUDA graph.
+        runs: adjacent key-value heads whose rings are equally long, which one product can take together.
 
     Raises:
         ValueError: if a scope or `most_tokens` is below 1, or heads do not divide.
@@ -54,6 +56,8 @@ class RollingCache:
         widest = [max(scopes_N[head * group : (head + 1) * group]) for head in range(kv_heads)]
         self.capacities = tuple(min(scope, most_tokens) for scope in widest)
         self.most_tokens = most_tokens
+        runs = [[head for head, _ in run] for _, run in groupby(enumerate(self.capacities), key=lambda pair: pair[1])]
+        self.runs = tuple(slice(run[0], run[-1] + 1) for run in runs)
         firsts = [sum(self.capacities[:head]) for head in range(kv_heads)]
         self.firsts_K = torch.tensor(firsts, device=device)
         self.capacities_K = torch.tensor(self.capacities, device=device)
@@ -69,6 +73,26 @@ class RollingCache:
     @property
     def nbytes(self) -> int:
         return self.keys_BSH.nbytes + self.values_BSH.nbytes
+
+    def rings(self, run: slice) -> tuple[Tensor, Tensor]:
+        """Keys and values of one of `runs`, [B, heads of the run, capacity, H], slot by slot; views."""
+        first, capacity = sum(self.capacities[: run.start]), self.capacities[run.start]
+        slots = slice(first, first + (run.stop - run.start) * capacity)
+        keys, values = (x[:, slots].unflatten(1, (-1, capacity)) for x in (self.keys_BSH, self.values_BSH))
+        return keys, values
+
+    def last_tokens(self, run: slice, tokens: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the last `count` of the `tokens` appended, in order: [B, count, heads of the run, H].
+
+        Views where the ring has not wrapped; `count` is at most its capacity.
+        """
+        keys_BKCH, values_BKCH = self.rings(run)
+        capacity = keys_BKCH.shape[2]
+        if tokens <= capacity:
+            kept = slice(tokens - count, tokens)
+            return keys_BKCH[:, :, kept].transpose(1, 2), values_BKCH[:, :, kept].transpose(1, 2)
+        slots = torch.arange(tokens - count, tokens, device=keys_BKCH.device) % capacity
+        return keys_BKCH[:, :, slots].transpose(1, 2), values_BKCH[:, :, slots].transpose(1, 2)
 
     @torch.no_grad()
     def append(self, k_BLKH: Tensor, v_BLKH: Tensor) -> None:

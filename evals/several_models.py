@@ -1,0 +1,57 @@
+"""What tools that measure several models beside each other leave: a file of figures, and a picture."""
+
+import argparse
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
+"""Told apart by colour-blind people too (Okabe and Ito, 2008)."""
+_MARKERS = "osD^v<>"
+
+
+def add_output_options(parser: argparse.ArgumentParser) -> None:
+    """Adds --json and --picture."""
+    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    parser.add_argument("--picture", type=Path, metavar="F", help="draw the figures (.png, .svg, .pdf)")
+
+
+def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuses files that could not be written in the end."""
+    for name in ("json", "picture"):
+        path = getattr(options, name, None)
+        if path and not path.parent.is_dir():
+            parser.error(f"--{name} {path}: there is no folder {path.parent}")
+
+
+def write_figures(path: Path, results: Mapping[str, dict[str, Any]]) -> None:
+    """Writes the figures of one model, or {"models": {path: figures}} of several."""
+    content = next(iter(results.values())) if len(results) == 1 else {"models": dict(results)}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def short_names(folders: Collection[str]) -> list[str]:
+    """The ends of the models' paths, as long as it takes to tell them apart; a model directory is named for its run folder."""
+    parts = [Path(os.path.abspath(folder)).parts for folder in folders]
+    parts = [part[:-1] if part[-1] == "model" else part for part in parts]
+    names: list[str] = []
+    for kept in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-kept:]) for part in parts]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def model_style(number: int, grown: bool = False) -> dict[str, Any]:
+    """How a line of the model of that number is drawn; dashed and hollow for its reading with scopes that grow."""
+    colour = _COLOURS[number % len(_COLOURS)]
+    marker = _MARKERS[(number + number // len(_COLOURS)) % len(_MARKERS)]
+    return {
+        "color": colour,
+        "marker": marker,
+        "markersize": 5,
+        "linestyle": "--" if grown else "-",
+        "markerfacecolor": "white" if grown else colour,
+    }
