@@ -14,7 +14,8 @@ from checkpoints.model_dir import load_model, write_model_dir
 from configs.load import ConfigError
 from configs.schema import Lasp, LayerRule, LinearRope, NoRotary, Position, Rope, Scope, YarnRope
 from data.tokenizer import load_tokenizer_dir
-from evals.perplexity import Windows, encode_file, main, perplexity_by_length, window_nll, with_scaled_rope
+from evals.extensions import parse_extension
+from evals.perplexity import Windows, encode_file, main, perplexity_by_length, window_nll
 from model.build import ModelConfig, build_model, set_length
 from tests.running import run
 from tests.test_model import SMALL, fresh_model
@@ -102,13 +103,82 @@ def test_the_same_targets_of_each_long_document_and_buckets(tmp_path, tokenizer_
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("stride", [1, 12, 31])
+def test_sliding_equals_each_token_on_its_own(stride, text, tokenizer_dir):
+    """Each target by what the first of the windows that hold it shows of the tokens before it."""
+    config = ModelConfig(BYTES, Position(), trained_length=32)
+    model, (tokens,) = fresh_model(config), encode_file(text, load_tokenizer_dir(tokenizer_dir))
+    documents = [tokens[:70], tokens[70:90], tokens[90:122], tokens[122:123]]
+    figures = perplexity_by_length(model, config, documents, [32], Windows(stride=stride))
+    losses, contexts = [], []
+    for document in documents:
+        read: dict[int, torch.Tensor] = {}
+        for target in range(1, len(document)):
+            start = max(0, math.ceil((target - 31) / stride)) * stride
+            if start not in read:
+                with torch.no_grad():
+                    read[start] = model(document[None, start : start + 32])[0].log_softmax(-1)
+            losses.append(-read[start][target - start - 1, document[target]])
+            contexts.append((target, target - start))
+    assert figures["lengths"]["32"] == pytest.approx(torch.stack(losses).mean().exp().item(), rel=1e-5)
+    assert all(context >= min(target, 32 - stride) for target, context in contexts)
+    first_two = torch.cat(Windows(stride=stride, limit=2).of(documents, 32))
+    assert torch.equal(first_two, torch.cat([tokens[:32], tokens[stride : stride + 32]]))
+    with pytest.raises(ConfigError, match="stride of 31 or less"):
+        perplexity_by_length(model, config, documents, [32], Windows(stride=32))
+
+
+def test_reading_in_chunks_changes_nothing(text, tokenizer_dir, monkeypatch):
+    """As very long windows are read, and all of them with an extension."""
+
+    class Unchanged:
+        def caches(self, model, config, batch):
+            read.append(batch.most_tokens)
+
+    read: list[int] = []
+    config = ModelConfig(BYTES, Position(heads=Scope()), trained_length=64)
+    model, (tokens,) = fresh_model(config), encode_file(text, load_tokenizer_dir(tokenizer_dir))
+    documents = [tokens[:320], tokens[320:400]]
+    for windows in (Windows(buckets=5), Windows(stride=60)):
+        whole = perplexity_by_length(model, config, documents, [64, 300], windows)
+        assert not read
+        extended = perplexity_by_length(model, config, documents, [64, 300], windows, Unchanged(), chunk=100)
+        assert set(read) == {64, 300}
+        monkeypatch.setattr("evals.perplexity.WHOLE", 100)
+        long = perplexity_by_length(model, config, documents, [64, 300], windows, chunk=128)
+        monkeypatch.undo()
+        read.clear()
+        for key in ("lengths", "lengths_scope_length"):
+            assert extended[key] == pytest.approx(whole[key], rel=1e-5)
+            assert long[key] == pytest.approx(whole[key], rel=1e-5)
+        for key in ("log_buckets", "log_buckets_scope_length") if windows.buckets else ():
+            assert long[key]["300"]["perplexity"] == pytest.approx(whole[key]["300"]["perplexity"], rel=1e-5)
+
+
+def test_by_position_in_parts_of_equal_ratio(text, tokenizer_dir):
+    config = ModelConfig(BYTES, Position(heads=Scope()), trained_length=64)
+    model, (tokens,) = fresh_model(config), encode_file(text, load_tokenizer_dir(tokenizer_dir))
+    figures = perplexity_by_length(model, config, [tokens[:600]], [256], Windows(buckets=8))
+    # Nine powers of two from 1 to 256 tokens before the target.
+    assert figures["log_buckets"]["256"]["edges"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+    for key, scope_max in (("log_buckets", "trained"), ("log_buckets_scope_length", "length")):
+        set_length(model, dataclasses.replace(config, position=Position(heads=Scope(scope_max=scope_max))), 256)
+        rows = tokens[:512].view(2, 256)
+        with torch.no_grad():
+            losses = -model(rows)[:, :-1].log_softmax(-1).gather(2, rows[:, 1:, None])[..., 0]
+        expected = [losses[:, 2**i - 1 : 2 ** (i + 1) - 1].mean().exp().item() for i in range(8)]
+        assert figures[key]["256"]["perplexity"] == pytest.approx(expected, rel=1e-4)
+
+
 def test_scaling_at_evaluation_equals_transformers_with_that_scaling(tmp_path, tokenizer_dir, text):
     config = ModelConfig(BYTES, Position(rotary=Rope(theta=500.0)), trained_length=128)
     model = fresh_model(config)
     write_model_dir(tmp_path / "m", config, model.state_dict(), tokenizer_dir=tokenizer_dir)
     ids = torch.tensor(load_tokenizer_dir(tokenizer_dir).encode(text.read_text()))
+    main([str(tmp_path / "m"), "--data", str(text), "--lengths", "512", "--json", str(tmp_path / "f.json")])
+    unscaled = json.loads((tmp_path / "f.json").read_text())["lengths"]["512"]
     for kind, more in (("yarn", {"original_max_position_embeddings": 128}), ("linear", {}), ("dynamic", {})):
-        command = [str(tmp_path / "m"), "--data", str(text), "--lengths", "128", "512", "--rope", f"{kind}:4"]
+        command = [str(tmp_path / "m"), "--data", str(text), "--lengths", "128", "512", "--extend", f"{kind}:4"]
         main([*command, "--json", str(tmp_path / "f.json")])
         figures = json.loads((tmp_path / "f.json").read_text())
         rope = {"rope_type": kind, "rope_theta": 500.0, "factor": 4.0, **more}
@@ -119,23 +189,24 @@ def test_scaling_at_evaluation_equals_transformers_with_that_scaling(tmp_path, t
                 logprobs = torch.cat([theirs(row[None]).logits[:, :-1].log_softmax(-1) for row in rows])
             losses = -logprobs.gather(2, rows[:, 1:, None])[..., 0]
             expected = losses[:, -256:].mean().exp().item()
-            assert figures["lengths"][str(length)] == pytest.approx(expected, rel=1e-3), (kind, length)
+            assert figures["lengths"][str(length)] == pytest.approx(expected, rel=1e-5), (kind, length)
+        assert figures["lengths"]["512"] != pytest.approx(unscaled, rel=1e-4), kind
 
 
 def test_scalings_that_make_no_sense_are_refused():
     plain = ModelConfig(BYTES, Position(), trained_length=64)
     mixed = dataclasses.replace(plain, position=Position(rules=(LayerRule(layers="1", rotary=NoRotary()),)))
-    assert with_scaled_rope(mixed, "ntk:2").layers()[1].rotary == NoRotary()
+    assert parse_extension("ntk:2").change(mixed).layers()[1].rotary == NoRotary()
     for config, scaling, says in [
-        (plain, "yarn", "KIND:FACTOR"),
-        (plain, "yarn:0.5", "KIND:FACTOR"),
-        (plain, "llama3:2", "KIND:FACTOR"),
+        (plain, "yarn", "set factor"),
+        (plain, "yarn:0.5", "at least 1"),
+        (plain, "llama3:2", "no method 'llama3'"),
         (dataclasses.replace(plain, position=Position(rotary=NoRotary())), "yarn:4", "no layer"),
         (dataclasses.replace(plain, position=Position(lasp=Lasp(anchor_layers=1))), "yarn:4", "LASP"),
         (dataclasses.replace(plain, position=Position(rotary=LinearRope(factor=2.0))), "yarn:4", "scaled already"),
     ]:
         with pytest.raises(ConfigError, match=says):
-            with_scaled_rope(config, scaling)
+            parse_extension(scaling).change(config)
 
 
 def test_processes_share_the_windows(text, tokenizer_dir, monkeypatch):
@@ -164,7 +235,8 @@ def test_several_processes_and_models(tmp_path, tokenizer_dir, text):
         "--buckets",
         "2",
     ]
-    main([*arguments, "--json", str(tmp_path / "one.json")])
+    main([*arguments, "--json", str(tmp_path / "one.json"), "--picture", str(tmp_path / "p.png")])
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     run([*launcher, "-m", "evals.perplexity", *arguments, "--device", "cpu", "--json", str(tmp_path / "two.json")])
     one, two = (json.loads((tmp_path / f"{n}.json").read_text())["models"] for n in ("one", "two"))
@@ -204,5 +276,8 @@ def test_missing_and_broken_files(tmp_path, tokenizer_dir):
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
     with pytest.raises(ConfigError, match="line 2"):
         encode_file(tmp_path / "d.jsonl", tokenizer)
+    for both in ("--documents", "--buckets=2"):
+        with pytest.raises(SystemExit):
+            main([str(tmp_path), "--data", "x", "--lengths", "8", "--sliding", "4", both])
     with pytest.raises(SystemExit, match="not a model directory"):
         main([str(tmp_path), "--data", "x", "--lengths", "8"])
