@@ -281,7 +281,9 @@ class FarsightPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["FarsightDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    # `attend` takes its kernels from torch, whatever kind of attention is asked for: HELMET asks for flash_attention_2.
     _supports_sdpa = True
+    _supports_flash_attn = True
 
 
 class FarsightModel(FarsightPreTrainedModel):

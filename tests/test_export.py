@@ -25,8 +25,10 @@ from configs.schema import (
     Position,
     Scope,
     SlidingWindow,
+    Tokenizer,
     YarnRope,
 )
+from data.tokenizer import load_tokenizer
 from model.build import ModelConfig, build_model, set_length
 
 SHAPE = {"vocab_size": 96, "dim": 64, "n_layers": 4, "n_heads": 8, "n_kv_heads": 4, "head_dim": 8, "ffn_dim": 96}
@@ -94,7 +96,7 @@ save_file(result, out)
 """
 
 
-def export(folder: Path, position: Position, **shape) -> ModelConfig:
+def export(folder: Path, position: Position, tokenizer_dir: Path | None = None, **shape) -> ModelConfig:
     config = ModelConfig(Architecture(**{**SHAPE, **shape}), position, trained_length=TRAINED)
     model = build_model(config)
     model.init_weights()
@@ -103,7 +105,7 @@ def export(folder: Path, position: Position, **shape) -> ModelConfig:
         for parameter in model.parameters():  # at their initial values, heads hardly attend and positions hardly count
             if parameter.dim() > 1:
                 parameter.normal_(std=0.15, generator=generator)
-    write_model_dir(folder, config, model.state_dict())
+    write_model_dir(folder, config, model.state_dict(), tokenizer_dir=tokenizer_dir)
     return config
 
 
@@ -167,6 +169,75 @@ def test_exported_model_equals_ours(tmp_path, name):
     with torch.no_grad():
         set_length(reloaded := load_model(again)[0], config, 60)
         assert torch.equal(reloaded(tokens), model(tokens))
+
+
+HARNESS = """
+import sys, torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+directory, out = sys.argv[1:]
+tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)
+assert tokenizer.pad_token is None
+tokenizer.pad_token = tokenizer.eos_token
+tokenizer.truncation_side = tokenizer.padding_side = "left"
+config = AutoConfig.from_pretrained(directory, trust_remote_code=True)
+how = dict(config=config, device_map="auto", trust_remote_code=True)
+try:
+    AutoModelForCausalLM.from_pretrained(directory, attn_implementation="flash_attention_2", **how)
+except ImportError as error:  # of the package, which is not there; and not that the model is none for it
+    assert "installed" in str(error), error
+model = AutoModelForCausalLM.from_pretrained(directory, torch_dtype=torch.float32, **how)
+stops = model.generation_config.eos_token_id
+stops = stops if isinstance(stops, list) else [stops]
+result = {"stops": torch.tensor(stops)}
+text = ["the river runs under seven stones", "a stone"]
+inputs = tokenizer([text[0]], return_tensors="pt", max_length=24, truncation=True, padding=True)
+result["ids"] = inputs.input_ids
+limits = dict(max_new_tokens=12, min_new_tokens=0, do_sample=False, temperature=0.0, top_p=1.0, eos_token_id=stops)
+limits |= dict(pad_token_id=tokenizer.pad_token_id, return_dict_in_generate=True, output_scores=False)
+with torch.no_grad():  # all but the last token read by the decoder without its head, then generate with what it kept
+    read = model.model(input_ids=inputs.input_ids[..., :-1], attention_mask=inputs.attention_mask[..., :-1])
+    outputs = model.generate(**inputs, past_key_values=read.past_key_values, **limits)
+result["prefilled"] = outputs["sequences"][:, inputs.input_ids.shape[1]:].contiguous()
+both = tokenizer(text, return_tensors="pt", padding=True)
+result["padded"] = model.generate(**both, **limits)["sequences"][:, both.input_ids.shape[1]:].contiguous()
+result["short"] = tokenizer(text[1], return_tensors="pt").input_ids
+result["logits"] = model(inputs.input_ids).logits.detach()
+bf16 = AutoModelForCausalLM.from_pretrained(directory, torch_dtype=torch.bfloat16, **how)
+result["bf16_logits"] = bf16(inputs.input_ids).logits.detach().float()
+result["bf16_answer"] = bf16.generate(**inputs, **limits)["sequences"]
+save_file(result, out)
+"""
+
+
+def test_harnesses_find_what_they_expect_of_generate(tmp_path):
+    """As HELMET (model_utils.py, HFModel) calls it, and L-Eval and LOFT in parts: batches padded on the left, a cache filled
+    beforehand, stop tokens from the model's own settings, flash attention by name, bf16, a device map."""
+    load_tokenizer(Tokenizer(kind="bytes")).save(tmp_path / "tokenizer")
+    config = export(tmp_path / "model", MIXED, tokenizer_dir=tmp_path / "tokenizer", vocab_size=260)
+    result = run_elsewhere(tmp_path / "model", HARNESS)
+    assert result["stops"].tolist() == [257]
+    text = b"the river runs under seven stones"
+    assert result["ids"][0].tolist() == [256, *text[-23:]]
+
+    model, _ = load_model(tmp_path / "model")
+
+    def greedy(ids: list[int]) -> list[int]:
+        written: list[int] = []
+        while len(written) < 12 and 257 not in written:
+            set_length(model, config, len(ids) + len(written))
+            with torch.no_grad():
+                written.append(int(model(torch.tensor([ids + written]))[0, -1].argmax()))
+        return written
+
+    assert result["prefilled"][0].tolist() == greedy(result["ids"][0].tolist())
+    assert result["short"][0].tolist() == [256, *b"a stone"]
+    short = greedy([256, *b"a stone"])
+    assert result["padded"][1].tolist()[: len(short)] == short
+    assert result["padded"][0].tolist() == greedy([256, *text])
+    error = (result["bf16_logits"] - result["logits"]).abs().max()
+    assert error < 0.05 * result["logits"].abs().max()
+    assert result["bf16_answer"].shape[1] > result["ids"].shape[1]
 
 
 TRAINER = """

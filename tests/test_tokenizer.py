@@ -103,6 +103,8 @@ def test_transformers_loads_a_saved_tokenizer(tokenizer, tmp_path, stdlib_texts)
     assert (auto.bos_token_id, auto.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
     if not isinstance(tokenizer, HuggingFaceTokenizer):  # whose own file says what comes first
         assert auto.encode("x")[0] == tokenizer.bos_id
+    for read in (tokenizer, HuggingFaceTokenizer(tmp_path / "tokenizer.json")):
+        assert read.begins_with_bos == (auto.encode("x")[0] == tokenizer.bos_id)
 
 
 def test_bytes_keep_lone_surrogates_and_decode_cut_characters():

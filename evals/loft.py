@@ -1,0 +1,145 @@
+"""Answers to LOFT's prompts, as its `run_evaluation.py` takes them: LOFT's own inference knows Gemini alone.
+
+    python -m evals.loft MODEL_DIR --prompts PROMPTS.csv --out outputs/rag/nq/128k/test_predictions.jsonl
+    python -m evals.loft MODEL_DIR --prompts PROMPTS.csv --corpus data/retrieval/nq/128k/corpus.jsonl --out …
+
+PROMPTS.csv is what LOFT's `dump_prompts.py --output_format=csv` writes, questions of one turn. The answer is the list in the
+first line of what the model writes that has one ("Final Answer: ['Spain']"). In retrieval the list holds numbers of the
+corpus' documents, in its order: --corpus gives their names.
+"""
+
+import argparse
+import ast
+import csv
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.check import ConfigError
+from data.documents import DataError
+from evals.generate import generate
+from evals.model_options import add_model_options, load
+
+
+def read_prompts(path: Path) -> dict[str, str]:
+    """Prompts by the identifier of their question.
+
+    Raises:
+        ConfigError: no such file, or none that `dump_prompts.py` wrote.
+    """
+    if not path.is_file():
+        raise ConfigError(f"--prompts {path}: there is no such file.")
+    csv.field_size_limit(1 << 30)  # a prompt may have a million tokens
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    if not rows or not {"prompt_id", "prompt"} <= rows[0].keys():
+        raise ConfigError(
+            f"--prompts {path}: no rows with prompt_id and prompt; dump_prompts.py --output_format=csv writes them."
+        )
+    return {row["prompt_id"]: row["prompt"] for row in rows}
+
+
+def read_corpus(path: Path) -> list[str]:
+    """Names of a corpus' documents in its order.
+
+    Raises:
+        ConfigError: no such file, or a line without a "pid".
+    """
+    if not path.is_file():
+        raise ConfigError(f"--corpus {path}: there is no such file.")
+    names = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                names.append(json.loads(line)["pid"])
+            except (ValueError, KeyError, TypeError):
+                raise ConfigError(f'--corpus {path}, line {number}: not an object with a "pid".') from None
+    return names
+
+
+def answers_in(text: str, corpus: Sequence[str] | None = None) -> list[Any]:
+    """The answers that a text gives: the list in its first line that has one, empty where there is none.
+
+    Args:
+        corpus: names of documents; the answers are numbers of them, and others are dropped.
+    """
+    for line in text.replace("*", "").replace("`", "").splitlines():
+        begin, end = line.find("["), line.rfind("]")
+        if not 0 <= begin < end:
+            continue
+        try:
+            answers = ast.literal_eval(line[begin : end + 1])
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            # Apostrophes in names, words without quotes, and whatever else a model writes between brackets.
+            words = (word.strip().strip("'\"") for word in line[begin + 1 : end].split(","))
+            answers = [word for word in words if word]
+        if isinstance(answers, tuple):  # "[1], [2]"
+            answers = [answer for part in answers for answer in (part if isinstance(part, list) else [part])]
+        answers = [_plain(answer) for answer in answers if answer is not ...]
+        if corpus is None:
+            return answers
+        most = len(str(len(corpus)))  # digits; a number of thousands is none of a document, and int() refuses it
+        numbers = [int(str(answer)) for answer in answers if str(answer).isdecimal() and len(str(answer)) <= most]
+        return [corpus[number] for number in numbers if number < len(corpus)]
+    return []
+
+
+def _plain(answer: Any) -> Any:
+    """As JSON can hold it: a set, say, as it was written."""
+    try:
+        json.dumps(answer)
+    except TypeError:
+        return str(answer)
+    return answer
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m evals.loft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model_dir", type=Path)
+    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="CSV of dump_prompts.py")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="predictions, a line a question")
+    parser.add_argument("--corpus", type=Path, metavar="FILE", help="corpus.jsonl, for retrieval")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=1024, help="of an answer with its reasoning (%(default)s)"
+    )
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts that are read together (%(default)s)")
+    add_model_options(parser)
+    options = parser.parse_args(arguments)
+    for name in ("max_new_tokens", "batch_size"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} must be 1 or more")
+    if not options.out.parent.is_dir():
+        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
+    try:
+        prompts = read_prompts(options.prompts)
+        corpus = read_corpus(options.corpus) if options.corpus else None
+        model = load(options.model_dir, options)
+        tokenizer = model.tokenizer
+        bos = [tokenizer.bos_id] if tokenizer.begins_with_bos and tokenizer.bos_id is not None else []
+        completions = generate(
+            model.decoder,
+            tokenizer,
+            [bos + tokenizer.encode(prompt) for prompt in prompts.values()],
+            options.max_new_tokens,
+            rows_at_once=options.batch_size,
+            progress=True,
+        )
+    except (ConfigError, DataError) as error:
+        sys.exit(str(error))
+    answered, lines = 0, []
+    for question, completion in zip(prompts, completions, strict=True):
+        answers = answers_in(completion.text, corpus)
+        answered += bool(answers)
+        row = {"qid": question, "num_turns": 1, "model_outputs": [answers], "metadata": {"text": completion.text}}
+        lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+    # Half of a surrogate pair, which UTF-8 does not have, is written as JSON's own escape of it.
+    options.out.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    print(f"{options.out}: {answered} of {len(prompts)} questions have an answer")
+
+
+if __name__ == "__main__":
+    main()
