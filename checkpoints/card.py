@@ -185,10 +185,14 @@ def training_table(history: Sequence[dict[str, Any]]) -> list[str]:
     """The runs as a table in Markdown, a line each."""
     if not history:
         return ["How these weights were trained is not recorded here.\n"]
-    lines = [
-        "| | starts from | sequence | steps | tokens a step | tokens | layers | optimizer | data |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
+    rows = training_rows(history)
+    header, *lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows]
+    return [header, "|---" * len(rows[0]) + "|", *lines, ""]
+
+
+def training_rows(history: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A header, and the cells of each run."""
+    rows = [["", "starts from", "sequence", "steps", "tokens a step", "tokens", "layers", "optimizer", "data"]]
     for entry in history:
         o = entry["optimizer"]
         optimizer = (
@@ -197,12 +201,11 @@ def training_table(history: Sequence[dict[str, Any]]) -> list[str]:
             f"{', GARFA ' + format(o['garfa_lr'], 'g') if 'garfa_lr' in o else ''}; {entry['dtype']}"
         )
         data = "; ".join(_amount(source) + source["source"] for source in entry["data"])
-        cells = [
+        rows.append([
             entry["name"], entry["start"], f"{entry['seq_len']:,}", f"{entry['steps']:,}",
             f"{entry['tokens'] // max(1, entry['steps']):,}", f"{entry['tokens']:,}", _trained(entry), optimizer, data,
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return [*lines, ""]
+        ])  # fmt: skip
+    return rows
 
 
 def _amount(source: dict[str, Any]) -> str:

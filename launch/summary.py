@@ -14,7 +14,8 @@ from checkpoints.model_dir import load_model
 from configs.schema import JobConfig
 from data.mixture import sample_texts
 from data.tokenizer import load_tokenizer_dir
-from evals.perplexity import encode_file, perplexity_by_length
+from evals.perplexity import perplexity_by_length
+from evals.texts import encode_file
 from launch.files import write_text
 from parallel.device import default_device
 
@@ -43,7 +44,8 @@ def report(recipe: "Recipe", stages: Sequence["Stage"], root: Path, data: Path |
     known = json.loads(path.read_text(encoding="utf-8"))["stages"] if path.is_file() else []
     entries = []
     for number, stage in enumerate(stages):
-        entry = stage_summary(stage)
+        training = stage.config.training
+        entry = run_summary(stage.name, stage.folder, training.seq_len, training.steps)
         old = known[number] if number < len(known) else {}
         asked = [str(data), list(recipe.perplexity_lengths), recipe.perplexity_tokens]
         if old.get("train_loss") == entry["train_loss"] and old.get("perplexity_of") == asked:
@@ -59,17 +61,17 @@ def report(recipe: "Recipe", stages: Sequence["Stage"], root: Path, data: Path |
     print(f"model directory: {stages[-1].model_dir}", flush=True)
 
 
-def stage_summary(stage: "Stage") -> dict[str, Any]:
-    """A stage's figures from its `metrics.jsonl`."""
-    rows = read_metrics(stage.folder)
+def run_summary(name: str, folder: Path, seq_len: int, steps: int) -> dict[str, Any]:
+    """A run's figures from its `metrics.jsonl`."""
+    rows = read_metrics(folder)
     train = [row for row in rows if "loss" in row]
     validation = [row for row in rows if "val_loss" in row]
     fifth = max(1, len(train) // 5)
     ends = [statistics.fmean(row["loss"] for row in rows) for rows in (train[:1], train[-fifth:])]
     return {
-        "name": stage.name,
-        "seq_len": stage.config.training.seq_len,
-        "steps": stage.config.training.steps,
+        "name": name,
+        "seq_len": seq_len,
+        "steps": steps,
         # A batch is small: the last loss is the mean over the last fifth of the logged steps.
         "train_loss": ends,
         "val_loss": [validation[0]["val_loss"], validation[-1]["val_loss"]] if validation else [],
@@ -80,8 +82,25 @@ def stage_summary(stage: "Stage") -> dict[str, Any]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's `metrics.jsonl`."""
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    """The rows of a run's `metrics.jsonl`, of one that is being written too."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was cut off
+
+
+def loss_points(folder: Path, before: float = 0.0) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Training loss of a run's logged steps and held-out loss of its validations, each beside the tokens trained on.
+
+    Args:
+        before: tokens of the stages before it.
+    """
+    rows = read_metrics(folder)
+    train = [row for row in rows if "loss" in row]
+    tokens_per_step = max((row["tokens"] / row["step"] for row in train), default=0.0)
+    validations = [row for row in rows if "val_loss" in row]
+    return (
+        [(before + row["tokens"], row["loss"]) for row in train],
+        [(before + row["step"] * tokens_per_step, row["val_loss"]) for row in validations],
+    )
 
 
 def _perplexity(recipe: "Recipe", stage: "Stage", data: Path) -> dict[str, Any]:
@@ -124,20 +143,16 @@ def draw_losses(stages: Sequence["Stage"], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     offset = 0.0
     for number, stage in enumerate(stages):
-        rows = read_metrics(stage.folder)
-        tokens_per_step = max(row["tokens"] / row["step"] for row in rows if "loss" in row)
+        train, validations = loss_points(stage.folder, offset)
+        points, held_out = ([(tokens / 1e6, loss) for tokens, loss in curve] for curve in (train, validations))
         colour = f"C{number}"
-        points = [((offset + row["tokens"]) / 1e6, row["loss"]) for row in rows if "loss" in row]
-        held_out = [
-            ((offset + row["step"] * tokens_per_step) / 1e6, row["val_loss"]) for row in rows if "val_loss" in row
-        ]
         axes.plot(
             *zip(*points, strict=True), color=colour, label=f"{stage.name}, {stage.config.training.seq_len:,} tokens"
         )
         if held_out:
             label = "held-out documents" if number == len(stages) - 1 else None
             axes.plot(*zip(*held_out, strict=True), "o--", color=colour, markeredgecolor="black", label=label)
-        offset = points[-1][0] * 1e6
+        offset = train[-1][0]
         if number < len(stages) - 1:
             axes.axvline(offset / 1e6, color="0.85", zorder=0)
     axes.set(xlabel="million tokens", ylabel="loss (nats per token)", title=path.parent.name)

@@ -1,0 +1,52 @@
+"""How the figures of a report are measured: the commands of our tools, to be read or to be run."""
+
+import importlib
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from evals.report_models import ReportedModel
+from evals.report_results import FOLDER, Kind, Result, of_kind
+
+MEASURED: tuple[Kind, ...] = ("perplexity", "needle")
+"""What `--measure` runs."""
+
+
+def tool_arguments(kind: Kind, model: ReportedModel, data: Sequence[Path], lengths: Sequence[int]) -> list[str]:
+    """What a tool is given to measure a model, and to write its JSON file where the report finds it.
+
+    Args:
+        data: text for perplexity; without any, a recipe's held-out documents.
+        lengths: none stands for 1, 2 and 4 times the trained length.
+    """
+    assert model.weights is not None
+    wanted = [str(length) for length in lengths or [multiple * model.config.trained_length for multiple in (1, 2, 4)]]
+    held_out = model.path / "held_out.txt"
+    texts = [str(file) for file in data or [held_out if held_out.is_file() else Path("FILE")]]
+    options: dict[Kind, list[str]] = {
+        "perplexity": ["--data", *texts, "--lengths", *wanted, "--buckets", "8"],
+        "needle": ["--lengths", *wanted, "--depths", "10"],
+        "harness": ["--tasks", "scope_nlu"],
+        "generate": ["--prompt-file", texts[0]],
+    }
+    return [str(model.weights), *options[kind], "--json", str(model.weights / FOLDER / f"{kind}.json")]
+
+
+def command_line(kind: Kind, model: ReportedModel, data: Sequence[Path], lengths: Sequence[int]) -> str:
+    """The same for a terminal."""
+    assert model.weights is not None
+    arguments = tool_arguments(kind, model, data, lengths)
+    return f"mkdir -p {shlex.quote(str(model.weights / FOLDER))} && python -m evals.{kind} {shlex.join(arguments)}"
+
+
+def measure(
+    models: Sequence[ReportedModel], results: Sequence[Result], data: Sequence[Path], lengths: Sequence[int]
+) -> None:
+    """Runs the tools for what has no result yet, model by model; each writes its file into the model's folder."""
+    for model in models:
+        for kind in MEASURED:
+            if model.weights is None or any(result.model is model for result in of_kind(results, kind)):
+                continue
+            (model.weights / FOLDER).mkdir(exist_ok=True)
+            # A tool brings what it needs alone: imported when it runs.
+            importlib.import_module(f"evals.{kind}").main(tool_arguments(kind, model, data, lengths))
