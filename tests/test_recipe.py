@@ -88,7 +88,14 @@ def test_scope_lasp_differs_in_rotation_alone():
             assert layers[layer].rotary == YarnRope(theta=base, factor=scale, original_length=4096)
 
 
-NAMES = sorted(path.stem for path in RECIPES.glob("*.toml"))
+NAMES = sorted(path.stem for path in RECIPES.glob("*.toml") if not path.stem.startswith("passkey_"))
+PASSKEY = {
+    "scope": Position(rotary=NoRotary(), heads=Scope()),
+    "rope": Position(rotary=Rope(theta=10000.0)),
+    "nope": Position(rotary=NoRotary()),
+    "alibi": Position(rotary=NoRotary(), bias=Alibi()),
+}
+"""Recipes that are small enough to need no twin."""
 PARAMETERS = {"llama3_8b": 8_030_261_248, "qwen3_2b": 2_010_261_504, "smollm3_3b": 3_075_098_624}
 """Llama-3-8B's and SmolLM3's as published; Qwen3-2B's with the KV heads and feed-forward that the paper leaves open."""
 
@@ -123,9 +130,27 @@ def test_every_recipe_builds_and_its_tiny_twin_differs_in_size_alone(name):
         assert count_parameters(ModelConfig.from_job(theirs)) < 1e6
 
 
+def test_the_passkey_recipes_differ_in_position_alone():
+    compared = []
+    for name, position in PASSKEY.items():
+        recipe, stages = load_recipe(RECIPES / f"passkey_{name}.toml", {})
+        assert recipe.name == f"passkey_{name}"
+        check_stages(stages, 1)
+        for stage in stages:
+            c = stage.config
+            assert c.position == position
+            assert c.tokenizer.path == "runs/passkey/tokenizer"
+            # With bos and eos a document is a row.
+            assert [(s.min_tokens, s.max_tokens) for s in c.data.sources] == [(c.training.seq_len - 2,) * 2]
+            assert count_parameters(ModelConfig.from_job(c)) == pytest.approx(574_432, abs=100)
+        compared.append([(s.config.training, s.config.optimizer, s.config.lr_scheduler, s.config.data) for s in stages])
+    assert all(stages == compared[0] for stages in compared)
+
+
 def test_no_config_stands_unused():
     configs = ROOT / "configs"
     bases, seen = set(), [configs / "quickstart.toml", *(RECIPES / f"{name}.toml" for name in NAMES)]
+    seen += [RECIPES / f"passkey_{name}.toml" for name in PASSKEY]
     twins = [RECIPES / "tiny" / f"{name}.toml" for name in NAMES]
     left = [*seen, *twins]
     while left:
