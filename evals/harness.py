@@ -269,7 +269,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", required=True, metavar="NAME", help="groups and tasks")
     parser.add_argument("--limit", type=int, help="at most this many questions of each task and length, for a try")
     parser.add_argument("--shots", type=int, help="examples before each question, for tasks of no group named above")
-    parser.add_argument("--lengths", type=int, nargs="+", default=list(RULER_LENGTHS), help="of RULER's prompts (4096)")
+    parser.add_argument("--lengths", type=int, nargs="+", help="of RULER's prompts (4096)")
     parser.add_argument("--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="rows of a task")
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="folder with TASK.jsonl and TASK.fewshot.jsonl")
     parser.add_argument("--include-path", type=Path, metavar="DIR", help="folder of your own tasks, as lm-eval's YAML")
@@ -295,6 +295,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.shots is not None and all(name.partition("/")[0] in named_groups() for name in options.tasks):
         parser.error("--shots: these tasks have the shots of their group; name them as lm-eval does, without GROUP/")
+    if options.lengths and not any(name.partition("/")[0] == "ruler" for name in options.tasks):
+        parser.error("--lengths is for RULER's prompts, and --tasks names none; --max-length cuts texts")
+    options.lengths = options.lengths or list(RULER_LENGTHS)
     for name in ("limit", "max_length", "batch_size"):
         value = getattr(options, name)
         if value is not None and value < 1:

@@ -2,6 +2,7 @@
 
 import importlib
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,11 +43,15 @@ def command_line(kind: Kind, model: ReportedModel, data: Sequence[Path], lengths
 def measure(
     models: Sequence[ReportedModel], results: Sequence[Result], data: Sequence[Path], lengths: Sequence[int]
 ) -> None:
-    """Runs the tools for what has no result yet, model by model; each writes its file into the model's folder."""
+    """Runs the tools for what has no result yet, model by model; each writes its file into the model's folder; what
+    fails is said and left out."""
     for model in models:
         for kind in MEASURED:
             if model.weights is None or any(result.model is model for result in of_kind(results, kind)):
                 continue
-            (model.weights / FOLDER).mkdir(exist_ok=True)
-            # A tool brings what it needs alone: imported when it runs.
-            importlib.import_module(f"evals.{kind}").main(tool_arguments(kind, model, data, lengths))
+            try:
+                (model.weights / FOLDER).mkdir(exist_ok=True)
+                # A tool brings what it needs alone: imported when it runs.
+                importlib.import_module(f"evals.{kind}").main(tool_arguments(kind, model, data, lengths))
+            except (SystemExit, OSError) as error:  # the page is made all the same, and says what it lacks
+                print(f"{model.name}: {kind} was not measured: {error}", file=sys.stderr)

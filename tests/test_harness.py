@@ -527,7 +527,7 @@ def test_what_is_asked_for_is_checked(dense, tmp_path, index, monkeypatch):
         harness.main([str(dense), "--tasks", "boolq", "--data", f"piqa={rows}"])
     with pytest.raises(SystemExit, match=r"--data mmlu=…: mmlu is a group"):
         harness.main([str(dense), "--tasks", "garfa_six/mmlu", "--data", f"mmlu={rows}"])
-    for wrong in (["--chunk", "0"], ["--shots", "3"]):
+    for wrong in (["--chunk", "0"], ["--shots", "3"], ["--lengths", "4096"]):
         with pytest.raises(SystemExit) as refused:
             harness.main([str(dense), "--tasks", "garfa_six/mmlu", *wrong])
         assert refused.value.code == 2, wrong

@@ -271,6 +271,17 @@ def test_measure_runs_the_tools_for_what_is_missing(tmp_path, monkeypatch):
     make(tmp_path, *arguments)
 
 
+def test_a_tool_that_refuses_does_not_cost_the_page(tmp_path, capsys):
+    """The text is too short for the length: perplexity and needles are named as missing."""
+    model = write_model(tmp_path / "model", trained_length=256)
+    (tmp_path / "text.txt").write_text("short\n")
+    page = make(tmp_path, model, "--measure", "--data", tmp_path / "text.txt", "--lengths", 20)
+    said = capsys.readouterr().err
+    assert "perplexity was not measured: length 20: a window needs at least 2 tokens" in said
+    assert "needle was not measured: --lengths 20" in said
+    assert page.count("Not measured") >= 2
+
+
 def test_a_glance_shows_what_compares(tmp_path):
     """Neither figures of an extended reading, nor of windows that slide; other tasks than passkey by their name."""
     model = write_model(tmp_path / "model")
