@@ -4,6 +4,7 @@ A task is named as on the command line, with settings after a colon: `variable_t
 """
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -15,12 +16,13 @@ from data.ruler import any_depths, common_words, frequent_words, multi_value, va
 from data.tokenizer import Tokenizer
 
 
-class Task:
+class Task(ABC):
     """A kind of prompt, and how its answers are scored; settings are its fields."""
 
     by_depth: ClassVar[bool] = False
     """Whether what is asked for stands at a depth that can be chosen."""
 
+    @abstractmethod
     def sample(self, haystack: Haystack, tokenizer: Tokenizer, tokens: int, depth: float | None) -> Sample:
         """A prompt that has, with its answer, at most `tokens` tokens; exactly so many where the haystack can fill them.
 
@@ -30,7 +32,6 @@ class Task:
         Raises:
             DataError: fewer tokens than the task needs; names the least.
         """
-        raise NotImplementedError
 
     def score(self, text: str, answers: Sequence[str]) -> float:
         """What a model's answer is worth, 0 … 1."""
