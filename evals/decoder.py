@@ -61,6 +61,14 @@ class Decoder:
         self.model, self.config, self.extension, self.chunk = model, config, extension, chunk
         self.usage = Usage()
 
+    @property
+    def turns_own_keys(self) -> bool:
+        """Whether the extension keeps and turns keys itself, and does not just change the model's positions."""
+        if self.extension is None:
+            return False
+        one_token = Batch((0,), 1, 1, torch.device("cpu"), torch.float32)
+        return self.extension.caches(self.model, self.config, one_token) is not None
+
     def start(self, lengths: Sequence[int], new_tokens: int = 0) -> "Rows":
         """Makes the caches for rows of these lengths, which may each grow by `new_tokens`."""
         return Rows(self, lengths, new_tokens)

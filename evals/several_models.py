@@ -24,6 +24,8 @@ def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         path = getattr(options, name, None)
         if path and not path.parent.is_dir():
             parser.error(f"--{name} {path}: there is no folder {path.parent}")
+        if path and name == "picture" and path.suffix not in (".png", ".svg", ".pdf"):
+            parser.error(f"--picture {path} must end with .png, .svg or .pdf")
 
 
 def write_figures(path: Path, results: Mapping[str, dict[str, Any]]) -> None:
