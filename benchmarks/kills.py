@@ -55,7 +55,7 @@ enable_tensorboard = false
 )
 AIMS = {"start-up": 1, "training": 4, "saving": 4, "export": 1}
 """Of ten kills."""
-SPEED = {"tokens_per_second", "tflops", "mfu", "memory_gib", "data_seconds"}
+SPEED = {"tokens_per_second", "tflops", "mfu", "memory_gib", "data_seconds", "plasticity_seconds"}
 """Figures of a row that differ between two equal runs."""
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 
+from configs.metrics import check_plasticity
 from configs.schema import JobConfig
 
 
@@ -38,6 +39,8 @@ def check(config: JobConfig) -> None:
             "checkpoint.keep_latest_k = 1 would leave nothing to resume from while a save is under way; set 2."
         )
     _check_ranges(config)
+    if problem := check_plasticity(config.metrics, t.seq_len, a.n_heads):
+        raise ConfigError(problem)
     _check_unsupported(config)
     _check_engine(config)
 

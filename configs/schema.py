@@ -13,6 +13,8 @@ from typing import Literal
 
 import torchtitan.config as titan
 
+from configs.metrics import Metrics as Metrics
+
 # ── Architecture ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -389,12 +391,6 @@ class Checkpoint(titan.Checkpoint):
     """The last checkpoint keeps the optimizer too, so that a finished run can be continued."""
     keep_latest_k: int = 2
     interval: int = 500
-
-
-@dataclass
-class Metrics(titan.Metrics):
-    enable_tensorboard: bool = True
-    log_freq: int = 10
 
 
 @dataclass

@@ -27,7 +27,10 @@ class RunMetrics:
 
     `metrics.jsonl` holds one object a logged step (`loss`, `perplexity`, `grad_norm`, `lr`, `tokens`,
     `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`) and one a validation (`val_loss`,
-    `val_perplexity`), and where GARFA trains one with its `alpha.<layer>.<head>`. FLOPs are those of the visible query-key pairs of each batch, not of full attention.
+    `val_perplexity`), where GARFA trains one with its `alpha.<layer>.<head>`, and with `metrics.plasticity_freq` one a
+    measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`, `ap_last` and `ap_drop` of the model, each again
+    as `<name>.<layer>`, and `plasticity_seconds`. FLOPs are those of the visible query-key pairs of each batch, not of full
+    attention.
 
     The attributes are those that torchtitan's Trainer reads and sets.
     """
@@ -128,6 +131,16 @@ class RunMetrics:
         """Writes GARFA's learning rate and alpha of each "layer.head"."""
         self._write("garfa", step, {"step": step, "lr_garfa": lr, **{f"alpha.{k}": a for k, a in alpha.items()}})
 
+    def log_plasticity(self, step: int, seconds: float, figures: dict[str, float | None]) -> None:
+        """Reports what `launch.plasticity_metrics` measured, and the seconds that it took."""
+        self._write("plasticity", step, {"step": step, **figures, "plasticity_seconds": seconds})
+        names = ("bias_context", "ap_overall", "ap_drop")
+        shown = {name: "–" if figures[name] is None else f"{figures[name]:.3f}" for name in names}
+        self._say(
+            f"step {step}/{self.config.training.steps}  bias × length {shown['bias_context']}  "
+            f"plasticity {shown['ap_overall']}  drop {shown['ap_drop']}  in {seconds:.1f} s"
+        )
+
     def close(self) -> None:
         for part in (self._bar, self._tensorboard, self._jsonl):
             if part is not None:
@@ -147,7 +160,7 @@ class RunMetrics:
             self._jsonl.flush()
         if self._tensorboard is not None:
             for name, value in figures.items():
-                if name != "step":
+                if name != "step" and value is not None:
                     self._tensorboard.add_scalar(f"{group}/{name}", value, step)
 
     def _say(self, line: str) -> None:

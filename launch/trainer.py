@@ -6,7 +6,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from configs.schema import JobConfig
 from launch.files import write_text
 from launch.metrics import RunMetrics
 from launch.out_of_memory import Phase
+from launch.plasticity_metrics import PlasticityMetrics
 from launch.spec import register
 from model.build import ModelConfig, trained_layers
 from model.flops import Adapters, batch_flops
@@ -100,6 +101,9 @@ class Trainer(TitanTrainer):
         self.loss_copies = dims.dp_replicate if dims.world_size == dims.dp_replicate else 1
         if self.zero is not None:
             self.loss_copies = self._data_ranks()  # DeepSpeed averages too
+        self.plasticity = None
+        if config.metrics.plasticity_freq:
+            self.plasticity = PlasticityMetrics(config, dims, self.tokenizer, self.device, self.context, self.pipeline)
         self.stop_signal: int | None = None
         self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
@@ -120,6 +124,11 @@ class Trainer(TitanTrainer):
             # Autocast knows no fp32, and would warn at every step; DeepSpeed has cast the weights themselves.
             return nullcontext()
         return self.maybe_enable_amp
+
+    @contextmanager
+    def _around_forward(self) -> Iterator[None]:
+        with self.train_context(), self.maybe_enable_amp:
+            yield
 
     def state_dict(self) -> dict[str, Any]:
         """Step and tokens of all ranks together, so that a run may resume on another number of them."""
@@ -270,6 +279,7 @@ class Trainer(TitanTrainer):
         metrics.start(self.step)
         if self.step == 0:
             self._validate()
+            self._measure_plasticity()
         profiling: dict[str, Any] = {"global_step": self.step, "base_folder": config.job.dump_folder}
         with (
             maybe_enable_profiling(config.profiling, **profiling) as torch_profiler,
@@ -286,6 +296,8 @@ class Trainer(TitanTrainer):
                 if last or self.step % config.validation.freq == 0:
                     self._validate()
                     last = last or self.enough
+                if last or (self.plasticity and self.step % config.metrics.plasticity_freq == 0):
+                    self._measure_plasticity()
                 stopping = self._stopping()
                 started = time.perf_counter()
                 self.checkpointer.save(self.step, last_step=last or stopping)
@@ -311,6 +323,16 @@ class Trainer(TitanTrainer):
         loss = self.validator.validate(self.model_parts, self.step)
         self.metrics_processor.pause(time.perf_counter() - started)
         return loss
+
+    def _measure_plasticity(self) -> None:
+        """Bias and plasticity of heads on held-out data, where they are asked for."""
+        if self.plasticity is None:
+            return
+        started = time.perf_counter()
+        figures = self.plasticity.measure(self.model_parts, self._around_forward)
+        seconds = time.perf_counter() - started
+        self.metrics_processor.log_plasticity(self.step, seconds, figures)
+        self.metrics_processor.pause(seconds)
 
     def _on_signal(self, number: int, frame: Any) -> None:
         now = time.monotonic()

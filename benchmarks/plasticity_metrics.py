@@ -1,0 +1,131 @@
+"""What measuring plasticity costs a run: its seconds beside those of the training steps between two measurements.
+
+    python -m benchmarks.plasticity_metrics [--json F]
+
+Steps and measurements of real trainers, in turn, in the shapes of the quickstart's stages and of a layer of nano's (one of its
+16, with a vocabulary of bytes: per layer, training and measuring grow alike, and a larger vocabulary adds more to a step).
+Nano's batch is a sixth of the recipe's; with all of it the share is smaller. The share is that of the time at the n that the
+recipes set; medians.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from configs.load import build_config, read_toml
+from evals.model_options import positive
+from launch.logs import start_logging
+from launch.trainer import Trainer
+from parallel.device import prepare_device
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+@dataclass(frozen=True)
+class Shape:
+    name: str
+    architecture: dict[str, Any]
+    seq_len: int
+    rows: int
+    metrics: dict[str, Any]
+    """A recipe's."""
+
+
+def shapes() -> list[Shape]:
+    """The quickstart's stages, and a layer of nano."""
+    quickstart, gpu = read_toml(CONFIGS / "quickstart.toml"), read_toml(CONFIGS / "recipes" / "parts" / "gpu.toml")
+    tiny, layer = (read_toml(CONFIGS / "sizes" / f"{size}.toml")["architecture"] for size in ("tiny", "nano"))
+    found = [
+        Shape(
+            f"quickstart, {stage['name']}",
+            tiny,
+            stage["training"]["seq_len"],
+            stage["training"]["local_batch_size"],
+            quickstart["metrics"],
+        )
+        for stage in quickstart["stages"]
+    ]
+    return [*found, Shape("nano, a layer", {**layer, "n_layers": 1, "vocab_size": 512}, 1024, 2, gpu["metrics"])]
+
+
+def measure(shape: Shape, rounds: int) -> dict[str, Any]:
+    """Seconds of a step, of a measurement, and the share of the time that it takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = build_config(
+            {
+                "architecture": shape.architecture,
+                "position": {"heads": {"kind": "scope"}},
+                "tokenizer": {"kind": "bytes"},
+                "data": {"held_out": 0.03},
+                "job": {"dump_folder": folder},
+                "training": {
+                    "seq_len": shape.seq_len,
+                    "local_batch_size": shape.rows,
+                    "steps": 1000,
+                    "mixed_precision_param": "bfloat16" if torch.cuda.is_available() else "float32",
+                },
+                "activation_checkpoint": {"mode": "none"},
+                "lr_scheduler": {"warmup_steps": 2},
+                "checkpoint": {"enable": False},
+                "validation": {"enable": False},
+                "metrics": {**shape.metrics, "log_freq": 1000, "enable_tensorboard": False},
+            }
+        )
+        trainer = Trainer(config)
+        assert trainer.plasticity is not None
+        batches = trainer.batch_generator(trainer.dataloader)
+        steps, measurements = [], []
+        for number in tqdm(range(rounds + 1), desc=shape.name, unit="round", disable=not sys.stderr.isatty()):
+            trainer.step += 1
+            started = time.perf_counter()
+            trainer.train_step(batches)
+            between = time.perf_counter()
+            trainer.plasticity.measure(trainer.model_parts, trainer._around_forward)
+            if number:  # the first fills caches
+                steps.append(between - started)
+                measurements.append(time.perf_counter() - between)
+        trainer.close()
+        torch.distributed.destroy_process_group()
+    step, once, n = statistics.median(steps), statistics.median(measurements), shape.metrics["plasticity_freq"]
+    return {"shape": shape.name, "step_s": step, "measurement_s": once, "freq": n, "share": once / (n * step + once)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plasticity_metrics",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=positive, default=5, help="steps and measurements of each shape (default: 5)")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    options = parser.parse_args(arguments)
+    start_logging()
+    prepare_device()
+    rows = [measure(shape, options.rounds) for shape in shapes()]
+    print(f"{'':<28}{'step':>10}{'measured':>10}{'n':>6}{'share':>9}")
+    for row in rows:
+        print(
+            f"{row['shape']:<28}{row['step_s']:>8.2f} s{row['measurement_s']:>8.2f} s{row['freq']:>6}{row['share']:>9.2%}"
+        )
+    print(f"medians of {options.rounds}, {torch.get_num_threads()} threads")
+    if options.json:
+        result = {
+            "rows": rows,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "rounds": options.rounds,
+        }
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What a run reports, and how often."""
+
+from dataclasses import dataclass
+
+import torchtitan.config as titan
+
+
+@dataclass
+class Metrics(titan.Metrics):
+    enable_tensorboard: bool = True
+    log_freq: int = 10
+    plasticity_freq: int = 0
+    """Steps between measurements of positional bias and attention plasticity (docs/analysis/live.md); one more comes before
+    the first step and one after the last. 0 measures nothing."""
+    plasticity_heads: int = 4
+    """Query heads of each layer that are measured, the same ones each time."""
+    plasticity_sequences: int = 8
+    """Held-out sequences of training.seq_len tokens that they read, the same ones each time."""
+    plasticity_buckets: int = 16
+    """Into how many of equal width these sequences are cut, 8 or more."""
+    plasticity_tokens: float = 4.0
+    """Tokens kept of each bucket and sequence, in expectation."""
+
+
+LEAST_BUCKETS = 8
+"""With fewer, none but the skipped first bucket has its middle in the first 20 % of positions."""
+LEAST_QUERIES = 8
+"""Of a bucket, for their spread to be worth measuring."""
+
+
+def check_plasticity(metrics: Metrics, seq_len: int, heads: int) -> str | None:
+    """What is wrong with the plasticity settings, or None.
+
+    Args:
+        heads: query heads of a layer.
+    """
+    m = metrics
+    if m.plasticity_freq < 0:
+        return f"metrics.plasticity_freq = {m.plasticity_freq}: set the steps between measurements, or 0 for none."
+    if not m.plasticity_freq:
+        return None
+    if not 1 <= m.plasticity_heads <= heads:
+        return f"metrics.plasticity_heads = {m.plasticity_heads}: a layer has {heads}; set from 1 to that."
+    if m.plasticity_buckets < LEAST_BUCKETS:
+        return (
+            f"metrics.plasticity_buckets = {m.plasticity_buckets}: the first bucket has no earlier keys, and no other would "
+            f"lie in the first 20 % of positions; set {LEAST_BUCKETS} or more."
+        )
+    if seq_len < m.plasticity_buckets or not 0 < m.plasticity_tokens <= seq_len / m.plasticity_buckets:
+        return (
+            f"metrics.plasticity_buckets = {m.plasticity_buckets} and plasticity_tokens = {m.plasticity_tokens:g}: sequences of "
+            f"training.seq_len = {seq_len} tokens have {seq_len / m.plasticity_buckets:g} in each bucket; set fewer of either, "
+            "or plasticity_freq = 0."
+        )
+    queries = m.plasticity_sequences * m.plasticity_tokens
+    if m.plasticity_sequences < 1 or queries < LEAST_QUERIES:
+        return (
+            f"metrics.plasticity_sequences = {m.plasticity_sequences} with plasticity_tokens = {m.plasticity_tokens:g} keeps "
+            f"{queries:g} queries of each bucket; raise either until it is {LEAST_QUERIES} or more."
+        )
+    return None
