@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,4 +82,9 @@ def _sensitive(count: int, n_layers: int, profile: str) -> tuple[int, ...]:
         raise ValueError(f"layer_profile = {profile!r} has {len(delta)} layers, the model {n_layers}")
     if not 1 <= count <= n_layers:
         raise ValueError(f"'sensitive:{count}' must ask for 1 to {n_layers} layers")
-    return tuple(sorted(sorted(range(n_layers), key=lambda layer: (-delta[layer], layer))[:count]))
+    return largest(delta, count)
+
+
+def largest(values: Sequence[float], count: int) -> tuple[int, ...]:
+    """The layers of the `count` largest values, of equal ones the lower; ascending."""
+    return tuple(sorted(sorted(range(len(values)), key=lambda layer: (-values[layer], layer))[:count]))
