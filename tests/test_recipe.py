@@ -88,14 +88,19 @@ def test_scope_lasp_differs_in_rotation_alone():
             assert layers[layer].rotary == YarnRope(theta=base, factor=scale, original_length=4096)
 
 
-NAMES = sorted(path.stem for path in RECIPES.glob("*.toml") if not path.stem.startswith("passkey_"))
-PASSKEY = {
+SMALL = {
     "scope": Position(rotary=NoRotary(), heads=Scope()),
     "rope": Position(rotary=Rope(theta=10000.0)),
     "nope": Position(rotary=NoRotary()),
     "alibi": Position(rotary=NoRotary(), bias=Alibi()),
+    "uniform_alibi": Position(rotary=NoRotary(), bias=Alibi(uniform=True)),
 }
-"""Recipes that are small enough to need no twin."""
+"""Recipes that are small enough to need no twin: passkey_*, inside_* and probe_*."""
+SMALL_NAMES = [
+    *(f"{group}_{name}" for group in ("passkey", "inside") for name in ("scope", "rope", "nope", "alibi")),
+    *(f"probe_{name}" for name in SMALL),
+]
+NAMES = sorted({path.stem for path in RECIPES.glob("*.toml")} - set(SMALL_NAMES))
 PARAMETERS = {"llama3_8b": 8_030_261_248, "qwen3_2b": 2_010_261_504, "smollm3_3b": 3_075_098_624}
 """Llama-3-8B's and SmolLM3's as published; Qwen3-2B's with the KV heads and feed-forward that the paper leaves open."""
 
@@ -130,27 +135,37 @@ def test_every_recipe_builds_and_its_tiny_twin_differs_in_size_alone(name):
         assert count_parameters(ModelConfig.from_job(theirs)) < 1e6
 
 
-def test_the_passkey_recipes_differ_in_position_alone():
+@pytest.mark.parametrize(
+    ("group", "parameters"),
+    [("passkey", 574_432), ("inside", 1_837_184), ("probe", 230_000)],
+    ids=lambda value: str(value),
+)
+def test_the_small_recipes_of_a_comparison_differ_in_position_alone(group, parameters):
     compared = []
-    for name, position in PASSKEY.items():
-        recipe, stages = load_recipe(RECIPES / f"passkey_{name}.toml", {})
-        assert recipe.name == f"passkey_{name}"
+    for full in (name for name in SMALL_NAMES if name.startswith(group)):
+        recipe, stages = load_recipe(RECIPES / f"{full}.toml", {})
+        assert recipe.name == full
         check_stages(stages, 1)
-        for stage in stages:
+        for number, stage in enumerate(stages):
             c = stage.config
-            assert c.position == position
-            assert c.tokenizer.path == "runs/passkey/tokenizer"
-            # With bos and eos a document is a row.
-            assert [(s.min_tokens, s.max_tokens) for s in c.data.sources] == [(c.training.seq_len - 2,) * 2]
-            assert count_parameters(ModelConfig.from_job(c)) == pytest.approx(574_432, abs=100)
+            # RoPE's base grows with the context, where that is what is looked at.
+            theta = 100_000.0 if full == "inside_rope" and number else 10_000.0
+            position = SMALL[full.removeprefix(f"{group}_")]
+            assert c.position == (Position(rotary=Rope(theta=theta)) if full.endswith("rope") else position)
+            assert count_parameters(ModelConfig.from_job(c)) == pytest.approx(parameters, rel=2e-4)
+            if group == "passkey":
+                assert c.tokenizer.path == "runs/passkey/tokenizer"
+                # With bos and eos a document is a row.
+                assert [(s.min_tokens, s.max_tokens) for s in c.data.sources] == [(c.training.seq_len - 2,) * 2]
         compared.append([(s.config.training, s.config.optimizer, s.config.lr_scheduler, s.config.data) for s in stages])
+    assert len(compared) >= 4
     assert all(stages == compared[0] for stages in compared)
 
 
 def test_no_config_stands_unused():
     configs = ROOT / "configs"
     bases, seen = set(), [configs / "quickstart.toml", *(RECIPES / f"{name}.toml" for name in NAMES)]
-    seen += [RECIPES / f"passkey_{name}.toml" for name in PASSKEY]
+    seen += [RECIPES / f"{name}.toml" for name in SMALL_NAMES]
     twins = [RECIPES / "tiny" / f"{name}.toml" for name in NAMES]
     left = [*seen, *twins]
     while left:
