@@ -102,12 +102,12 @@ def model_card(
     """The card's text.
 
     Args:
-        name: of the model, where its history does not say one.
+        name: of the model, where its history does not say one or it was grafted.
         hf_config: `config.json`.
         tokenizer: whether the directory holds one that `transformers` reads.
     """
     a, own_type = config.architecture, hf_config["model_type"] == "farsight"
-    title = history[-1]["name"] if history else name
+    title = history[-1]["name"] if history and "grafted" not in history[-1] else name
     tags = "\n".join(f"- {tag}" for tag in ["farsight", *_mechanisms(config)])
     heads = f"{a.n_heads} heads of {a.head_dim}" + (
         f", {a.n_kv_heads} for keys and values" * (a.n_kv_heads != a.n_heads)
@@ -215,7 +215,12 @@ def _amount(source: dict[str, Any]) -> str:
 
 
 def _trained(entry: dict[str, Any]) -> str:
-    """What a run trained, in a cell."""
+    """What a run trained, in a cell, and what its weights were grafted with after it."""
+    grafted = entry.get("grafted")
+    return _trained_parts(entry) + (f"; then grafted: {grafted}" if grafted else "")
+
+
+def _trained_parts(entry: dict[str, Any]) -> str:
     adapter = entry.get("adapter", {})
     parts = []
     if lora := adapter.get("lora"):

@@ -37,6 +37,7 @@ def write_model_dir(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     history: Sequence[dict[str, Any]] = (),
+    notes: str = "",
 ) -> None:
     """Writes a model directory with its model card; it appears whole or not at all.
 
@@ -48,6 +49,7 @@ def write_model_dir(
         dtype: of the weights written; None keeps each tensor's own.
         shard_bytes: a file grows no larger, unless one tensor is.
         history: the runs that trained the weights, from `read_history`.
+        notes: Markdown to end the card with.
     """
     part = out.with_name(out.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
@@ -86,7 +88,7 @@ def write_model_dir(
     config.save(part / CONFIG, training=list(history))
     tokenizer_file = (part / "tokenizer.json").is_file()
     card = model_card(out.resolve().name, config, hf_config, history, tokenizer_file)
-    (part / CARD).write_text(card, encoding="utf-8")
+    (part / CARD).write_text(card + notes, encoding="utf-8")
     shutil.rmtree(out, ignore_errors=True)
     part.rename(out)
 
@@ -175,6 +177,29 @@ def tensor_files(directory: Path) -> dict[str, Path]:
                     raise ConfigError(f"{path.name} holds {key}, which a Llama of this shape does not have.")
                 files[name] = path
     return files
+
+
+def tensor_dtypes(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
+    """The dtype that each tensor is kept in.
+
+    Args:
+        files: from `check_tensors`.
+
+    Raises:
+        ConfigError: one that no weights of ours have, as those of quantised models.
+    """
+    known = {name: dtype for dtype, name in _SAFETENSORS_DTYPES.items()}
+    dtypes = {}
+    for path in sorted(set(files.values())):
+        with _open_safetensors(path) as file:
+            for name in (name for name in files if files[name] == path):
+                kept = file.get_slice(to_hf_name(name)).get_dtype()
+                if kept not in known:
+                    raise ConfigError(
+                        f"{path} keeps {to_hf_name(name)} as {kept}; weights are read as {', '.join(known)}."
+                    )
+                dtypes[name] = known[kept]
+    return dtypes
 
 
 def _open_safetensors(path: Path) -> Any:

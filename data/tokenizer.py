@@ -70,6 +70,11 @@ class Tokenizer(ABC):
     def fingerprint(self) -> str:
         """A hash that is the same for equal tokenizers only."""
 
+    @property
+    @abstractmethod
+    def vocabulary(self) -> dict[int, str]:
+        """Each token as the tokenizer itself writes it, special ones among them, by id."""
+
     def encode_array(self, text: str) -> np.ndarray:
         """`encode`, as an int64 array."""
         return np.array(self.encode(text), dtype=np.int64)
@@ -156,6 +161,10 @@ class BytesTokenizer(Tokenizer):
         write_fast(Path(directory), fast, "bytes", BOS, EOS)
         self._save_template(Path(directory))
 
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        return {**dict(enumerate(_byte_letters())), **{i: token for token, i in self.special_tokens.items()}}
+
     def most_tokens(self, size: int) -> int:
         return size
 
@@ -216,6 +225,10 @@ class SentencePieceTokenizer(Tokenizer):
     @property
     def fingerprint(self) -> str:
         return blake2b(self._model, digest_size=16).hexdigest()
+
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        return {i: self._processor.id_to_piece(i) for i in range(self.vocab_size)}
 
     def most_tokens(self, size: int) -> int | None:
         return size if self._keeps_text else None
@@ -314,6 +327,10 @@ class HuggingFaceTokenizer(Tokenizer):
     @property
     def fingerprint(self) -> str:
         return blake2b(self._json.encode(), digest_size=16).hexdigest()
+
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        return {i: token for token, i in self._fast.get_vocab(with_added_tokens=True).items()}
 
     def most_tokens(self, size: int) -> int | None:
         return size if self._one_token_a_byte else None

@@ -51,17 +51,8 @@ def resolve_layers(
     Raises ValueError, naming the setting, for rules that name no layer or set nothing and for settings that their
     mechanism cannot take.
     """
-    plain = replace(position, rules=())
-    settings = [plain] * n_layers
-    for number, rule in enumerate(position.rules):
-        try:
-            layers = select_layers(rule.layers, n_layers)
-            settings = [_ruled(setting, rule) if layer in layers else setting for layer, setting in enumerate(settings)]
-        except ValueError as error:
-            raise ValueError(f"position.rules[{number}]: {error}") from None
-
     garfas, resolved = layer_garfas(position.garfa, n_layers, n_kv_heads), []
-    for layer, setting in enumerate(settings):
+    for layer, setting in enumerate(layer_settings(position, n_layers)):
         rotary = setting.rotary
         try:
             if setting.lasp is not None:
@@ -85,6 +76,21 @@ def resolve_layers(
             ranks = tuple(index + 1 for index in layout_order(setting.heads.layout, n_heads, n_kv_heads))
         resolved.append(LayerPosition(rotary, scopes, slopes, ranks, garfas.get(layer)))
     return tuple(resolved)
+
+
+def layer_settings(position: Position, n_layers: int) -> list[Position]:
+    """The position of each layer with its rules applied, and nothing else yet.
+
+    Raises ValueError for rules that name no layer or set nothing.
+    """
+    settings = [replace(position, rules=())] * n_layers
+    for number, rule in enumerate(position.rules):
+        try:
+            layers = select_layers(rule.layers, n_layers)
+            settings = [_ruled(setting, rule) if layer in layers else setting for layer, setting in enumerate(settings)]
+        except ValueError as error:
+            raise ValueError(f"position.rules[{number}]: {error}") from None
+    return settings
 
 
 def select_layers(selection: str, n_layers: int) -> frozenset[int]:

@@ -1,0 +1,200 @@
+"""Grafting: the first layers of one model in front of the other layers of another (Anchors First, Reason Later; Algorithm 1).
+
+The algorithm's two modes are one rule with the models exchanged: the front model gives the embedding and layers 0 … l − 1, the
+back model layers l … N − 1, the final norm and the output head. A layer's position goes with it. The paper's appendix A.3 has
+"at or prior to" l, Algorithm 1 has i < l: here it is i < l.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import torch
+
+from configs.load import ConfigError
+from configs.schema import Garfa, Heads, LayerRule, Position, Scope
+from model.build import ModelConfig, build_model
+from model.lasp import apply_lasp
+from model.layers import LayerPosition, layer_selection, layer_settings
+from model.llama import Llama
+
+_MAY_DIFFER = ("tie_embeddings", "depth_init")
+"""Of the architecture: the head is asked for apart, and how weights were initialised no longer matters."""
+
+
+def source(name: str, layers: int, back: ModelConfig) -> tuple[bool, str]:
+    """Whether the front model gives a parameter of the graft, and its name in the model that does.
+
+    Algorithm 1, lines 7–10: E and L^(i) for i < l of the front; L^(i) for i ≥ l, N and H of the back, whose head may be its
+    embedding.
+    """
+    part, _, rest = name.partition(".")
+    if part == "layers":
+        return int(rest.partition(".")[0]) < layers, name
+    if part == "output" and back.architecture.tie_embeddings:
+        return False, "tok_embeddings.weight"
+    return part == "tok_embeddings", name
+
+
+def grafted_config(
+    front: ModelConfig,
+    back: ModelConfig,
+    layers: int,
+    same_embeddings: Callable[[], bool],
+    untie: bool = False,
+) -> ModelConfig:
+    """The graft's config: its layers know position as those of the models that they are from, at every length.
+
+    Its trained length is the greater of the two. Scopes that follow the trained length get theirs as `s_max`. Scopes that
+    grow with the sequence do so past the trained length; where they would begin to too late, it is the lesser of the two.
+
+    Args:
+        layers: l, those that the front model gives.
+        same_embeddings: whether the embeddings are equal; asked where both models use them as their heads.
+        untie: where they are not, give the graft a head of its own.
+
+    Raises:
+        ConfigError: models that do not fit, tied embeddings that differ, or positions that one config can't express.
+    """
+    n = front.architecture.n_layers
+    if unlike := _unlike(front, back):
+        raise ConfigError(f"The models do not fit: {'; '.join(unlike)}.")
+    if not 0 <= layers <= n:
+        raise ConfigError(f"--layers {layers}: the models have {n} layers; set 0 to {n}.")
+    tied = front.architecture.tie_embeddings and back.architecture.tie_embeddings
+    if tied and not same_embeddings():
+        if not untie:
+            raise ConfigError(
+                "Both models use their embedding as output head, and the two embeddings differ: the graft's is the front "
+                "model's and its head the back model's, which is not one matrix. --untie writes them as two."
+            )
+        tied = False
+    graft = replace(front, architecture=replace(front.architecture, tie_embeddings=tied))
+    lengths = sorted({front.trained_length, back.trained_length}, reverse=True)
+    expected = _resolved(front, back, layers, _telling_lengths(front, back))
+    for trained_length in lengths:
+        for position in (front.position, back.position, _by_rules(front, back, layers, trained_length)):
+            found = replace(graft, position=position, trained_length=trained_length)
+            if all(found.layers(length) == positions for length, positions in expected.items()):
+                return found
+    raise ConfigError(
+        f"Scopes that grow with the sequence (scope_max = 'length') do so past the trained length, of which a model has one, "
+        f"and these grow past {lengths[-1]:,} and {lengths[0]:,} tokens from an s_max of their own. Set scope_max = 'trained' "
+        "in the farsight.json of one of them, and graft that."
+    )
+
+
+def grafted_model(front: Llama, back: Llama, back_config: ModelConfig, config: ModelConfig, layers: int) -> Llama:
+    """The graft of two models in memory, of their own parameters: nothing is copied but the positions' buffers.
+
+    Args:
+        back_config: of the back model.
+        config: the graft's, from `grafted_config` with these `layers`.
+    """
+    with torch.device("meta"):
+        model = build_model(config)
+    for name, _ in list(model.named_parameters()):
+        from_front, theirs = source(name, layers, back_config)
+        module, _, last = name.rpartition(".")
+        setattr(model.get_submodule(module), last, (front if from_front else back).get_parameter(theirs))
+    device = next(model.parameters()).device
+    for part in model.modules():
+        for name, buffer in list(part.named_buffers(recurse=False)):
+            part.register_buffer(name, torch.empty_like(buffer, device=device), persistent=False)
+    model.set_position(model.positions, model.length)
+    return model.eval()
+
+
+# ── Whether they fit ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _unlike(front: ModelConfig, back: ModelConfig) -> list[str]:
+    """What differs and must not, each in words."""
+    pairs = {
+        f"architecture.{field.name}": (getattr(front.architecture, field.name), getattr(back.architecture, field.name))
+        for field in fields(front.architecture)
+        if field.name not in _MAY_DIFFER
+    }
+    pairs["position.embedding"] = front.position.embedding, back.position.embedding
+    return [
+        f"{name} is {a!r} in the front model and {b!r} in the back model" for name, (a, b) in pairs.items() if a != b
+    ]
+
+
+# ── Positions ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _resolved(
+    front: ModelConfig, back: ModelConfig, layers: int, lengths: list[int]
+) -> dict[int, tuple[LayerPosition, ...]]:
+    """What each layer of the graft has to know at these lengths."""
+    return {length: front.layers(length)[:layers] + back.layers(length)[layers:] for length in lengths}
+
+
+def _telling_lengths(*configs: ModelConfig) -> list[int]:
+    """Lengths of which two positions are equal at all lengths if they are at these: scopes change course at a trained length
+    or an s_max, and nowhere else."""
+    turns = {config.trained_length for config in configs}
+    for config in configs:
+        settings = layer_settings(config.position, config.architecture.n_layers)
+        turns |= {s.heads.s_max for s in settings if isinstance(s.heads, Scope) and s.heads.s_max}
+    return sorted({length for turn in turns for length in (turn, turn + 1, 2 * turn)})
+
+
+def _by_rules(front: ModelConfig, back: ModelConfig, layers: int, trained_length: int) -> Position:
+    """A position that has what most layers share for its own, and a rule for each other kind of layer.
+
+    LASP's S(l) and B(l) become the numbers that they are at a layer, unless both models have the same LASP.
+
+    Raises:
+        ConfigError: GARFA of two kinds.
+    """
+    n = front.architecture.n_layers
+    lasp = front.position.lasp if front.position.lasp == back.position.lasp else None
+    kinds = []
+    for layer in range(n):
+        config = front if layer < layers else back
+        own = layer_settings(config.position, n)[layer]
+        rotary = own.rotary
+        if lasp is None and own.lasp is not None:
+            rotary = apply_lasp(rotary, own.lasp, layer, n)
+        kinds.append((rotary, _with_own_longest(own.heads, config, trained_length), own.bias))
+    shared = Counter(kinds).most_common(1)[0][0]
+    rules = []
+    for kind in dict.fromkeys(kinds):
+        if kind != shared:
+            rotary, heads, bias = kind
+            rules.append(
+                LayerRule(
+                    layer_selection([layer for layer in range(n) if kinds[layer] == kind]),
+                    rotary if rotary != shared[0] else None,
+                    heads if heads != shared[1] else None,
+                    bias if bias != shared[2] else None,
+                )
+            )
+    garfa = _garfa(front, back, layers)
+    return Position(front.position.embedding, shared[0], lasp, shared[1], shared[2], tuple(rules), garfa)
+
+
+def _with_own_longest(heads: Heads, config: ModelConfig, trained_length: int) -> Heads:
+    """SCOPE whose longest scope follows a trained length other than the graft's, with that length for its s_max."""
+    if isinstance(heads, Scope) and not heads.s_max and config.trained_length != trained_length:
+        return replace(heads, s_max=config.trained_length)
+    return heads
+
+
+def _garfa(front: ModelConfig, back: ModelConfig, layers: int) -> Garfa | None:
+    kept = [
+        (garfa, tuple(entry for entry in garfa.layers if (entry.layer < layers) == of_front))
+        for of_front, garfa in ((True, front.position.garfa), (False, back.position.garfa))
+        if garfa is not None
+    ]
+    kept = [(garfa, entries) for garfa, entries in kept if entries]
+    if len({(garfa.equation, garfa.queries) for garfa, _ in kept}) > 1:
+        (a, _), (b, _) = kept
+        raise ConfigError(
+            f"The front model's layers have GARFA of equation {a.equation} with queries = {str(a.queries).lower()}, the back "
+            f"model's of equation {b.equation} with queries = {str(b.queries).lower()}, and a model has one kind: merge one of "
+            "them again with --drop-garfa, or graft layers that have none."
+        )
+    return replace(kept[0][0], layers=tuple(e for _, entries in kept for e in entries)) if kept else None
