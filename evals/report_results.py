@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ FOLDER = "evals"
 """Of a run or a model, where its results lie."""
 
 Kind = Literal["perplexity", "needle", "harness", "generate"]
-"""Named for the tool that writes it."""
+"""Named for the tool of evals that writes it."""
 
 VARIANTS = {"task": "{}", "extend": "{}", "stride": "sliding by {:,}"}
 """Keys that say how a model was read, where that differs from file to file, and how it is said."""
@@ -25,9 +25,20 @@ class Result:
     """What one tool measured of one model."""
 
     model: ReportedModel
-    kind: Kind
+    kind: str
     file: Path
     values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tools whose results a page shows."""
+
+    folder: str
+    """Of a run or a model, where its results lie."""
+    kind_of: Callable[[Mapping[str, Any]], str | None]
+    """What kind of result figures are, told by their keys."""
+    tools: str
 
 
 def collect(models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Result]:
@@ -36,34 +47,42 @@ def collect(models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Resu
     Raises:
         ConfigError: a file that cannot be read, or a named one that holds no result of these models.
     """
+    results = collect_from(EVALS, models, named)
+    for model in models:
+        if not any(result.model is model and result.kind == "perplexity" for result in results):
+            results += _recipe_summary(model)
+    return results
+
+
+def collect_from(source: Source, models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Result]:
+    """The results in the models' folders for them, and those of the named files.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a named one that holds no result of these models.
+    """
     results = []
     for model in models:
         for place in model.places:
-            for file in sorted((place / FOLDER).glob("*.json")):
-                results += _of(file, models, model)
+            for file in sorted((place / source.folder).glob("*.json")):
+                results += _of(file, source, models, model)
     for file in named:
-        found = _of(file, models, None)
+        found = _of(file, source, models, None)
         if not found:
-            entries = list(_entries(file))
+            entries = list(_entries(file, source))
             if not any(kind for _, kind, _ in entries):
-                raise ConfigError(
-                    f"--results {file} is no result of evals.perplexity, evals.needle, evals.harness or evals.generate."
-                )
+                raise ConfigError(f"--results {file} is no result of {source.tools}.")
             paths = ", ".join(str(path) for path, _, _ in entries if path) or "no path"
             given = ", ".join(str(model.path) for model in models)
             raise ConfigError(
                 f"--results {file} is of none of the models on this page. It names {paths}; the page has {given}. "
-                f"A file without a path belongs into the {FOLDER}/ of its model."
+                f"A file without a path belongs into the {source.folder}/ of its model."
             )
         results += found
-    for model in models:
-        if not any(result.model is model and result.kind == "perplexity" for result in results):
-            results += _recipe_summary(model)
     unique = {(result.model.number, result.kind, result.file.resolve()): result for result in results}
     return list(unique.values())
 
 
-def of_kind(results: Sequence[Result], kind: Kind) -> list[Result]:
+def of_kind(results: Sequence[Result], kind: str) -> list[Result]:
     """Those of one tool, model by model."""
     return sorted((result for result in results if result.kind == kind), key=lambda result: result.model.number)
 
@@ -99,7 +118,7 @@ def line_numbers(results: Sequence[Result]) -> list[int]:
     return numbers
 
 
-def _of(file: Path, models: Sequence[ReportedModel], owner: ReportedModel | None) -> list[Result]:
+def _of(file: Path, source: Source, models: Sequence[ReportedModel], owner: ReportedModel | None) -> list[Result]:
     """Results of a file: of the models that it names; of the owner, where the file lies with it and names no other model.
 
     A relative path may have been written from another folder. It is the owner's where its end fits, and without an owner that of
@@ -109,7 +128,7 @@ def _of(file: Path, models: Sequence[ReportedModel], owner: ReportedModel | None
         ConfigError: a relative path at which several models end.
     """
     found = []
-    entries = [(path, kind, values) for path, kind, values in _entries(file) if kind is not None]
+    entries = [(path, kind, values) for path, kind, values in _entries(file, source) if kind is not None]
     for path, kind, values in entries:
         exact = [model for model in models if path is not None and path.resolve() in _resolved(model)]
         alike = [model for model in models if path is not None and _ends_in(path, model)]
@@ -127,7 +146,7 @@ def _of(file: Path, models: Sequence[ReportedModel], owner: ReportedModel | None
     return found
 
 
-def _entries(file: Path) -> Iterator[tuple[Path | None, Kind | None, Mapping[str, Any]]]:
+def _entries(file: Path, source: Source) -> Iterator[tuple[Path | None, str | None, Mapping[str, Any]]]:
     """Each model's path, kind of result and figures."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -139,7 +158,7 @@ def _entries(file: Path) -> Iterator[tuple[Path | None, Kind | None, Mapping[str
     for path, values in (several if isinstance(several, dict) else {"": content}).items():
         if isinstance(values, dict):
             named = path or values.get("model")
-            yield Path(named) if named and isinstance(named, str) else None, _kind(values), values
+            yield Path(named) if named and isinstance(named, str) else None, source.kind_of(values), values
 
 
 def _kind(values: Mapping[str, Any]) -> Kind | None:
@@ -153,6 +172,9 @@ def _kind(values: Mapping[str, Any]) -> Kind | None:
         case {"usage": {"tokens_read": int()}}:
             return "generate"
     return None
+
+
+EVALS = Source(FOLDER, _kind, "evals.perplexity, evals.needle, evals.harness or evals.generate")
 
 
 def _resolved(model: ReportedModel) -> list[Path]:

@@ -200,6 +200,7 @@ def heat_map(
     hover: Callable[[int, int], str],
     titles: tuple[str, str],
     trained: int | None = None,
+    of: str = "accuracy",
 ) -> Element:
     """Cells from dark (0) to bright (1), with their percent where there is room.
 
@@ -208,11 +209,12 @@ def heat_map(
         hover: what a cell says.
         titles: of the columns and of the rows.
         trained: a line comes after so many columns; None draws none.
+        of: what the cells are shares of.
     """
     left = 10 + CHARACTER * max(map(len, rows))
     top, across, down = 30.0, (HEAT_MAP_WIDTH - left - 2) / len(columns), 24.0
     height = top + down * len(rows) + 40
-    chart = _svg(height, f"accuracy by {titles[0]} and {titles[1]}", HEAT_MAP_WIDTH)
+    chart = _svg(height, f"{of} by {titles[0]} and {titles[1]}", HEAT_MAP_WIDTH)
     chart.append(tag("text", titles[1], x=0, y=12, class_="title"))
     chart.append(tag("text", titles[0], x=HEAT_MAP_WIDTH - 2, y=height - 4, text_anchor="end", class_="title"))
     for column in range(len(columns)):

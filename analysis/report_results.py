@@ -1,0 +1,70 @@
+"""What the tools of this package measured of the models on a page, and the commands that measure the rest."""
+
+import importlib
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evals.report_models import ReportedModel
+from evals.report_results import Result, Source, of_kind
+
+FOLDER = "analysis"
+"""Of a run or a model, where its results lie."""
+
+MEASURED: Mapping[str, Sequence[str]] = {
+    "plasticity": (),
+    "geometry": (),
+    "layers": (),
+    "layer_probes": ("--probe", "mask"),
+    "probes": (),
+    "order_awareness": (),
+}
+"""What --measure runs, each with its own options beside --data."""
+OTHERS = ("graft_sweep",)
+"""What a page shows where there is a result: it takes more than one model."""
+
+
+def _kind(values: Mapping[str, Any]) -> str | None:
+    tool = values.get("tool")
+    name = tool.removeprefix("analysis.") if isinstance(tool, str) else ""
+    return name if name in (*MEASURED, *OTHERS) else None
+
+
+ANALYSIS = Source(FOLDER, _kind, ", ".join(f"analysis.{name}" for name in (*MEASURED, *OTHERS)))
+
+
+def tool_arguments(kind: str, model: ReportedModel, data: Path | None, more: Sequence[str] = ()) -> list[str]:
+    """What a tool is given to measure a model, and to write its JSON file where the report finds it.
+
+    Args:
+        data: None takes a recipe's held-out documents.
+        more: options that all tools have.
+    """
+    assert model.weights is not None
+    held_out = model.path / "held_out.txt"
+    text = data or (held_out if held_out.is_file() else Path("FILE"))
+    out = model.weights / FOLDER / f"{kind}.json"
+    return [str(model.weights), "--data", str(text), *MEASURED[kind], *more, "--json", str(out)]
+
+
+def command_line(kind: str, model: ReportedModel, data: Path | None) -> str:
+    """The same for a terminal."""
+    assert model.weights is not None
+    arguments = shlex.join(tool_arguments(kind, model, data))
+    return f"mkdir -p {shlex.quote(str(model.weights / FOLDER))} && python -m analysis.{kind} {arguments}"
+
+
+def measure(models: Sequence[ReportedModel], results: Sequence[Result], data: Path, more: Sequence[str] = ()) -> None:
+    """Runs the tools for what has no result yet, model by model; what fails is said and left out."""
+    for model in models:
+        for kind in MEASURED:
+            if model.weights is None or any(result.model is model for result in of_kind(results, kind)):
+                continue
+            try:
+                (model.weights / FOLDER).mkdir(exist_ok=True)
+                # A tool brings what it needs alone: imported when it runs.
+                importlib.import_module(f"analysis.{kind}").main(tool_arguments(kind, model, data, more))
+            except (SystemExit, OSError, ValueError) as error:  # the page is made all the same, and says what it lacks
+                print(f"{model.name}: {kind} was not measured: {error}", file=sys.stderr)
