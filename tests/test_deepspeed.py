@@ -60,7 +60,9 @@ def assert_same_run(found, expected, tolerance=1e-5):
     a, b = weights(found), weights(expected)
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-4, atol=1e-5)
+        # By norm, which for weights of 0.02 asks for 2e-6 an element in the mean. No bound of single elements holds on every CPU: Adam
+        # divides a gradient by its own size, so an element whose gradient is but rounding moves by a part of lr either way.
+        assert torch.linalg.vector_norm(a[name] - b[name]) <= 1e-4 * torch.linalg.vector_norm(b[name]), name
 
 
 def test_zero_3_on_two_ranks_equals_one_process(one_process, zero_3):
