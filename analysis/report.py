@@ -30,7 +30,7 @@ from analysis.report_plasticity import (
     number,
     plasticity_section,
 )
-from analysis.report_results import ANALYSIS, MEASURED, command_line, measure
+from analysis.report_results import ANALYSIS, MEASURED, can_be_measured, command_line, measure
 from configs.load import ConfigError
 from evals.model_options import positive
 from evals.page import Part, command, missing, note, page, section, table, tag
@@ -60,7 +60,7 @@ def report(models: Sequence[ReportedModel], results: Sequence[Result], made_by: 
 
     def absent(kind: str) -> list[Element]:
         measured = {result.model.number for result in of_kind(results, kind)}
-        without = [model for model in models if model.number not in measured]
+        without = [model for model in models if model.number not in measured and can_be_measured(kind, model)]
         commands = [command_line(kind, model, data) for model in without]
         return [missing(f"Not measured: {', '.join(model.name for model in without)}.", commands)] * bool(without)
 

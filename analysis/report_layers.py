@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from analysis.report_plasticity import figure_text, layer_axis, layer_chart, number
+from analysis.report_plasticity import figure_text, layer_axis, layer_figure, number
 from evals.page import Part, figure, note, section, table, tag
 from evals.report_results import Result, line_numbers, names
 from evals.svg_axes import length_axis, short_tokens, value_axis
@@ -31,7 +31,9 @@ def layers_section(results: Sequence[Result], absent: Sequence[Part]) -> Element
             figure_text(r.values["spearman_absolute"]),
             ", ".join(map(str, r.values["top"]["delta"])),
             ", ".join(map(str, r.values["top"]["absolute_rho"])),
-            f"{r.values['overlap']} (by chance {r.values['overlap_expected']:.1f})",
+            f"{r.values['overlap']} (by chance {r.values['overlap_expected']:.1f})"
+            if any(r.values["rotates"])
+            else "–",
         ]
         for r, name, _ in named
     ]
@@ -42,7 +44,8 @@ def layers_section(results: Sequence[Result], absent: Sequence[Part]) -> Element
             "base is multiplied by γ. ", tag("code", "analysis.layers"), " says how both are measured; fine-tuning reads them from its profile."
         ),
         legend(delta),
-        figure(layer_chart(delta, "δ"), "Sensitivity.", figure(layer_chart(rho, "ρ"), "Influence of RoPE; 0 where a layer has none.")),
+        layer_figure(delta, "δ", "Sensitivity."),
+        layer_figure(rho, "ρ", "Influence of RoPE; 0 where a layer has none."),
         table(header, rows, "Rank correlation of δ with ρ, and the layers that come first in each.", numbers=False),
         *absent,
     )  # fmt: skip
@@ -73,14 +76,14 @@ def layer_probes_section(results: Sequence[Result], absent: Sequence[Part]) -> E
                 ]
                 said = name if factor is None or len(factors) == 1 else f"{name}, {factor:g}"
                 lines.append(Series(said, points, n if len(factors) == 1 else n + place))
-            last = points[-1][0]
             base = number(r.values["baseline"]["perplexity"])
-            lines.append(Series(f"{name}, as it is", [(0.0, base), (last, base)], n, dashed=True, markers=False))
+            same = [(layer, base) for layer, _ in points]
+            lines.append(Series(f"{name}, as it is", same, n, dashed=True, markers=False))
         y = value_axis([y for line in lines for _, y in line.points], "perplexity", "{:,.10g}".format)
         parts += [
             tag("h3", SAID.get(probe, probe)),
             legend(lines),
-            figure(layer_chart(lines, "perplexity", 4, y), "Dashed: the model as it is."),
+            layer_figure(lines, "perplexity", "Dashed: the model as it is.", 4, y),
         ]
     return section(
         "One layer disturbed",
@@ -108,7 +111,7 @@ def position_section(results: Sequence[Result], absent: Sequence[Part]) -> Eleme
             tag("code", "analysis.probes"), " says how."
         ),
         legend(lines),
-        figure(layer_chart(lines, "mean distance in tokens", 4), "By layer."),
+        layer_figure(lines, "mean distance in tokens", "By layer.", 4),
         heat_map_scale(),
         tag("div", *(_probe_panel(name, r.values) for r, name, _ in named), class_="panels"),
         *absent,
@@ -201,10 +204,18 @@ def graft_section(results: Sequence[Result]) -> Element | None:
                 value_axis([y for line in lines for _, y in line.points], "perplexity", "{:,.10g}".format),
                 lambda s, x, y: f"{s.name}\n{x:.0f} layers from the front model: {y:.4g}",
             )
+            grafts = lines[: len(values["modes"])]
+            rows: list[list[Part]] = [
+                [f"{depth:.0f}", *(figure_text(dict(line.points).get(depth), 2) for line in grafts)]
+                for depth in sorted({depth for line in grafts for depth, _ in line.points})
+            ]
+            figures = table(
+                ["layers from the front", *(line.name for line in grafts)], rows, "Perplexity of each graft."
+            )
             parts += [
                 tag("h3", f"{result.model.name}, {int(length):,} tokens"),
                 legend(lines),
-                figure(chart, f"base: {values['base']}; long: {values['long']}. Dashed: each alone."),
+                figure(chart, f"base: {values['base']}; long: {values['long']}. Dashed: each alone.", figures),
             ]
     return section(
         "Grafts",

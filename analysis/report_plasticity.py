@@ -44,6 +44,18 @@ def layer_chart(lines: Sequence[Series], title: str, digits: int = 3, y: Axis | 
     )
 
 
+def layer_figure(lines: Sequence[Series], title: str, caption: str, digits: int = 3, y: Axis | None = None) -> Element:
+    """Lines over layers, with their figures in a table."""
+    layers = sorted({x for line in lines for x, _ in line.points})
+    known = [dict(line.points) for line in lines]
+    rows: list[list[Part]] = [
+        [f"{layer:.0f}", *("–" if math.isnan(of.get(layer, math.nan)) else f"{of[layer]:.{digits}g}" for of in known)]
+        for layer in layers
+    ]
+    figures = table(["layer", *(line.name for line in lines)], rows, f"By layer: {title}.")
+    return figure(layer_chart(lines, title, digits, y), caption, figures)
+
+
 def by_layer(values: Mapping[str, Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
     """Points of {"0": {key: …}, …}."""
     return sorted((float(layer), number(figures.get(key))) for layer, figures in values.items())
@@ -86,7 +98,7 @@ def plasticity_section(results: Sequence[Result], absent: Sequence[Part]) -> Ele
         legend(profiles),
         figure(chart, "By the position of the query.", table(header, rows, f"Means of fifths of the context; the drop is the first less the last, and the target a drop below {TARGET:.2f}.")),
         tag("h3", "By layer"),
-        figure(layer_chart(drops, "drop"), "How much plasticity each layer's heads lose from the first fifth to the last."),
+        layer_figure(drops, "drop", "How much plasticity each layer's heads lose from the first fifth to the last."),
         tag("h3", "By the distances of keys"),
         heat_map_scale(),
         tag("div", *(_heat_panel(name, r.values) for r, name, _ in named), class_="panels"),
@@ -176,11 +188,8 @@ def geometry_section(results: Sequence[Result], absent: Sequence[Part]) -> Eleme
             tag("code", "analysis.geometry"), " says how both are computed."
         ),
         legend(bias),
-        figure(
-            layer_chart(bias, "bias strength × context"),
-            "Mean of each layer's heads, before scores are divided by √H.",
-            table(header, rows, "Heads by class, and those that favour late keys."),
-        ),
+        layer_figure(bias, "bias strength × context", "Mean of each layer's heads, before scores are divided by √H."),
+        table(header, rows, "Heads by class, and those that favour late keys."),
         *absent,
     )  # fmt: skip
 

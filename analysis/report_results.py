@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.schema import NoRotary
 from evals.report_models import ReportedModel
 from evals.report_results import Result, Source, of_kind
 
@@ -35,6 +36,13 @@ def _kind(values: Mapping[str, Any]) -> str | None:
 ANALYSIS = Source(FOLDER, _kind, ", ".join(f"analysis.{name}" for name in (*MEASURED, *OTHERS)))
 
 
+def can_be_measured(kind: str, model: ReportedModel) -> bool:
+    """Whether the tool has something to measure: a layer's RoPE is masked only where a layer has one."""
+    if model.weights is None:
+        return False
+    return kind != "layer_probes" or any(not isinstance(p.rotary, NoRotary) for p in model.config.layers())
+
+
 def tool_arguments(kind: str, model: ReportedModel, data: Path | None, more: Sequence[str] = ()) -> list[str]:
     """What a tool is given to measure a model, and to write its JSON file where the report finds it.
 
@@ -60,8 +68,9 @@ def measure(models: Sequence[ReportedModel], results: Sequence[Result], data: Pa
     """Runs the tools for what has no result yet, model by model; what fails is said and left out."""
     for model in models:
         for kind in MEASURED:
-            if model.weights is None or any(result.model is model for result in of_kind(results, kind)):
+            if not can_be_measured(kind, model) or any(result.model is model for result in of_kind(results, kind)):
                 continue
+            assert model.weights is not None
             try:
                 (model.weights / FOLDER).mkdir(exist_ok=True)
                 # A tool brings what it needs alone: imported when it runs.
