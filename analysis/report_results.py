@@ -1,15 +1,15 @@
 """What the tools of this package measured of the models on a page, and the commands that measure the rest."""
 
-import importlib
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from configs.schema import NoRotary
+from evals.report_measure import run_missing
 from evals.report_models import ReportedModel
-from evals.report_results import Result, Source, of_kind
+from evals.report_results import Result, Source
 
 FOLDER = "analysis"
 """Of a run or a model, where its results lie."""
@@ -67,13 +67,7 @@ def command_line(kind: str, model: ReportedModel, data: Path | None) -> str:
 def measure(models: Sequence[ReportedModel], results: Sequence[Result], data: Path, more: Sequence[str] = ()) -> None:
     """Runs the tools for what has no result yet, model by model; what fails is said and left out."""
     for model in models:
-        for kind in MEASURED:
-            if not can_be_measured(kind, model) or any(result.model is model for result in of_kind(results, kind)):
-                continue
-            assert model.weights is not None
-            try:
-                (model.weights / FOLDER).mkdir(exist_ok=True)
-                # A tool brings what it needs alone: imported when it runs.
-                importlib.import_module(f"analysis.{kind}").main(tool_arguments(kind, model, data, more))
-            except (SystemExit, OSError, ValueError) as error:  # the page is made all the same, and says what it lacks
-                print(f"{model.name}: {kind} was not measured: {error}", file=sys.stderr)
+        kinds = [kind for kind in MEASURED if can_be_measured(kind, model)]
+        run_missing(
+            "analysis", FOLDER, model, kinds, results, partial(tool_arguments, model=model, data=data, more=more)
+        )

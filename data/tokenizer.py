@@ -123,7 +123,7 @@ class Tokenizer(ABC):
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def _byte_sizes(self, ids: list[int]) -> list[int]:
-        """Bytes of the text that each token stands for."""
+        """Bytes of the text that each token stands for; not asked of a tokenizer that has its own `encode_rendered`."""
         raise NotImplementedError
 
 

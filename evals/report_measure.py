@@ -3,11 +3,15 @@
 import importlib
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from evals.report_models import ReportedModel
 from evals.report_results import FOLDER, Kind, Result, of_kind
+
+K = TypeVar("K", bound=str)
 
 MEASURED: tuple[Kind, ...] = ("perplexity", "needle")
 """What `--measure` runs."""
@@ -46,12 +50,33 @@ def measure(
     """Runs the tools for what has no result yet, model by model; each writes its file into the model's folder; what
     fails is said and left out."""
     for model in models:
-        for kind in MEASURED:
-            if model.weights is None or any(result.model is model for result in of_kind(results, kind)):
-                continue
-            try:
-                (model.weights / FOLDER).mkdir(exist_ok=True)
-                # A tool brings what it needs alone: imported when it runs.
-                importlib.import_module(f"evals.{kind}").main(tool_arguments(kind, model, data, lengths))
-            except (SystemExit, OSError) as error:  # the page is made all the same, and says what it lacks
-                print(f"{model.name}: {kind} was not measured: {error}", file=sys.stderr)
+        kinds = [kind for kind in MEASURED if model.weights is not None]
+        run_missing(
+            "evals", FOLDER, model, kinds, results, partial(tool_arguments, model=model, data=data, lengths=lengths)
+        )
+
+
+def run_missing(
+    package: str,
+    folder: str,
+    model: ReportedModel,
+    kinds: Sequence[K],
+    results: Sequence[Result],
+    arguments: Callable[[K], list[str]],
+) -> None:
+    """Runs a package's tools of these kinds where the model has no result of them; what fails is said and left out.
+
+    Args:
+        folder: of the model, for their results.
+        arguments: what a kind's tool is given.
+    """
+    for kind in kinds:
+        if any(result.model is model for result in of_kind(results, kind)):
+            continue
+        assert model.weights is not None
+        try:
+            (model.weights / folder).mkdir(exist_ok=True)
+            # A tool brings what it needs alone: imported when it runs.
+            importlib.import_module(f"{package}.{kind}").main(arguments(kind))
+        except (SystemExit, OSError, ValueError) as error:  # the page is made all the same, and says what it lacks
+            print(f"{model.name}: {kind} was not measured: {error}", file=sys.stderr)
