@@ -38,7 +38,7 @@ from configs.load import ConfigError
 from configs.schema import NoRotary
 from evals.decoder import CHUNK, Decoder
 from evals.model_options import OUT_OF_MEMORY, LoadedModel, add_model_options, load, positive
-from launch.files import write_text
+from farsight.files import write_text
 from model.build import ModelConfig
 from model.layers import LayerPosition
 

@@ -27,8 +27,8 @@ from analysis.sequences import add_text_options, read_sequences
 from configs.load import ConfigError, parse_options
 from evals.model_options import add_model_options, load, positive
 from evals.several_models import add_output_options, check_outputs, model_style
+from farsight.files import write_text
 from launch.evaluations import run_child
-from launch.files import write_text
 from launch.recipe import load_recipe
 from launch.summary import run_summary
 

@@ -40,7 +40,7 @@ from analysis.sequences import add_text_options
 from configs.load import ConfigError
 from evals.model_options import OUT_OF_MEMORY, add_model_options, positive
 from evals.several_models import add_output_options, check_outputs
-from launch.files import write_text
+from farsight.files import write_text
 
 
 def head_figures(samples: Samples, number: int, components: int) -> dict[str, Any]:

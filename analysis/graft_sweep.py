@@ -39,7 +39,7 @@ from evals.perplexity import perplexity_by_length
 from evals.several_models import add_output_options, check_outputs
 from evals.texts import encode_file
 from evals.windows import TARGETS, Windows
-from launch.files import write_text
+from farsight.files import write_text
 from model.build import ModelConfig
 from model.graft import grafted_config, grafted_model
 from model.llama import Llama

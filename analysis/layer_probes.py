@@ -38,7 +38,7 @@ from evals.decoder import Decoder
 from evals.model_options import OUT_OF_MEMORY, LoadedModel, add_model_options, load, positive
 from evals.needle import Grid, measure, parse_depths
 from evals.several_models import add_output_options, check_outputs
-from launch.files import write_text
+from farsight.files import write_text
 
 PROBES = ("mask", "coarsen", "noise")
 FACTORS = (2, 8, 64, 512)

@@ -37,7 +37,7 @@ from configs.check import ConfigError
 from evals.decoder import Decoder
 from evals.model_options import OUT_OF_MEMORY, add_model_options, load, positive
 from evals.several_models import add_output_options, check_outputs
-from launch.files import write_text
+from farsight.files import write_text
 from model.adapted_layers import largest
 
 TOP = 10

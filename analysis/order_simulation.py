@@ -32,7 +32,7 @@ from tqdm import tqdm
 from configs.check import ConfigError
 from evals.model_options import positive
 from evals.several_models import add_output_options, check_outputs, model_style
-from launch.files import write_text
+from farsight.files import write_text
 
 MOST = 2**63 - 1
 """Of an int64. The largest coefficient is no more than the sum of all, which is (H + 1)^layers."""

@@ -23,7 +23,7 @@ from analysis.garfa import draw_alphas_on
 from checkpoints.model_dir import read_model_config
 from configs.load import ConfigError, load_config, read_toml
 from configs.schema import NoRotary, Rope, Rotating
-from launch.files import write_text
+from farsight.files import write_text
 from launch.recipe import load_recipe
 from model.build import ModelConfig
 from model.garfa import LayerGarfa, alpha, alphas, head_scales

@@ -37,7 +37,7 @@ from evals.page import Part, command, missing, note, page, section, table, tag
 from evals.report_models import ReportedModel, find_models
 from evals.report_results import Result, collect_from, of_kind
 from evals.report_training import models_section, named
-from launch.files import write_text
+from farsight.files import write_text
 from model.build import count_parameters
 
 SECTIONS: dict[str, Callable[[Sequence[Result], Sequence[Part]], Element]] = {

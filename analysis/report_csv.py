@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evals.report_results import Result, names, of_kind
-from launch.files import write_text
+from farsight.files import write_text
 
 Row = dict[str, Any]
 

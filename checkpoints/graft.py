@@ -40,7 +40,7 @@ from checkpoints.model_dir import (
 )
 from configs.load import ConfigError
 from data.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
-from launch.files import write_text
+from farsight.files import write_text
 from model.build import ModelConfig
 from model.graft import grafted_config, source
 from model.layers import describe, layer_selection

@@ -6,9 +6,10 @@ import math
 
 from configs.metrics import check_plasticity
 from configs.schema import JobConfig
+from farsight.errors import UserError
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A configuration that cannot be used; the message names the option, its value and what to set instead."""
 
 

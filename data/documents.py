@@ -16,12 +16,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
+from farsight.errors import UserError
+
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "validation"]
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Data, or settings of it, that can't be used. The message names the place and what to do about it."""
 
 

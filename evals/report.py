@@ -32,7 +32,7 @@ from evals.report_needles import needle_section
 from evals.report_perplexity import perplexity_section, perplexity_text
 from evals.report_results import Kind, Result, collect, of_kind
 from evals.report_training import losses_section, models_section, named, stages, trained_tokens
-from launch.files import write_text
+from farsight.files import write_text
 from model.build import count_parameters
 
 PASSKEY = "passkey"

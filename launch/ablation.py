@@ -33,6 +33,7 @@ from checkpoints.card import read_history
 from configs.check import ConfigError
 from configs.finetuning import FinetuneConfig
 from configs.load import load_config, parse_options, to_toml
+from farsight.files import write_text
 from launch.ablation_tables import BASE, Columns, Results, draw, markdown, text
 from launch.evaluations import (
     HELD_OUT,
@@ -45,7 +46,6 @@ from launch.evaluations import (
     result_file,
     run_child,
 )
-from launch.files import write_text
 from launch.summary import read_metrics
 
 logger = logging.getLogger("farsight")

@@ -13,8 +13,8 @@ from typing import Any, Literal
 from checkpoints.card import CARD
 from configs.check import ConfigError
 from configs.load import from_dict, read_toml
+from farsight.files import write_text
 from launch.ablation_tables import MEAN
-from launch.files import write_text
 from launch.recipe import wait_for
 
 logger = logging.getLogger("farsight")

@@ -1,4 +1,4 @@
-"""Files of a run that another process, or the same one after a kill, has to be able to trust."""
+"""The run folder, which one process has at a time."""
 
 import fcntl
 import os
@@ -6,14 +6,6 @@ import time
 from pathlib import Path
 
 from configs.load import ConfigError
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; of several nodes that write the same text, the last one wins."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
 
 
 def lock_run_folder(folder: Path, wait_seconds: float = 60.0) -> int:

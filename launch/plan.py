@@ -27,8 +27,8 @@ from configs.check import ConfigError
 from configs.load import load_config, parse_options, read_toml
 from configs.schema import JobConfig
 from data.tokenizer import load_tokenizer
+from farsight.files import write_text
 from launch.costs import StepTime, flops_per_token, step_time, tokens_per_step
-from launch.files import write_text
 from launch.finetune_plan import is_finetuning, plan_finetuning, read_finetune_config
 from launch.hardware import GPUS, Efficiency, Gpu, find_gpu, usable_bytes
 from launch.heads import HeadLayoutCost, chosen_head_layout, compare_head_layouts, imbalance, layers_of

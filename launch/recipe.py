@@ -30,7 +30,7 @@ from configs.check import MODEL_PARALLEL, check_processes, model_parallel_ranks
 from configs.load import ConfigError, build_config, from_dict, merge, parse_options, read_toml, to_toml
 from configs.schema import JobConfig
 from data.tokenizer import load_tokenizer
-from launch.files import write_text
+from farsight.files import write_text
 from launch.summary import report, write_held_out
 from launch.tokenizer import prepare_tokenizer, tokenizer_of
 from model.build import ModelConfig, count_parameters, trained_layers

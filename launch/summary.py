@@ -16,7 +16,7 @@ from data.mixture import sample_texts
 from data.tokenizer import load_tokenizer_dir
 from evals.perplexity import perplexity_by_length
 from evals.texts import encode_file
-from launch.files import write_text
+from farsight.files import write_text
 from parallel.device import default_device
 
 if TYPE_CHECKING:

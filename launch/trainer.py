@@ -26,7 +26,7 @@ from checkpoints.convert import checkpoint_to_model_dir
 from checkpoints.manager import RunCheckpoints
 from configs.load import to_toml
 from configs.schema import JobConfig
-from launch.files import write_text
+from farsight.files import write_text
 from launch.metrics import RunMetrics
 from launch.out_of_memory import Phase
 from launch.plasticity_metrics import PlasticityMetrics

@@ -1,0 +1,1 @@
+"""Shared ground: what every command and package needs, and nothing of training."""

@@ -1,0 +1,137 @@
+"""What every command-line tool does when something goes wrong, and types for the numbers that it is given.
+
+Bad input ends a tool with one sentence and status 2. Any other error is a fault of Farsight's: it ends with status 1 and one
+line that asks for a report, and the traceback goes into a file.
+"""
+
+import argparse
+import functools
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn, ParamSpec, TypeVar
+
+from farsight.errors import UserError
+from farsight.ranges import Range
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+EXIT_UNEXPECTED = 1
+"""A fault in Farsight; the traceback is in a file."""
+EXIT_INPUT = 2
+"""Input, data or a setting that can't be used."""
+EXIT_CTRL_C = 130
+"""Ctrl-C, as shells report it."""
+
+_ROOT = Path(__file__).parent.parent
+
+
+def command(main: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a tool's `main`: errors become `SystemExit` with a sentence on stderr and a status."""
+
+    @functools.wraps(main)
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return main(*args, **kwargs)
+        except KeyboardInterrupt:
+            refuse("stopped by Ctrl-C", EXIT_CTRL_C)
+        except BrokenPipeError:
+            # What reads our output (`head`, say) has seen enough. Python would complain again while it exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(EXIT_UNEXPECTED) from None
+        except Exception as error:
+            sentence = explain(error)
+            if sentence is None:
+                refuse(report_unexpected(error), EXIT_UNEXPECTED, error)
+            refuse(sentence, EXIT_INPUT, error)
+
+    return guarded
+
+
+def refuse(sentence: str, status: int = EXIT_INPUT, cause: BaseException | None = None) -> NoReturn:
+    """Prints a sentence to stderr and ends the tool with a status."""
+    print(sentence, file=sys.stderr, flush=True)
+    stop = SystemExit(sentence)
+    stop.code = status
+    raise stop from cause
+
+
+def explain(error: BaseException) -> str | None:
+    """What to tell the user of an error in one sentence, or None where it is a fault of Farsight's."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}."
+    if type(error).__name__ == "OutOfMemoryError":
+        return f"{error}\nThe GPU's memory is not enough: use shorter sequences, fewer at once, or a smaller dtype."
+    # The packages raise ValueError for what a user set, and assert for what only a bug can cause.
+    if type(error) is ValueError and _raised_here(error):
+        return str(error)
+    return None
+
+
+def _raised_here(error: BaseException) -> bool:
+    """Whether a `raise` of our own code is where it comes from, and not a library."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    ours = Path(last.filename).is_relative_to(_ROOT) and ".venv" not in last.filename
+    return ours and (last.line or "").startswith("raise ")
+
+
+def report_unexpected(error: BaseException, folder: Path | None = None) -> str:
+    """Writes the traceback into a file and returns the line that says so.
+
+    Args:
+        folder: where the file goes; the working directory by default. Without room there, the traceback is in the line.
+    """
+    rank = os.environ.get("RANK")
+    name = f"farsight-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
+    path = (folder or Path()) / name
+    text = "".join(traceback.format_exception(error))
+    what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0] or 'no message'}"
+    who = f"rank {rank}: " if rank not in (None, "0") else ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{' '.join(sys.argv)}\n\n{text}", encoding="utf-8")
+    except OSError:
+        return (
+            f"{text}\n{who}unexpected {what}. This is a fault in Farsight: please report it with the traceback above."
+        )
+    return (
+        f"{who}unexpected {what}. This is a fault in Farsight: please report it with {path}, which has the traceback."
+    )
+
+
+# ── Numbers ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def number(
+    kind: type[int] | type[float],
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> Callable[[str], int | float]:
+    """An argparse type for finite numbers in a range.
+
+    Args:
+        least, most: the bounds, included.
+        above, below: the bounds, not included.
+    """
+    span = Range(least=least, most=most, above=above, below=below)
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(float(text)) if kind is int and float(text).is_integer() else kind(text)
+        except (ValueError, OverflowError):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number") from None
+        if problem := span.problem(value):
+            raise argparse.ArgumentTypeError(f"{text} {problem}")
+        return value
+
+    return parse

@@ -1,0 +1,50 @@
+"""The range that a number may lie in, declared with its type: `lr: Annotated[float, Range(above=0)]`."""
+
+import math
+from dataclasses import dataclass
+from typing import Annotated
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """A span of numbers. Infinite ones and NaN are in no range."""
+
+    least: float = -math.inf
+    """Smallest value, itself allowed."""
+    most: float = math.inf
+    """Largest value, itself allowed."""
+    above: float = -math.inf
+    """Values must be greater than this."""
+    below: float = math.inf
+    """Values must be smaller than this."""
+
+    def problem(self, value: float) -> str | None:
+        """What is wrong with a value, to follow it in a sentence ("must be more than 0"), or None."""
+        if not math.isfinite(value):
+            return "must be a finite number"
+        if self.least <= value <= self.most and self.above < value < self.below:
+            return None
+        return f"must be {self}"
+
+    def __str__(self) -> str:
+        """In words, such as "at least 0 and less than 1"; "finite" without bounds."""
+        bounds = (
+            ("at least", self.least),
+            ("more than", self.above),
+            ("at most", self.most),
+            ("less than", self.below),
+        )
+        return " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound)) or "finite"
+
+
+FINITE = Range()
+Count = Annotated[int, Range(least=0)]
+"""0, 1, 2, …"""
+Size = Annotated[int, Range(least=1)]
+"""1, 2, 3, …"""
+Positive = Annotated[float, Range(above=0)]
+NonNegative = Annotated[float, Range(least=0)]
+Share = Annotated[float, Range(least=0, most=1)]
+"""A share of a whole, all of it included."""
+PartialShare = Annotated[float, Range(least=0, below=1)]
+"""A share of a whole that leaves something over."""
