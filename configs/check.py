@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from pathlib import Path
 
 from configs.metrics import check_plasticity
 from configs.schema import JobConfig
@@ -16,21 +17,12 @@ class ConfigError(UserError):
 def check(config: JobConfig) -> None:
     """Refuses settings that contradict each other, naming both sides."""
     a, t = config.architecture, config.training
-    for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim"):
-        if getattr(a, name) < 1:
-            raise ConfigError(f"architecture.{name} = {getattr(a, name)} must be at least 1.")
-    if a.vocab_size < 0:
-        raise ConfigError(f"architecture.vocab_size = {a.vocab_size} must be 0 (the tokenizer's) or more.")
     if a.n_heads % a.n_kv_heads:
         raise ConfigError(
             f"architecture.n_heads = {a.n_heads} must be a multiple of architecture.n_kv_heads = {a.n_kv_heads}."
         )
     if a.head_dim % 2:
         raise ConfigError(f"architecture.head_dim = {a.head_dim} must be even: RoPE rotates pairs.")
-    if t.seq_len < 1 or t.local_batch_size < 1:
-        raise ConfigError(
-            f"training.seq_len = {t.seq_len} and local_batch_size = {t.local_batch_size} must be positive."
-        )
     if t.tokens and t.global_batch_size < 1:
         raise ConfigError(
             f"training.tokens = {t.tokens:g} needs training.global_batch_size, to know how many steps it is."
@@ -39,41 +31,24 @@ def check(config: JobConfig) -> None:
         raise ConfigError(
             "checkpoint.keep_latest_k = 1 would leave nothing to resume from while a save is under way; set 2."
         )
-    _check_ranges(config)
+    _check_folders(config)
+    _check_schedule(config)
     if problem := check_plasticity(config.metrics, t.seq_len, a.n_heads):
         raise ConfigError(problem)
     _check_unsupported(config)
     _check_engine(config)
 
 
-def _check_ranges(config: JobConfig) -> None:
-    epochs = getattr(config.training, "epochs", None)
-    by_epochs = epochs is not None and not training_steps(config)
-    positive = {
-        # Of epochs, fine-tuning counts its steps when it has read the data.
-        "training.epochs" if by_epochs else "training.steps": epochs if by_epochs else training_steps(config),
-        "training.max_norm": config.training.max_norm,
-        "validation.freq": config.validation.freq,
-        "metrics.log_freq": config.metrics.log_freq,
-        "checkpoint.interval": config.checkpoint.interval,
-        "optimizer.lr": config.optimizer.lr,
-        "parallelism.data_parallel_replicate_degree": config.parallelism.data_parallel_replicate_degree,
-        **{
-            f"parallelism.{name}_parallel_degree": getattr(config.parallelism, f"{name}_parallel_degree")
-            for name in MODEL_PARALLEL
-        },
-    }
-    for name, value in positive.items():
-        if value <= 0:
-            raise ConfigError(f"{name} = {value} must be more than 0.")
-    if config.training.global_batch_size == 0 or config.training.tokens < 0:
-        raise ConfigError(
-            "training.global_batch_size must be positive, or -1 for local_batch_size × ranks; tokens 0 or more."
-        )
-    if type(config) is JobConfig and config.optimizer.name not in ("Adam", "AdamW"):
-        raise ConfigError(f"optimizer.name = {config.optimizer.name!r} must be 'AdamW' or 'Adam'.")
-    if by_epochs:
-        return
+def _check_folders(config: JobConfig) -> None:
+    for name in _FOLDERS:
+        folder = functools.reduce(getattr, name.split("."), config)
+        if Path(folder).is_absolute() or ".." in Path(folder).parts or not Path(folder).parts:
+            raise ConfigError(f"{name} = {folder!r} must name a folder inside the run folder, without '..'.")
+
+
+def _check_schedule(config: JobConfig) -> None:
+    if not config.training.steps and not config.training.tokens:
+        return  # fine-tuning by epochs counts its steps when it has read the data
     s, steps = config.lr_scheduler, training_steps(config)
     total = s.total_steps or steps
     if total < steps:
@@ -81,6 +56,12 @@ def _check_ranges(config: JobConfig) -> None:
     if s.warmup_steps > total:
         raise ConfigError(f"lr_scheduler.warmup_steps = {s.warmup_steps} exceeds the schedule's {total} steps.")
 
+
+# Where a run writes, below its own folder.
+_FOLDERS = (
+    "checkpoint.folder", "metrics.save_tb_folder", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder",
+    "comm.save_traces_folder",
+)  # fmt: skip
 
 FLOAT8 = "quantize.linear.float8"
 """torchtitan's name for linear layers in float8."""
@@ -112,6 +93,7 @@ _UNSUPPORTED = {
     "fault_tolerance": "runs resume from checkpoints",
     "memory_estimation": "it is torchtitan's own tool, for its own models",
     "parallelism.expert_parallel_degree": "these models have no experts",
+    "parallelism.expert_tensor_parallel_degree": "these models have no experts",
     "parallelism.module_fqns_per_model_part": "layers are split over pipeline stages by their FLOPs",
     "parallelism.pipeline_parallel_first_stage_less_layers": "layers are split over pipeline stages by their FLOPs",
     "parallelism.pipeline_parallel_last_stage_less_layers": "layers are split over pipeline stages by their FLOPs",

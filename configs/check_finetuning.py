@@ -45,25 +45,10 @@ def check_base(config: FinetuneConfig, ranks: int) -> None:
             f"training.layers = {t.layers!r} trains the base's own weights, which base_model.quantization = {b.quantization!r} "
             'cannot: set it to "none".'
         )
-    for name, share in {"lora.dropout": config.lora.dropout, "data.held_out": config.data.held_out}.items():
-        if not 0 <= share < 1:
-            raise ConfigError(f"{name} = {share} must be at least 0 and less than 1.")
-    ratios = {
-        "garfa.warmup_ratio": config.garfa.warmup_ratio, "garfa.min_lr_factor": config.garfa.min_lr_factor,
-        "lr_scheduler.warmup_ratio": config.lr_scheduler.warmup_ratio,
-        "lr_scheduler.min_lr_factor": config.lr_scheduler.min_lr_factor,
-    }  # fmt: skip
-    for name, share in ratios.items():
-        if not 0 <= share <= 1:
-            raise ConfigError(f"{name} = {share} is a share: set it between 0 and 1.")
-    if config.garfa.lr <= 0:
-        raise ConfigError(f"garfa.lr = {config.garfa.lr} must be more than 0.")
-    if config.lora.alpha <= 0:
-        raise ConfigError(f"lora.alpha = {config.lora.alpha} must be more than 0.")
-    if config.lora.rank < 1 or not config.lora.modules:
+    if not config.lora.modules:
         raise ConfigError(
-            f"lora.rank = {config.lora.rank} must be at least 1, and lora.modules name at least one of "
-            f"{', '.join(PROJECTIONS)}; to train without LoRA set lora.enable = false."
+            f"lora.modules = [] must name at least one of {', '.join(PROJECTIONS)}; to train without LoRA set lora.enable = "
+            "false."
         )
     if config.early_stopping.patience and not config.validation.enable:
         raise ConfigError("early_stopping.patience needs validation: set validation.enable = true.")

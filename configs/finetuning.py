@@ -7,9 +7,18 @@ meaning. What the base says is not said again: its shapes, positions and tokeniz
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torchtitan.config as titan
-
-from configs.schema import JobConfig, Metrics, Position, Training, Validation
+from configs.schema import (
+    ActivationCheckpoint,
+    Checkpoint,
+    JobConfig,
+    LRScheduler,
+    Metrics,
+    Optimizer,
+    Position,
+    Training,
+    Validation,
+)
+from farsight.ranges import Count, NonNegative, PartialShare, Positive, Share, Size, SizeOrAuto
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -34,9 +43,9 @@ class Lora:
     """LoRA (Hu et al., 2021) with PEFT's layers: W + (alpha / rank)·B·A, with W frozen."""
 
     enable: bool = True
-    rank: int = 64
-    alpha: float = 128.0
-    dropout: float = 0.05
+    rank: Size = 64
+    alpha: Positive = 128.0
+    dropout: PartialShare = 0.05
     modules: tuple[Projection, ...] = PROJECTIONS
     """Linear layers of a block, by Hugging Face's names."""
     layers: str | tuple[int, ...] = "all"
@@ -46,9 +55,9 @@ class Lora:
     """DoRA (Liu et al., 2024): a learned magnitude for each output."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski, 2023)."""
-    rank_pattern: dict[str, int] = field(default_factory=dict)
+    rank_pattern: dict[str, Size] = field(default_factory=dict)
     """Another rank for some modules, by name or by pattern: { o_proj = 16, "layers.31.*q_proj" = 8 }."""
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    alpha_pattern: dict[str, Positive] = field(default_factory=dict)
     """Another alpha, likewise."""
 
 
@@ -66,11 +75,11 @@ class GarfaTraining:
     """14: the base times the square root of alpha. 12: the base times alpha."""
     queries: bool = False
     """Turn queries by their group's factor too; the paper turns keys alone."""
-    lr: float = 1e-3
-    weight_decay: float = 0.0
-    warmup_ratio: float = 0.03
+    lr: Positive = 1e-3
+    weight_decay: NonNegative = 0.0
+    warmup_ratio: Share = 0.03
     """Share of the steps in which the learning rate rises."""
-    min_lr_factor: float = 0.0
+    min_lr_factor: Share = 0.0
     """Learning rate at the end of the cosine, over `lr`."""
 
 
@@ -89,9 +98,9 @@ class InstructionShare:
     """Column of alpaca's instruction, where it has another name: "query" in MetaMathQA, "problem" in Magicoder's."""
     answer: str = "output"
     """Column of alpaca's output, likewise."""
-    rows: int = 0
+    rows: Count = 0
     """Take only so many rows, chosen by data.seed; 0 takes all."""
-    weight: float = 1.0
+    weight: Positive = 1.0
     """Times that an epoch goes over the rows: 2 takes each twice, 0.25 a quarter of them, in each epoch the next."""
 
 
@@ -137,7 +146,7 @@ class InstructionData:
     sources: tuple[InstructionSource, ...] = ()
     seed: int = 0
     """Orders the rows of each epoch. The same seed gives the same global batches on any number of ranks."""
-    held_out: float = 0.02
+    held_out: PartialShare = 0.02
     """Share of conversations kept for validation, chosen by a hash of the text."""
     packing: bool = True
     """Put several conversations into a row of training.seq_len tokens; false gives each a row, padded to the batch's
@@ -158,34 +167,36 @@ class InstructionData:
 class FinetuneTraining(Training):
     """torchtitan's, and how long by epochs."""
 
-    epochs: float = 1.0
+    epochs: Positive = 1.0
     """Passes over the data, where `steps` is 0."""
-    steps: int = 0
+    steps: Count = 0
     """Optimizer steps; 0 takes `epochs`."""
-    seq_len: int = 1024
-    local_batch_size: int = 4
+    seq_len: Size = 1024
+    local_batch_size: Size = 4
     clip: Literal["overall", "group"] = "overall"
     """Clip the norm of all gradients to max_norm, or that of LoRA's and of GARFA's each."""
 
 
 @dataclass
-class FinetuneOptimizer(titan.Optimizer):
+class FinetuneOptimizer(Optimizer):
     """Of LoRA, or of the layers in training.layers; [garfa] has its own learning rate and weight decay."""
 
     name: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit"] = "AdamW"  # type: ignore[assignment]  # torchtitan takes any string
     """The 8-bit and paged ones are bitsandbytes': moments in 8 bits; moments that move to the host's memory when the GPU's is
     full."""
-    lr: float = 2e-4
-    weight_decay: float = 0.01
+    lr: Positive = 2e-4
+    beta2: PartialShare = 0.999
+    """PyTorch's and the papers' value; pre-training takes torchtitan's 0.95."""
+    weight_decay: NonNegative = 0.01
 
 
 @dataclass
-class FinetuneSchedule(titan.LRScheduler):
+class FinetuneSchedule(LRScheduler):
     """Of LoRA, or of the layers in training.layers; [garfa] has its own."""
 
-    warmup_steps: int = 0
+    warmup_steps: Count = 0
     """Steps in which the learning rate rises; 0 takes `warmup_ratio`."""
-    warmup_ratio: float = 0.03
+    warmup_ratio: Share = 0.03
     """Share of the steps in which the learning rate rises."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
 
@@ -194,28 +205,25 @@ class FinetuneSchedule(titan.LRScheduler):
 class FinetuneValidation(Validation):
     """Of the conversations that `data.held_out` keeps."""
 
-    freq: int = 100
-    steps: int = -1
+    freq: Size = 100
+    steps: SizeOrAuto = -1
     """Batches; -1 takes all that is held out."""
 
 
 @dataclass
 class FinetuneMetrics(Metrics):
-    log_freq: int = 5
+    log_freq: Size = 5
 
 
 @dataclass
-class FinetuneCheckpoint(titan.Checkpoint):
+class FinetuneCheckpoint(Checkpoint):
     """Adapters and the optimizer's state, not the base."""
 
-    enable: bool = True
-    last_save_model_only: bool = False
-    keep_latest_k: int = 2
-    interval: int = 100
+    interval: Size = 100
 
 
 @dataclass
-class FinetuneActivationCheckpoint(titan.ActivationCheckpoint):
+class FinetuneActivationCheckpoint(ActivationCheckpoint):
     mode: Literal["selective", "full", "memory_budget", "none"] = "full"
 
 
@@ -223,9 +231,9 @@ class FinetuneActivationCheckpoint(titan.ActivationCheckpoint):
 class EarlyStopping:
     """Ends a run whose validation loss no longer falls. The best adapter is kept in any case."""
 
-    patience: int = 0
+    patience: Count = 0
     """Validations in a row without a better loss that end the run; 0 never does."""
-    min_delta: float = 0.0
+    min_delta: NonNegative = 0.0
     """A loss that is lower by less does not count as better for `patience`."""
 
 
@@ -243,7 +251,7 @@ class FinetuneConfig(JobConfig):
     """In place of the base's, to extend its context; empty takes the base's."""
     merge: bool = False
     """At the end write model/ too: the adapter merged into its base, as `python -m checkpoints.merge` does it."""
-    trained_length: int = 0
+    trained_length: Count = 0
     """Sequence length that positions are made for, such as SCOPE's longest scope; 0 takes the base's, or
     training.seq_len where that is more."""
     data: InstructionData = field(default_factory=InstructionData)  # type: ignore[assignment]  # rows in place of documents
@@ -252,7 +260,7 @@ class FinetuneConfig(JobConfig):
     lr_scheduler: FinetuneSchedule = field(default_factory=FinetuneSchedule)
     validation: FinetuneValidation = field(default_factory=FinetuneValidation)
     metrics: FinetuneMetrics = field(default_factory=FinetuneMetrics)
-    checkpoint: FinetuneCheckpoint = field(default_factory=FinetuneCheckpoint)  # type: ignore[assignment]  # torchtitan's, with our defaults
+    checkpoint: FinetuneCheckpoint = field(default_factory=FinetuneCheckpoint)
     activation_checkpoint: FinetuneActivationCheckpoint = field(default_factory=FinetuneActivationCheckpoint)
 
     @property

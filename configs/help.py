@@ -9,10 +9,11 @@ import sys
 import textwrap
 import typing
 from collections.abc import Sequence
-from typing import get_args
+from typing import get_args, get_origin
 
 from configs.load import ConfigError, default_of, field_names, nearest
 from configs.schema import JobConfig
+from farsight.ranges import Range
 
 
 def help_text(sections: Sequence[str] = (), cls: type = JobConfig) -> str:
@@ -25,7 +26,7 @@ def help_text(sections: Sequence[str] = (), cls: type = JobConfig) -> str:
         if dataclasses.is_dataclass(hints[field.name]):
             lines += _section_help(hints[field.name], field.name)
         else:
-            lines += ["", *_option_help(field, field.name, hints[field.name], _field_docs(cls))]
+            lines += ["", *_option_help(field, field.name, hints[field.name], _field_docs(cls), _ranges(cls))]
     if sections and not lines:
         names = field_names(cls)
         raise ConfigError(f"There is no section {', '.join(sections)}.{nearest(sections[0], names)}")
@@ -40,7 +41,7 @@ def _section(hint: typing.Any) -> typing.Any:
 
 def _section_help(cls: type, path: str) -> list[str]:
     lines = ["", f"[{path}]" + (f"  {_first_line(cls)}" if cls.__module__.startswith("configs.") else "")]
-    hints, docs = typing.get_type_hints(cls), _field_docs(cls)
+    hints, docs, spans = typing.get_type_hints(cls), _field_docs(cls), _ranges(cls)
     nested = []
     for field in dataclasses.fields(cls):
         hint = hints[field.name]
@@ -49,22 +50,40 @@ def _section_help(cls: type, path: str) -> list[str]:
         if kinds:
             nested += [(k, f"{path}.{field.name}") for k in kinds]
             continue
-        lines += _option_help(field, f"{path}.{field.name}", hint, docs)
+        lines += _option_help(field, f"{path}.{field.name}", hint, docs, spans)
     for kind, where in nested:
         lines += _section_help(typing.cast(type, kind), where)
     return lines
 
 
-def _option_help(field: dataclasses.Field, name: str, hint: typing.Any, docs: dict[str, str]) -> list[str]:
+def _option_help(
+    field: dataclasses.Field, name: str, hint: typing.Any, docs: dict[str, str], spans: dict[str, Range]
+) -> list[str]:
     shown = str(hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint).replace("typing.", "")
+    if field.name in spans:
+        shown += f", {spans[field.name]}"
     return [
         f"  --{name}  {shown}  (default: {default_of(field)!r})",
         *textwrap.wrap(docs.get(field.name, ""), 100, initial_indent="      ", subsequent_indent="      "),
     ]
 
 
+def _ranges(cls: type) -> dict[str, Range]:
+    """The range of each field that declares one, of an optional field or of a list's items too."""
+
+    def declared(hint: typing.Any) -> Range | None:
+        if get_origin(hint) is typing.Annotated:
+            return get_args(hint)[1]
+        return next(filter(None, map(declared, get_args(hint))), None)
+
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name: span for name, hint in hints.items() if (span := declared(hint)) is not None}
+
+
 def _first_line(cls: type) -> str:
-    return (inspect.getdoc(cls) or "").partition("\n")[0]
+    """Of the docstring; a dataclass without one is given its signature."""
+    doc = inspect.getdoc(cls) or ""
+    return "" if doc.startswith(f"{cls.__name__}(") else doc.partition("\n")[0]
 
 
 @functools.cache

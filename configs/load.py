@@ -12,12 +12,13 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tomli_w
 
 from configs.check import ConfigError, check, training_steps
 from configs.schema import JobConfig
+from farsight.ranges import FINITE, Range
 
 T = TypeVar("T")
 C = TypeVar("C", bound=JobConfig)
@@ -80,15 +81,27 @@ def size_file(flavor: str) -> Path:
     return path
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A TOML file merged over what its top-level `base` names: a path relative to it, or a list of them, later over
-    earlier."""
+    earlier.
+
+    Args:
+        above: the files that led here by their `base`.
+
+    Raises:
+        ConfigError: a file that is missing, can't be read, is no TOML, or is its own base.
+    """
+    if path.resolve() in above:
+        raise ConfigError(f"{path} is its own base: {' → '.join(p.name for p in (*above, path))}. Remove one of them.")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        # Windows' editors begin UTF-8 with a byte-order mark, which TOML does not know.
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         raise ConfigError(f"There is no config file {path}.{nearest(str(path), siblings)}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:  # tomllib's own, undecodable text, numbers of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     bases = values.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
@@ -96,7 +109,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: base = {bases!r} must name TOML files by paths relative to this one.")
     below: dict[str, Any] = {}
     for base in bases:
-        below = merge(below, read_toml(path.parent / base))
+        below = merge(below, read_toml(path.parent / base, (*above, path.resolve())))
     return merge(below, values)
 
 
@@ -122,7 +135,8 @@ def _merge_items(key: str, items: list[Any], changes: dict[str, Any]) -> list[An
     for index, change in changes.items():
         if not index.isdigit() or int(index) >= len(items):
             raise ConfigError(f"{key}.{index}: this list has {len(items)} items, counted from 0.")
-        items[int(index)] = merge(items[int(index)], change) if isinstance(change, dict) else change
+        item = items[int(index)]
+        items[int(index)] = merge(item, change) if isinstance(change, dict) and isinstance(item, dict) else change
     return items
 
 
@@ -147,6 +161,10 @@ def parse_options(arguments: Sequence[str]) -> dict[str, Any]:
         table = options
         for key in path[:-1]:
             table = table.setdefault(key, {})
+            if isinstance(table, _Raw):
+                raise ConfigError(f"--{name}: {key} was given the value {table} before, and has options of its own.")
+        if isinstance(table.get(path[-1]), dict):
+            raise ConfigError(f"{option}: {path[-1]} has options of its own, such as --{name}.{min(table[path[-1]])}.")
         table[path[-1]] = _Raw(value)
     return options
 
@@ -162,7 +180,7 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
     for key in values:
         if key not in field_names(cls):
             raise ConfigError(f"There is no option {prefix}{key}.{nearest(key, field_names(cls))}")
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     converted = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # cls is a dataclass; mypy cannot say so of T
         if field.name in values:
@@ -176,6 +194,8 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
 
 def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _in_range(_convert(arguments[0], value, where), arguments[1], where)
     if origin in (Union, types.UnionType):
         if type(None) in arguments and (value is None or (isinstance(value, _Raw) and value.lower() == "none")):
             return None
@@ -203,7 +223,14 @@ def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
         return {key: _convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if hint is Any or origin is dict or hint is dict:
         return value
-    return _convert_scalar(hint, value, where)
+    value = _convert_scalar(hint, value, where)
+    return _in_range(value, FINITE, where) if hint in (int, float) else value
+
+
+def _in_range(value: Any, span: Range, where: str) -> Any:
+    if problem := span.problem(value):
+        raise ConfigError(f"{where} = {value} {problem}.")
+    return value
 
 
 def _convert_scalar(hint: type, value: Any, where: str) -> Any:
@@ -212,11 +239,12 @@ def _convert_scalar(hint: type, value: Any, where: str) -> Any:
             if hint is bool:
                 return {"true": True, "false": False}[value.lower()]
             # 2e9 and 500_000 are how people write token counts.
-            return int(float(value)) if hint is int and float(value).is_integer() else hint(value)
+            written_out = hint is not int or value.lstrip("+-").isdigit()
+            return hint(value) if written_out or not float(value).is_integer() else int(float(value))
         except (KeyError, ValueError, OverflowError):
             raise ConfigError(f"{where} = {value} must be {_TYPE_NAMES[hint]}.") from None
     if hint is float and type(value) is int:
-        return float(value)
+        return float(_in_range(value, FINITE, where))
     # type() and not isinstance(): True is an int to Python, and not to a person.
     if type(value) is not hint:
         raise ConfigError(f"{where} = {_shown(value)} must be {_TYPE_NAMES.get(hint, hint)}.")
@@ -253,7 +281,7 @@ def _inline(value: Any, where: str) -> Any:
         return value
     try:
         return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f'{where} = {value} must be a table such as {{ kind = "…" }}: {error}') from None
 
 

@@ -4,21 +4,23 @@ from dataclasses import dataclass
 
 import torchtitan.config as titan
 
+from farsight.ranges import Count, Positive, Size
+
 
 @dataclass
 class Metrics(titan.Metrics):
     enable_tensorboard: bool = True
-    log_freq: int = 10
-    plasticity_freq: int = 0
+    log_freq: Size = 10
+    plasticity_freq: Count = 0
     """Steps between measurements of positional bias and attention plasticity (docs/analysis/live.md); one more comes before
     the first step and one after the last. 0 measures nothing."""
-    plasticity_heads: int = 4
+    plasticity_heads: Size = 4
     """Query heads of each layer that are measured, the same ones each time."""
-    plasticity_sequences: int = 8
+    plasticity_sequences: Size = 8
     """Held-out sequences of training.seq_len tokens that they read, the same ones each time."""
-    plasticity_buckets: int = 16
+    plasticity_buckets: Size = 16
     """Into how many of equal width these sequences are cut, 8 or more."""
-    plasticity_tokens: float = 4.0
+    plasticity_tokens: Positive = 4.0
     """Tokens kept of each bucket and sequence, in expectation."""
 
 

@@ -4,16 +4,66 @@ torchtitan's sections (`job`, `training`, `optimizer`, `parallelism`, …) keep 
 the sections here stand beside them in the same TOML file. Every class is frozen, and there is one class
 for each kind of RoPE, head scope, bias and source, chosen by its `kind`: no class carries another kind's
 fields. `configs/load.py` turns TOML and command line into these and refuses what does not fit.
+A number's range is declared with its type (`farsight/ranges.py`).
 
 Units: lengths and scopes are tokens; layers and heads count from 0.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import torchtitan.config as titan
 
 from configs.metrics import Metrics as Metrics
+from configs.training import (
+    ActivationCheckpoint as ActivationCheckpoint,
+)
+from configs.training import (
+    Attention as Attention,
+)
+from configs.training import (
+    Checkpoint as Checkpoint,
+)
+from configs.training import (
+    Comm as Comm,
+)
+from configs.training import (
+    Compile as Compile,
+)
+from configs.training import (
+    Debug as Debug,
+)
+from configs.training import (
+    DeepSpeed as DeepSpeed,
+)
+from configs.training import (
+    Job as Job,
+)
+from configs.training import (
+    Loss as Loss,
+)
+from configs.training import (
+    LRScheduler as LRScheduler,
+)
+from configs.training import (
+    Model as Model,
+)
+from configs.training import (
+    Optimizer as Optimizer,
+)
+from configs.training import (
+    Parallelism as Parallelism,
+)
+from configs.training import (
+    Profiling as Profiling,
+)
+from configs.training import (
+    Training as Training,
+)
+from configs.training import (
+    Validation as Validation,
+)
+from farsight.ranges import Count, Dim, PartialShare, Positive, Range, Size
 
 # ── Architecture ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -22,20 +72,20 @@ from configs.metrics import Metrics as Metrics
 class Architecture:
     """Shape of a Llama-style decoder. `model.flavor` fills it from `configs/sizes/<flavor>.toml`."""
 
-    vocab_size: int = 2048
+    vocab_size: Annotated[int, Range(least=0, most=2**24)] = 2048
     """Rows of the embedding; 0 takes the tokenizer's own size, rounded up to a multiple of 64."""
-    dim: int = 128
+    dim: Dim = 128
     """Model dimension D."""
-    n_layers: int = 4
-    n_heads: int = 8
+    n_layers: Annotated[int, Range(least=1, most=10_000)] = 4
+    n_heads: Dim = 8
     """Query heads N."""
-    n_kv_heads: int = 8
+    n_kv_heads: Dim = 8
     """Key/value heads K; N must be a multiple of it."""
-    head_dim: int = 16
+    head_dim: Dim = 16
     """Head dimension H, even; its own field because N·H need not equal D."""
-    ffn_dim: int = 384
+    ffn_dim: Dim = 384
     """Hidden dimension of the SwiGLU feed-forward."""
-    norm_eps: float = 1e-5
+    norm_eps: Positive = 1e-5
     qk_norm: bool = False
     """RMSNorm over each head's queries and keys before rotation (Qwen3)."""
     tie_embeddings: bool = False
@@ -59,7 +109,7 @@ class Rope:
     """RoPE (Su et al., 2021): frequency i is theta^(-2i/H)."""
 
     kind: Literal["rope"] = "rope"
-    theta: float = 10000.0
+    theta: Positive = 10000.0
 
 
 @dataclass(frozen=True)
@@ -67,8 +117,8 @@ class LinearRope:
     """Position interpolation (Chen et al., 2023): every frequency divided by `factor`."""
 
     kind: Literal["linear"] = "linear"
-    theta: float = 10000.0
-    factor: float = 1.0
+    theta: Positive = 10000.0
+    factor: Positive = 1.0
 
 
 @dataclass(frozen=True)
@@ -76,8 +126,8 @@ class NtkRope:
     """NTK-aware scaling (bloc97, 2023): theta · factor^(H/(H-2))."""
 
     kind: Literal["ntk"] = "ntk"
-    theta: float = 10000.0
-    factor: float = 1.0
+    theta: Positive = 10000.0
+    factor: Positive = 1.0
 
 
 @dataclass(frozen=True)
@@ -85,9 +135,9 @@ class DynamicNtkRope:
     """Dynamic NTK: theta grows with the sequence once it is longer than `original_length`."""
 
     kind: Literal["dynamic"] = "dynamic"
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_length: int = 2048
+    theta: Positive = 10000.0
+    factor: Positive = 1.0
+    original_length: Size = 2048
 
 
 @dataclass(frozen=True)
@@ -95,12 +145,12 @@ class YarnRope:
     """YaRN (Peng et al., 2023) with its attention factor."""
 
     kind: Literal["yarn"] = "yarn"
-    theta: float = 10000.0
-    factor: float = 1.0
-    original_length: int = 2048
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
+    theta: Positive = 10000.0
+    factor: Positive = 1.0
+    original_length: Size = 2048
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    attention_factor: Positive | None = None
     """None: 0.1·ln(factor) + 1."""
     truncate: bool = True
     """Round the correction range to whole dimensions, as the paper's code does."""
@@ -111,11 +161,11 @@ class Llama3Rope:
     """Llama 3.1's band-wise scaling."""
 
     kind: Literal["llama3"] = "llama3"
-    theta: float = 500000.0
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_length: int = 8192
+    theta: Positive = 500000.0
+    factor: Positive = 8.0
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    original_length: Size = 8192
 
 
 @dataclass(frozen=True)
@@ -123,15 +173,15 @@ class LongRope:
     """LongRoPE (Ding et al., 2024) with given per-dimension factors, H/2 of each."""
 
     kind: Literal["longrope"] = "longrope"
-    theta: float = 10000.0
-    original_length: int = 4096
-    short_factor: tuple[float, ...] = ()
+    theta: Positive = 10000.0
+    original_length: Size = 4096
+    short_factor: tuple[Positive, ...] = ()
     """Used for sequences up to `original_length`."""
-    long_factor: tuple[float, ...] = ()
+    long_factor: tuple[Positive, ...] = ()
     """Used beyond it."""
-    factor: float = 1.0
+    factor: Positive = 1.0
     """Extended over original length; only the attention factor depends on it."""
-    attention_factor: float | None = None
+    attention_factor: Positive | None = None
     """None: sqrt(1 + ln(factor) / ln(original_length)), 1 when factor ≤ 1."""
 
 
@@ -147,11 +197,11 @@ class Lasp:
     """
 
     schedule: Literal["both", "scale", "base"] = "both"
-    s_min: float = 1.0
-    s_max: float = 16.0
-    b_min: float = 500000.0
-    b_max: float = 2000000.0
-    anchor_layers: int = 8
+    s_min: Positive = 1.0
+    s_max: Positive = 16.0
+    b_min: Positive = 500000.0
+    b_max: Positive = 2000000.0
+    anchor_layers: Size = 8
     """L_anchor: the scale reaches s_max here, and the base starts to grow."""
 
 
@@ -170,7 +220,7 @@ class SlidingWindow:
     """Every head sees the last `window` tokens, itself included."""
 
     kind: Literal["window"] = "window"
-    window: int = 4096
+    window: Size = 4096
 
 
 @dataclass(frozen=True)
@@ -178,7 +228,7 @@ class Scope:
     """SCOPE (Eq. 2–3): head h of H sees ceil(T^(h/H)) tokens, T the longest scope."""
 
     kind: Literal["scope"] = "scope"
-    s_max: int = 0
+    s_max: Count = 0
     """T. 0 follows the stage's training sequence length."""
     scope_max: Literal["trained", "length"] = "trained"
     """Past the trained length: keep T ("trained") or let T grow with the sequence ("length")."""
@@ -221,7 +271,7 @@ class LayerRule:
 class GarfaLayer:
     """What GARFA learned in a layer."""
 
-    layer: int = 0
+    layer: Count = 0
     raw: tuple[float, ...] = ()
     """w of each key/value head: alpha = 0.1 + 9.9·sigmoid(w) (GARFA paper, Eq. 13)."""
 
@@ -261,7 +311,7 @@ class Tokenizer:
     """auto: by the files in `path`; without a path, a sentencepiece model trained on the data."""
     path: str = ""
     """A tokenizer file, or a directory with tokenizer.json or tokenizer.model."""
-    vocab_size: int = 2048
+    vocab_size: Size = 2048
     """Of a sentencepiece model trained here."""
 
 
@@ -269,11 +319,11 @@ class Tokenizer:
 class SourceShare:
     """What every source has."""
 
-    weight: float = 1.0
+    weight: Positive = 1.0
     """Share of the tokens drawn from this source, relative to the other sources' weights."""
-    min_tokens: int = 0
+    min_tokens: Count = 0
     """Leave out documents of fewer tokens, bos and eos not counted; 0 takes all."""
-    max_tokens: int = 0
+    max_tokens: Count = 0
     """Leave out documents of more tokens; 0 takes all."""
 
 
@@ -343,114 +393,11 @@ class Data:
     """Tokens see only their own document, and positions restart with it; false lets packed documents see each other."""
     on_bad_row: Literal["error", "skip"] = "error"
     """A row that can't be read: stop with its file and line, or skip, count and report it."""
-    held_out: float = 0.01
+    held_out: PartialShare = 0.01
     """Share of documents kept for validation, chosen by a hash of the text."""
 
 
-# ── Training ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Loss:
-    chunk_tokens: int = 0
-    """Tokens whose logits exist at once; 0 picks a chunk of about 32M logits."""
-
-
-@dataclass(frozen=True)
-class Attention:
-    backend: Literal["auto", "reference", "banded", "triton", "flex", "flash"] = "auto"
-    """Kernel for scoped attention; "auto" picks by device and says which it took. "triton" needs a GPU, "flex" (PyTorch's
-    FlexAttention) a GPU to train, "flash" a GPU, bf16 or fp16, and the package flash-attn."""
-
-
-@dataclass
-class Job(titan.Job):
-    config_file: str | None = None
-    """TOML file to read; command-line options win over it."""
-    dump_folder: str = ""
-    """Run folder: everything the run writes goes here. Empty: runs/<config file's name>."""
-    description: str = "Farsight"
-
-
-@dataclass
-class Model(titan.Model):
-    name: str = "farsight"
-    flavor: str = ""
-    """A size: the name of a file in configs/sizes/. Empty takes [architecture] as it stands."""
-    hf_assets_path: str = ""
-    """Not used: the tokenizer is named in [tokenizer], weights to start from in [checkpoint] initial_load_path."""
-    converters: list[str] = field(default_factory=list)
-    """["quantize.linear.float8"] computes the blocks' linear layers in float8 (GPUs of compute capability 8.9 or more, with
-    the package torchao); [quantize.linear.float8] says how they are scaled. Head, embedding and norms stay as they are."""
-
-
-@dataclass
-class Checkpoint(titan.Checkpoint):
-    enable: bool = True
-    last_save_model_only: bool = False
-    """The last checkpoint keeps the optimizer too, so that a finished run can be continued."""
-    keep_latest_k: int = 2
-    interval: int = 500
-
-
-@dataclass
-class Training(titan.Training):
-    tokens: float = 0.0
-    """Length of training in tokens; sets `steps` from the global batch size and sequence length. 0 uses `steps`."""
-    layers: str = ""
-    """Train these layers alone ("0:8", "-8:", as in position.rules); all other parameters stay as they started."""
-
-
-@dataclass
-class Validation(titan.Validation):
-    enable: bool = True
-    freq: int = 500
-    """Steps between validations; one more comes before the first step and one after the last."""
-    steps: int = 10
-    """Batches of held-out documents, the same ones each time."""
-    local_batch_size: int = 0
-    """0 takes training.local_batch_size."""
-    seq_len: int = 0
-    """0 takes training.seq_len."""
-
-
-@dataclass
-class Parallelism(titan.Parallelism):
-    pipeline_parallel_schedule: Literal[
-        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
-    ] = "1F1B"  # type: ignore[assignment]  # torchtitan takes any string
-    """Order in which micro-batches pass through the stages. "1F1B" has one stage a rank; the interleaved ones several, and
-    less idle time; the zero-bubble ones fill it with weight gradients ("ZBVZeroBubble": two stages a rank, the first and
-    the last on the same)."""
-    pipeline_parallel_stages_per_rank: int = 0
-    """Stages on each rank; 0 takes 1, or 2 where the schedule interleaves. Layers are split over stages by their FLOPs."""
-    context_parallel_load_balancer: Literal["zigzag", "contiguous"] = "zigzag"  # type: ignore[assignment]  # torchtitan's values name its own kernels
-    """How sequences are cut over context-parallel ranks: "zigzag" gives each a span from the front and one from the back,
-    so that all have equally much before theirs; "contiguous" one span, and a little less to exchange."""
-
-
-@dataclass
-class Compile(titan.job_config.Compile):
-    components: list[str] = field(default_factory=lambda: ["model"])
-    """What `torch.compile` takes; "model" compiles block by block."""
-
-
-@dataclass(frozen=True)
-class DeepSpeed:
-    """What `engine = "deepspeed"` shares out; precision, clipping, batches and the optimizer are torchtitan's sections."""
-
-    zero_stage: Literal[1, 2, 3] = 2
-    """ZeRO (Rajbhandari et al., 2020): ranks share out the optimizer's state (1), gradients too (2), parameters too (3)."""
-    offload_optimizer: bool = False
-    """Keep the optimizer's state and fp32 weights in host memory, and step there."""
-    offload_parameters: bool = False
-    """Keep the parameters in host memory; stage 3 only."""
-
-
-@dataclass
-class Debug(titan.Debug):
-    seed: int | None = 0
-    """Seeds the initial weights."""
+# ── The whole ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
@@ -461,6 +408,11 @@ class JobConfig(titan.JobConfig):
     """What shares out the model and steps: torchtitan (every layout of [parallelism]) or DeepSpeed (ZeRO 1 to 3)."""
     job: Job = field(default_factory=Job)
     model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    comm: Comm = field(default_factory=Comm)
+    profiling: Profiling = field(default_factory=Profiling)
     training: Training = field(default_factory=Training)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

@@ -17,12 +17,16 @@ class Range:
     """Values must be greater than this."""
     below: float = math.inf
     """Values must be smaller than this."""
+    also: float | None = None
+    """One more value that stands for something else, such as -1 for all."""
 
     def problem(self, value: float) -> str | None:
         """What is wrong with a value, to follow it in a sentence ("must be more than 0"), or None."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            return "must fit into 64 bits"
         if not math.isfinite(value):
             return "must be a finite number"
-        if self.least <= value <= self.most and self.above < value < self.below:
+        if value == self.also or (self.least <= value <= self.most and self.above < value < self.below):
             return None
         return f"must be {self}"
 
@@ -34,7 +38,8 @@ class Range:
             ("at most", self.most),
             ("less than", self.below),
         )
-        return " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound)) or "finite"
+        said = " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound)) or "finite"
+        return said if self.also is None else f"{said}, or {self.also:g}"
 
 
 FINITE = Range()
@@ -48,3 +53,7 @@ Share = Annotated[float, Range(least=0, most=1)]
 """A share of a whole, all of it included."""
 PartialShare = Annotated[float, Range(least=0, below=1)]
 """A share of a whole that leaves something over."""
+SizeOrAuto = Annotated[int, Range(least=1, also=-1)]
+"""1, 2, 3, …, or −1 for what follows from the rest."""
+Dim = Annotated[int, Range(least=1, most=2**20)]
+"""A dimension of a model: larger ones are typing errors, and their products would overflow."""
