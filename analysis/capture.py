@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import json
 import random
-import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,8 @@ from analysis.sequences import add_text_options, read_sequences
 from configs.load import ConfigError
 from configs.schema import NoRotary
 from evals.decoder import CHUNK, Decoder
-from evals.model_options import OUT_OF_MEMORY, LoadedModel, add_model_options, load, positive
+from evals.model_options import LoadedModel, add_model_options, load, positive
+from farsight.cli import bounded, command
 from farsight.files import write_text
 from model.build import ModelConfig
 from model.layers import LayerPosition
@@ -323,7 +323,11 @@ def add_capture_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--heads", type=positive, default=HEADS, help="query heads to draw (%(default)s)")
     parser.add_argument("--buckets", type=positive, default=BUCKETS, help="of equal width, in a sequence (%(default)s)")
     parser.add_argument(
-        "--per-bucket", type=float, default=1.0, metavar="X", help="tokens kept of each, in expectation (%(default)g)"
+        "--per-bucket",
+        type=bounded(float, above=0),
+        default=1.0,
+        metavar="X",
+        help="tokens kept of each, in expectation (%(default)g)",
     )
 
 
@@ -376,6 +380,7 @@ def settings_of(path: Path, options: argparse.Namespace, samples: Samples) -> di
     }
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     assert __doc__
@@ -396,12 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--out {options.out} is a file; name a folder")
     if (options.out / MANIFEST).exists():
         parser.error(f"--out {options.out} holds a capture already; name another folder, or remove it")
-    try:
-        samples = capture_from_options(options.model, options, options.out)
-    except ValueError as error:  # ConfigError and DataError
-        sys.exit(str(error))
-    except torch.OutOfMemoryError:
-        sys.exit(OUT_OF_MEMORY)
+    samples = capture_from_options(options.model, options, options.out)
     what = settings_of(options.out, options, samples)
     print(f"{len(samples)} heads, {what['tokens']:,} tokens of {what['sequences']:,} sequences: {options.out}")
 

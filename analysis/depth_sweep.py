@@ -27,6 +27,7 @@ from analysis.sequences import add_text_options, read_sequences
 from configs.load import ConfigError, parse_options
 from evals.model_options import add_model_options, load, positive
 from evals.several_models import add_output_options, check_outputs, model_style
+from farsight.cli import command
 from farsight.files import write_text
 from launch.evaluations import run_child
 from launch.recipe import load_recipe
@@ -161,6 +162,7 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -181,23 +183,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     points = [Point(recipe, depth, options.out) for recipe in options.recipes for depth in sorted(set(options.depths))]
     if len({point.name for point in points}) < len(points):
         parser.error("two of the recipes have files of the same name; their runs would share a folder")
-    try:
-        for point in points:
-            point.write()
-            # What does not fit is refused before the first of them trains.
-            for stage in load_recipe(point.file, parse_options(rest))[1]:
-                if (layers := stage.config.architecture.n_layers) != point.depth:
-                    raise ConfigError(
-                        f"{point.file}, stage {stage.name}: {layers} layers where the sweep sets {point.depth}; leave "
-                        "architecture.n_layers to --depths."
-                    )
-        if options.dry_run:
-            print("\n".join(shlex.join(point.command(options.nproc, rest)) for point in points))
-            return
-        sweep(points, options.nproc, rest)
-        results = [measure(point, rest, options) for point in points]
-    except ValueError as error:  # ConfigError and DataError
-        sys.exit(str(error))
+    for point in points:
+        point.write()
+        # What does not fit is refused before the first of them trains.
+        for stage in load_recipe(point.file, parse_options(rest))[1]:
+            if (layers := stage.config.architecture.n_layers) != point.depth:
+                raise ConfigError(
+                    f"{point.file}, stage {stage.name}: {layers} layers where the sweep sets {point.depth}; leave "
+                    "architecture.n_layers to --depths."
+                )
+    if options.dry_run:
+        print("\n".join(shlex.join(point.command(options.nproc, rest)) for point in points))
+        return
+    sweep(points, options.nproc, rest)
+    results = [measure(point, rest, options) for point in points]
     print(table(results))
     if options.json:
         figures = {

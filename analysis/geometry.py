@@ -18,13 +18,11 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 from analysis.capture import (
@@ -38,8 +36,9 @@ from analysis.pca import CLASSES, PAPER_CLASSES, head_class, paper_class, princi
 from analysis.rotation import planar_rotation
 from analysis.sequences import add_text_options
 from configs.load import ConfigError
-from evals.model_options import OUT_OF_MEMORY, add_model_options, positive
+from evals.model_options import add_model_options, positive
 from evals.several_models import add_output_options, check_outputs
+from farsight.cli import command
 from farsight.files import write_text
 
 
@@ -147,6 +146,7 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -164,19 +164,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_output_options(parser)
     options = parser.parse_args(arguments)
     check_outputs(parser, options)
-    try:
-        samples = captured_or_capture(options.model, options)
-        settings = settings_of(options.model, options, samples)
-        figures = {
-            "tool": "analysis.geometry",
-            **settings,
-            "components": options.components,
-            **measure(samples, options.components),
-        }
-    except ValueError as error:  # ConfigError and DataError
-        sys.exit(str(error))
-    except torch.OutOfMemoryError:
-        sys.exit(OUT_OF_MEMORY)
+    samples = captured_or_capture(options.model, options)
+    settings = settings_of(options.model, options, samples)
+    figures = {
+        "tool": "analysis.geometry",
+        **settings,
+        "components": options.components,
+        **measure(samples, options.components),
+    }
     print(table(figures))
     if options.json:
         write_text(options.json, json.dumps(figures, indent=2, allow_nan=False) + "\n")

@@ -15,7 +15,6 @@ those differ, as there; --untie gives grafts both.
 import argparse
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from evals.perplexity import perplexity_by_length
 from evals.several_models import add_output_options, check_outputs
 from evals.texts import encode_file
 from evals.windows import TARGETS, Windows
+from farsight.cli import bounded, command
 from farsight.files import write_text
 from model.build import ModelConfig
 from model.graft import grafted_config, grafted_model
@@ -165,6 +165,7 @@ def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -177,27 +178,28 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 text, or .jsonl")
     parser.add_argument("--lengths", type=positive, nargs="+", required=True, metavar="L", help="windows in tokens")
     parser.add_argument(
-        "--depths", type=int, nargs="+", metavar="l", help="layers in front (default: 0 to all of them)"
+        "--depths",
+        type=bounded(int, least=0),
+        nargs="+",
+        metavar="l",
+        help="layers in front (default: 0 to all of them)",
     )
-    parser.add_argument("--windows", type=int, default=0, help="at most this many windows a length (default: all)")
+    parser.add_argument(
+        "--windows", type=bounded(int, least=0), default=0, help="at most this many windows a length (default: all)"
+    )
     parser.add_argument("--untie", action="store_true", help="where tied embeddings differ, give grafts both")
     parser.add_argument("--passkey", type=positive, metavar="N", help="also look for N passkeys a length")
     parser.add_argument(
         "--passkey-length", type=positive, nargs="+", metavar="L", help="in tokens (default: those of --lengths)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="makes up the passkeys (%(default)s)")
+    parser.add_argument("--seed", type=bounded(int, least=0), default=0, help="makes up the passkeys (%(default)s)")
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    if options.windows < 0:
-        parser.error(f"--windows {options.windows} must be 0 or more")
     if options.passkey_length and not options.passkey:
         parser.error("--passkey-length needs --passkey N, how many to look for")
     check_outputs(parser, options)
-    try:
-        figures = _figures(options)
-    except ValueError as error:  # ConfigError, the tokenizer's
-        sys.exit(str(error))
+    figures = _figures(options)
     print(table(figures))
     if options.json:
         write_text(options.json, json.dumps(figures, indent=2) + "\n")

@@ -20,12 +20,10 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -35,9 +33,10 @@ from analysis.sequences import add_text_options, read_sequences
 from configs.check import ConfigError
 from data.retrieval_tasks import parse_task
 from evals.decoder import Decoder
-from evals.model_options import OUT_OF_MEMORY, LoadedModel, add_model_options, load, positive
+from evals.model_options import LoadedModel, add_model_options, load, positive
 from evals.needle import Grid, measure, parse_depths
 from evals.several_models import add_output_options, check_outputs
+from farsight.cli import bounded, command
 from farsight.files import write_text
 
 PROBES = ("mask", "coarsen", "noise")
@@ -139,6 +138,7 @@ def _number(value: float, scale: int) -> str:
     return f"{scale * value:.1f}" if scale > 1 else f"{value:,.3f}" if value < 1e6 else f"{value:.3g}"
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -157,7 +157,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help=f"of coarsen: tokens at a position (default: {_list(FACTORS)})",
     )
     parser.add_argument(
-        "--noise", type=float, nargs="+", metavar="X", help=f"of noise: its size to a token's (default: {_list(NOISE)})"
+        "--noise",
+        type=bounded(float, least=0),
+        nargs="+",
+        metavar="X",
+        help=f"of noise: its size to a token's (default: {_list(NOISE)})",
     )
     parser.add_argument("--passkey", type=positive, metavar="N", help=f"also passkeys, N at each of {DEPTHS} depths")
     parser.add_argument(
@@ -168,12 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_output_options(parser)
     options = parser.parse_args(arguments)
     _check(parser, options)
-    try:
-        figures = _figures(options)
-    except ValueError as error:
-        sys.exit(str(error))
-    except torch.OutOfMemoryError:
-        sys.exit(OUT_OF_MEMORY)
+    figures = _figures(options)
     print(table(figures))
     if options.json:
         write_text(options.json, json.dumps(_without_nan(figures), indent=2, allow_nan=False) + "\n")
@@ -192,9 +191,6 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     for name, probe in (("factors", "coarsen"), ("noise", "noise")):
         if getattr(options, name) and options.probe != probe:
             parser.error(f"--{name} goes with --probe {probe}, and this is --probe {options.probe}")
-    for noise in options.noise or ():
-        if not 0 <= noise < math.inf:
-            parser.error(f"--noise {noise:g} must be 0 or more, for example 0.1")
     for name in ("passkey_length", "rows"):
         if getattr(options, name) and not options.passkey:
             parser.error(f"--{name.replace('_', '-')} goes with --passkey N, the prompts at each depth")

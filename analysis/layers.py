@@ -19,12 +19,10 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 
@@ -35,8 +33,9 @@ from analysis.sensitivity import OWN_PAIRS, over_domains, read_pairs, sensitivit
 from analysis.sequences import add_text_options, read_sequences
 from configs.check import ConfigError
 from evals.decoder import Decoder
-from evals.model_options import OUT_OF_MEMORY, add_model_options, load, positive
+from evals.model_options import add_model_options, load, positive
 from evals.several_models import add_output_options, check_outputs
+from farsight.cli import bounded, command
 from farsight.files import write_text
 from model.adapted_layers import largest
 
@@ -164,6 +163,7 @@ def _signed(value: float | None) -> str:
     return "undefined, as all layers are equal" if value is None else f"{value:+.3f}"
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -176,7 +176,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--pairs", type=Path, metavar="FILE", help="right and wrong texts (default: fifteen of our own)"
     )
     parser.add_argument(
-        "--gamma", type=float, default=2.0, metavar="X", help="factor on a layer's RoPE base (%(default)g)"
+        "--gamma",
+        type=bounded(float, above=0),
+        default=2.0,
+        metavar="X",
+        help="factor on a layer's RoPE base (%(default)g)",
     )
     parser.add_argument(
         "--top", type=positive, metavar="K", help=f"layers of a ranking (default: {TOP}, at most a third of the layers)"
@@ -186,12 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_output_options(parser)
     options = parser.parse_args(arguments)
     _check(parser, options)
-    try:
-        figures = _compared(options) if options.profile else _measured(options)
-    except ValueError as error:
-        sys.exit(str(error))
-    except torch.OutOfMemoryError:
-        sys.exit(OUT_OF_MEMORY)
+    figures = _compared(options) if options.profile else _measured(options)
     print(table(figures))
     if options.out:
         write_text(options.out, json.dumps(_profile(figures), indent=2) + "\n")
@@ -211,8 +210,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error(f"--{given[0]} is for measuring a model; --profile measures nothing")
     if options.model is not None and options.data is None:
         parser.error("--data FILE is needed: the text whose loss each layer's RoPE is judged by")
-    if not 0 < options.gamma < math.inf or options.gamma == 1:
-        parser.error(f"--gamma {options.gamma:g} must be above 0 and not 1, for example 2")
+    if options.gamma == 1:
+        parser.error("--gamma 1 leaves RoPE's base as it is; set another factor, for example 2")
     if options.out and not options.out.parent.is_dir():
         parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
     check_outputs(parser, options)

@@ -7,7 +7,6 @@ point the mean of --smooth logged steps; markers are the means over held-out doc
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +16,7 @@ from configs.load import ConfigError
 from evals.model_options import positive
 from evals.report_models import ReportedModel, find_models
 from evals.several_models import add_output_options, check_outputs, model_style, write_figures
+from farsight.cli import command
 from launch.summary import loss_points
 
 
@@ -86,6 +86,7 @@ def draw(curves: Sequence[dict[str, Any]], path: Path, smooth: int) -> None:
     plt.close(figure)
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -96,10 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_output_options(parser)
     options = parser.parse_args(arguments)
     check_outputs(parser, options)
-    try:
-        curves = [read_losses(model) for model in find_models(options.runs)]
-    except ConfigError as error:
-        sys.exit(str(error))
+    curves = [read_losses(model) for model in find_models(options.runs)]
     print(table(curves))
     if options.json:
         of_each = {

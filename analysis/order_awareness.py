@@ -16,7 +16,6 @@ order is in the state, not that the model uses it, nor that 16 bits would keep i
 """
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,8 +28,9 @@ from tqdm import tqdm
 from analysis.sequences import add_text_options, read_sequences
 from configs.load import ConfigError
 from evals.decoder import Decoder
-from evals.model_options import OUT_OF_MEMORY, LoadedModel, add_model_options, load, positive
+from evals.model_options import LoadedModel, add_model_options, load, positive
 from evals.several_models import add_output_options, check_outputs, write_figures
+from farsight.cli import bounded, command
 from model.llama import Llama
 
 SEQUENCES, PERMUTATIONS = 2, 3
@@ -249,6 +249,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     assert __doc__
@@ -266,7 +267,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         metavar="N",
         help="of each kind, span and sequence (%(default)s)",
     )
-    parser.add_argument("--tolerance", type=float, default=TOLERANCE, metavar="X", help="relative (%(default)g)")
+    parser.add_argument(
+        "--tolerance", type=bounded(float, above=0), default=TOLERANCE, metavar="X", help="relative (%(default)g)"
+    )
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
@@ -277,26 +280,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(
             f"--dtype {options.dtype}: the model is read in double precision whatever it was kept in; leave it out"
         )
-    if not options.tolerance > 0:
-        parser.error(f"--tolerance {options.tolerance:g} must be more than 0")
     options.dtype = "float32"  # as it is kept, to be read in double precision
-    try:
-        loaded = load(options.model, options)
-        length = options.length or loaded.trained_length
-        if length < 2:
-            raise ConfigError(f"--length {length}: a sequence of one token has one order; set 2 or more.")
-        tokens_SL = read_sequences(options.data, loaded.tokenizer, length, options.sequences)
-        figures = {
-            "tool": "analysis.order_awareness",
-            "model": str(options.model),
-            "data": str(options.data),
-            **{name: getattr(options, name) for name in ("permutations", "tolerance", "seed", "extend")},
-            **measure(loaded, tokens_SL, options.permutations, options.tolerance, options.seed),
-        }
-    except ValueError as error:  # ConfigError and DataError
-        sys.exit(str(error))
-    except torch.OutOfMemoryError:
-        sys.exit(OUT_OF_MEMORY)
+    loaded = load(options.model, options)
+    length = options.length or loaded.trained_length
+    if length < 2:
+        raise ConfigError(f"--length {length}: a sequence of one token has one order; set 2 or more.")
+    tokens_SL = read_sequences(options.data, loaded.tokenizer, length, options.sequences)
+    figures = {
+        "tool": "analysis.order_awareness",
+        "model": str(options.model),
+        "data": str(options.data),
+        **{name: getattr(options, name) for name in ("permutations", "tolerance", "seed", "extend")},
+        **measure(loaded, tokens_SL, options.permutations, options.tolerance, options.seed),
+    }
     print(table(figures))
     if options.json:
         write_figures(options.json, {str(options.model): figures})

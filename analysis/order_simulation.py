@@ -21,7 +21,6 @@ H is the least with 2^H ≥ T. The captions of the paper's Figure 10 have a head
 import argparse
 import json
 import math
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from tqdm import tqdm
 from configs.check import ConfigError
 from evals.model_options import positive
 from evals.several_models import add_output_options, check_outputs, model_style
+from farsight.cli import bounded, command
 from farsight.files import write_text
 
 MOST = 2**63 - 1
@@ -176,17 +176,7 @@ def draw(results: Sequence[Mapping[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def growth(text: str) -> float:
-    """An option's factor above 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 1 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} must be a number above 1")
-    return value
-
-
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     assert __doc__
@@ -199,18 +189,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=positive, default=10, metavar="N", help="(%(default)s)")
     parser.add_argument("--trials", type=positive, default=10, metavar="N", help="that are averaged (%(default)s)")
     parser.add_argument("--heads", type=positive, metavar="H", help="of every length (default: log2 T, rounded up)")
-    parser.add_argument("--gammas", type=growth, nargs="+", default=[], metavar="G", help="growth factors to try too")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (%(default)s)")
+    parser.add_argument(
+        "--gammas", type=bounded(float, above=1), nargs="+", default=[], metavar="G", help="growth factors to try too"
+    )
+    parser.add_argument("--seed", type=bounded(int, least=0), default=0, help="of all that is drawn (%(default)s)")
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    if options.seed < 0:
-        parser.error(f"--seed {options.seed} must be 0 or more")
     check_outputs(parser, options)
     settings = {key: getattr(options, key) for key in ("lengths", "layers", "trials", "heads", "gammas", "seed")}
-    try:
-        results = simulate(**settings)
-    except ConfigError as error:
-        sys.exit(str(error))
+    results = simulate(**settings)
     print(table(results))
     if options.json:
         figures = {"tool": "analysis.order_simulation", "model": None, **settings, "configurations": results}

@@ -20,12 +20,10 @@ measurable at this bucket width: it is named, and left out of all means. docs/an
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-import torch
 from tqdm import tqdm
 
 from analysis.capture import (
@@ -43,8 +41,9 @@ from analysis.plasticity_training import Checkpoint, find_checkpoints, measure_c
 from analysis.profile import Covariance, Pairs, head_profile, midpoint
 from analysis.sequences import add_text_options
 from configs.load import ConfigError
-from evals.model_options import OUT_OF_MEMORY, add_model_options, positive
+from evals.model_options import add_model_options, positive
 from evals.several_models import add_output_options, check_outputs, write_figures
+from farsight.cli import command
 
 DRAWS = 2000
 
@@ -144,6 +143,7 @@ def _figure(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     assert __doc__
@@ -181,20 +181,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"{options.model} is no capture; to capture the model there, add --data FILE")
     if not options.model.is_dir():
         parser.error(f"{options.model} is no folder; name a model directory, a checkpoint, a capture or a run folder")
-    try:
-        checkpoints = find_checkpoints(options.model)
-        if checkpoints:
-            if options.needle:
-                parser.error(
-                    "--needle is of one model; name a model directory or a checkpoint in place of a run folder"
-                )
-            figures = _over_training(checkpoints, options)
-        else:
-            figures = _of_one_model(options)
-    except ValueError as error:  # ConfigError and DataError
-        sys.exit(str(error))
-    except torch.OutOfMemoryError:
-        sys.exit(OUT_OF_MEMORY)
+    checkpoints = find_checkpoints(options.model)
+    if checkpoints:
+        if options.needle:
+            parser.error("--needle is of one model; name a model directory or a checkpoint in place of a run folder")
+        figures = _over_training(checkpoints, options)
+    else:
+        figures = _of_one_model(options)
     print(training_table(figures["checkpoints"]) if checkpoints else table(figures))
     if options.json:
         write_figures(options.json, {str(options.model): figures})

@@ -52,10 +52,6 @@ class ProbeSettings:
             raise ConfigError(f"--length {self.length}: there is one position; set 2 or more.")
         if not 1 <= self.buckets <= self.length:
             raise ConfigError(f"--buckets {self.buckets}: set from 1 to the {self.length} tokens of a sequence.")
-        if not self.learning_rate > 0:
-            raise ConfigError(f"--learning-rate {self.learning_rate:g}: set more than 0, such as 0.003.")
-        if not 0 < self.held_out < 1:
-            raise ConfigError(f"--held-out {self.held_out:g}: set a share between 0 and 1, such as 0.2.")
 
 
 def split_sequences(many: int, held_out: float, seed: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ weight, the sinusoidal embedding.
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from analysis.garfa import draw_alphas_on
 from checkpoints.model_dir import read_model_config
 from configs.load import ConfigError, load_config, read_toml
 from configs.schema import NoRotary, Rope, Rotating
+from farsight.cli import bounded, command
 from farsight.files import write_text
 from launch.recipe import load_recipe
 from model.build import ModelConfig
@@ -227,30 +227,27 @@ def _draw_scopes(axes: Any, layers: Sequence[LayerPosition], length: int) -> Non
     axes.legend(fontsize="small")
 
 
-def main(arguments: list[str] | None = None) -> int:
+@command
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m analysis.positions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="config file, recipe or model directory")
     parser.add_argument("--stage", help="stage of a recipe (default: the last)")
-    parser.add_argument("--length", type=int, help="sequence length in tokens (default: the trained one)")
+    parser.add_argument(
+        "--length", type=bounded(int, least=1), help="sequence length in tokens (default: the trained one)"
+    )
     parser.add_argument("--picture", type=Path, help="PNG, SVG or PDF file to write")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
-    try:
-        if options.length is not None and options.length < 1:
-            raise ConfigError(f"--length {options.length} must be at least 1.")
-        for name in ("picture", "json"):
-            if (path := getattr(options, name)) and not path.parent.is_dir():
-                raise ConfigError(f"--{name} {path}: there is no folder {path.parent}.")
-        if options.picture and options.picture.suffix not in (".png", ".svg", ".pdf"):
-            raise ConfigError(f"--picture {options.picture} must end with .png, .svg or .pdf.")
-        config = read_config(options.model, options.stage)
-        length = options.length or config.trained_length
-        layers = config.layers(length)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+    for name in ("picture", "json"):
+        if (path := getattr(options, name)) and not path.parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no folder {path.parent}.")
+    if options.picture and options.picture.suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--picture {options.picture} must end with .png, .svg or .pdf.")
+    config = read_config(options.model, options.stage)
+    length = options.length or config.trained_length
+    layers = config.layers(length)
     print(describe(layers))
     print(f"{length:,} tokens: {_ratio(layers, length):.2f} × fewer query-key pairs than dense causal attention")
     if options.json:
@@ -258,8 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.picture:
         draw(config, length, options.picture)
         print(options.picture)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

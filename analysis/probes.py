@@ -15,7 +15,6 @@ from so many tokens: a layer may hold more than its probe reads.
 import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,8 +36,10 @@ from analysis.position_probe import (
     train_probes,
 )
 from analysis.sequences import add_text_options, read_sequences
-from evals.model_options import OUT_OF_MEMORY, LoadedModel, add_model_options, load, positive
+from configs.load import ConfigError
+from evals.model_options import LoadedModel, add_model_options, load, positive
 from evals.several_models import add_output_options, check_outputs, short_names, write_figures
+from farsight.cli import bounded, command
 from model.llama import Llama
 
 SEQUENCES = 100
@@ -172,7 +173,11 @@ def _parser() -> argparse.ArgumentParser:
         help="at most so many, drawn uniformly (%(default)s)",
     )
     parser.add_argument(
-        "--held-out", type=float, default=default.held_out, metavar="SHARE", help="of the sequences (%(default)g)"
+        "--held-out",
+        type=bounded(float, above=0, below=1),
+        default=default.held_out,
+        metavar="SHARE",
+        help="of the sequences (%(default)g)",
     )
     parser.add_argument(
         "--probe", choices=get_args(Kind), default=default.probe, help="2-layer MLP or linear (%(default)s)"
@@ -188,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=positive, default=default.batch, metavar="TOKENS", help="a step (%(default)s)")
     parser.add_argument(
         "--learning-rate",
-        type=float,
+        type=bounded(float, above=0),
         default=default.learning_rate,
         metavar="X",
         help="of Adam at first; it falls to 0 (%(default)g)",
@@ -201,6 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = _parser()
@@ -209,17 +215,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.data is None:
         parser.error("the following arguments are required: --data")
     results: dict[str, dict[str, Any]] = {}
-    try:
-        for path in options.models:
-            results[str(path)] = probe_from_options(path, options)
-    except ValueError as error:  # ConfigError and DataError
-        sys.exit(str(error))
-    except torch.OutOfMemoryError:
-        sys.exit(OUT_OF_MEMORY)
+    for path in options.models:
+        results[str(path)] = probe_from_options(path, options)
     first = next(iter(results.values()))
     lengths = {figures["length"] for figures in results.values()}
     if len(lengths) > 1:
-        sys.exit(
+        raise ConfigError(
             f"The models were trained at {' and '.join(map(str, sorted(lengths)))} tokens: set --length to compare them."
         )
     print(

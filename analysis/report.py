@@ -37,6 +37,7 @@ from evals.page import Part, command, missing, note, page, section, table, tag
 from evals.report_models import ReportedModel, find_models
 from evals.report_results import Result, collect_from, of_kind
 from evals.report_training import models_section, named
+from farsight import cli
 from farsight.files import write_text
 from model.build import count_parameters
 
@@ -120,6 +121,7 @@ def _glance(models: Sequence[ReportedModel], results: Sequence[Result]) -> Eleme
     return table(header, rows, caption)
 
 
+@cli.command
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -140,23 +142,20 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--measure needs --data FILE, the text to measure on")
     if not options.out.parent.is_dir():
         parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
-    try:
-        models = find_models(options.models)
-        bare = [str(model.path) for model in models if model.weights is None]
-        if bare:
-            raise ConfigError(
-                f"{', '.join(bare)}: no weights, so there is nothing to look into; analysis.positions shows configs."
-            )
-        if options.measure:
-            given = {"--length": options.length, "--device": options.device}
-            more = [part for name, value in given.items() if value is not None for part in (name, str(value))]
-            measure(models, collect_from(ANALYSIS, models, options.results), options.data, more)
-        results = collect_from(ANALYSIS, models, options.results)
-        made_by = shlex.join(["python", "-m", "analysis.report", *(sys.argv[1:] if arguments is None else arguments)])
-        write_text(options.out, report(models, results, made_by, options.data))
-        written = write_csv(options.csv, results) if options.csv else []
-    except ConfigError as error:
-        sys.exit(str(error))
+    models = find_models(options.models)
+    bare = [str(model.path) for model in models if model.weights is None]
+    if bare:
+        raise ConfigError(
+            f"{', '.join(bare)}: no weights, so there is nothing to look into; analysis.positions shows configs."
+        )
+    if options.measure:
+        given = {"--length": options.length, "--device": options.device}
+        more = [part for name, value in given.items() if value is not None for part in (name, str(value))]
+        measure(models, collect_from(ANALYSIS, models, options.results), options.data, more)
+    results = collect_from(ANALYSIS, models, options.results)
+    made_by = shlex.join(["python", "-m", "analysis.report", *(sys.argv[1:] if arguments is None else arguments)])
+    write_text(options.out, report(models, results, made_by, options.data))
+    written = write_csv(options.csv, results) if options.csv else []
     print("\n".join(map(str, [options.out, *written])))
 
 

@@ -10,6 +10,7 @@ from configs.check import ConfigError
 from data.tokenizer import Tokenizer
 from evals.model_options import positive
 from evals.texts import encode_file
+from farsight.cli import bounded
 
 
 def add_text_options(parser: argparse.ArgumentParser, sequences: int, seed: bool = True) -> None:
@@ -20,7 +21,7 @@ def add_text_options(parser: argparse.ArgumentParser, sequences: int, seed: bool
         "--sequences", type=positive, default=sequences, metavar="N", help="at most so many of them (%(default)s)"
     )
     if seed:
-        parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (%(default)s)")
+        parser.add_argument("--seed", type=bounded(int, least=0), default=0, help="of all that is drawn (%(default)s)")
 
 
 def read_sequences(path: Path, tokenizer: Tokenizer, length: int, most: int) -> Tensor:

@@ -32,6 +32,7 @@ from benchmarks.attention_rows import (
     scoped_backends,
 )
 from benchmarks.layer_stack import StackShape
+from farsight.cli import bounded, command
 from kernels.scoped_attention import BACKENDS
 
 
@@ -97,6 +98,7 @@ SIZES = {
 }  # fmt: skip
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
@@ -108,7 +110,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="short sequences: under a minute on two cores")
     parser.add_argument("--passes", choices=PASSES, nargs="+", default=list(PASSES), help="what to time (default: all)")
     parser.add_argument(
-        "--lengths", type=int, nargs="+", metavar="T", help="tokens, for all passes (default: by pass and device)"
+        "--lengths",
+        type=bounded(int, least=1),
+        nargs="+",
+        metavar="T",
+        help="tokens, for all passes (default: by pass and device)",
     )
     parser.add_argument(
         "--scopes", choices=SCOPES, nargs="+", default=list(SCOPES), help="for the kernels alone (default: all)"
@@ -120,11 +126,17 @@ def main(argv: list[str] | None = None) -> int:
         help="of ours, for the kernels alone; prompts and training take the first (default: banded; triton and flex, and "
         "flash if it is installed, on GPUs)",
     )
-    parser.add_argument("--heads", type=int, metavar="N", help="query heads (default: 16; 32 on GPUs)")
-    parser.add_argument("--kv-heads", type=int, metavar="K", help="key-value heads, a divisor of N (default: 16; 8)")
-    parser.add_argument("--head-dim", type=int, metavar="H", help="(default: 64; 128)")
+    parser.add_argument(
+        "--heads", type=bounded(int, least=1), metavar="N", help="query heads (default: 16; 32 on GPUs)"
+    )
+    parser.add_argument(
+        "--kv-heads", type=bounded(int, least=1), metavar="K", help="key-value heads, a divisor of N (default: 16; 8)"
+    )
+    parser.add_argument("--head-dim", type=bounded(int, least=1), metavar="H", help="(default: 64; 128)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="(default: float32; bfloat16)")
-    parser.add_argument("--repeats", type=int, help="timed runs of each kernel; the median counts (default: 5)")
+    parser.add_argument(
+        "--repeats", type=bounded(int, least=1), help="timed runs of each kernel; the median counts (default: 5)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, also after each measurement")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not cuda:

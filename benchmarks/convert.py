@@ -27,6 +27,8 @@ from tqdm import tqdm
 
 from checkpoints.model_dir import write_model_dir
 from configs.schema import Architecture, Position, Rope
+from farsight import cli
+from farsight.cli import bounded
 from model.build import ModelConfig, build_model
 
 GB = 10**9
@@ -125,13 +127,18 @@ def measure(width: int, shard_bytes: int, rounds: int, folder: Path) -> dict[str
     }  # fmt: skip
 
 
+@cli.command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--width", type=int, default=1024, help="hidden size, a multiple of 64 (default: 1024)")
-    parser.add_argument("--shard-gb", type=float, default=5.0, help="size of a shard in GB (default: 5)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each (default: 3)")
+    parser.add_argument(
+        "--width", type=bounded(int, least=1), default=1024, help="hidden size, a multiple of 64 (default: 1024)"
+    )
+    parser.add_argument(
+        "--shard-gb", type=bounded(float, above=0), default=5.0, help="size of a shard in GB (default: 5)"
+    )
+    parser.add_argument("--rounds", type=bounded(int, least=1), default=3, help="runs of each (default: 3)")
     parser.add_argument(
         "--folder", type=Path, help="work in a new folder in this one (default: the system's temporary)"
     )

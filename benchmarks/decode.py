@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +30,7 @@ from evals.decoder import Decoder, Rows
 from evals.kv_cache import RollingLayer
 from evals.sampling import GREEDY, choose
 from evals.several_models import check_outputs
+from farsight.cli import bounded, command
 from kernels.scoped_attention import RollingCache
 from model.build import ModelConfig, build_model
 
@@ -193,24 +193,26 @@ def measure(
     }  # fmt: skip
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--length", type=int, default=16384, help="tokens in the cache (default: 16384)")
-    parser.add_argument("--tokens", type=int, default=16, help="tokens of a turn (default: 16)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each that are timed (default: 5)")
-    parser.add_argument("--layers", type=int, default=0, help="fewer than nano's, for a trial")
+    parser.add_argument(
+        "--length", type=bounded(int, least=1), default=16384, help="tokens in the cache (default: 16384)"
+    )
+    parser.add_argument("--tokens", type=bounded(int, least=1), default=16, help="tokens of a turn (default: 16)")
+    parser.add_argument(
+        "--rounds", type=bounded(int, least=1), default=5, help="turns of each that are timed (default: 5)"
+    )
+    parser.add_argument("--layers", type=bounded(int, least=0), default=0, help="fewer than nano's, for a trial")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     options = parser.parse_args(arguments)
     if min(options.length, options.tokens, options.rounds) < 1:
         parser.error("--length, --tokens and --rounds take 1 or more")
     check_outputs(parser, options)
     layouts = ("sorted", "interleaved", "group_balanced")
-    try:
-        result = measure(options.length, options.tokens, options.rounds, options.layers, layouts)
-    except RuntimeError as error:
-        sys.exit(str(error))
+    result = measure(options.length, options.tokens, options.rounds, options.layers, layouts)
     print(f"{'':<24}{'cache':<16}{'MiB':>9}{'tokens/s':>11}{'spread':>9}{'ratio':>9}{'turn by turn':>15}")
     for row in result["rows"]:
         print(

@@ -14,7 +14,6 @@ import argparse
 import gc
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from tqdm import tqdm
 from checkpoints.names import from_hf_name
 from configs.finetuning import Base, Lora
 from configs.load import build_config
+from farsight.cli import bounded, command
 from model.build import ModelConfig, build_model
 from model.llama import Llama
 from model.lora import MODULES, add_lora
@@ -225,22 +225,30 @@ def _rows(seconds: dict[str, list[float]], tokens: int, dropout: float) -> list[
     ]
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.lora_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each that are timed (default: 5)")
-    parser.add_argument("--rows", type=int, default=1, help="sequences in a batch (default: 1)")
-    parser.add_argument("--seq-len", type=int, default=512, help="tokens of a sequence (default: 512)")
-    parser.add_argument("--dropout", type=float, nargs="+", default=[0.0], help="of LoRA's inputs (default: 0)")
-    parser.add_argument("--layers", type=int, default=0, help="fewer than nano's, for a trial")
+    parser.add_argument(
+        "--rounds", type=bounded(int, least=1), default=5, help="steps of each that are timed (default: 5)"
+    )
+    parser.add_argument("--rows", type=bounded(int, least=1), default=1, help="sequences in a batch (default: 1)")
+    parser.add_argument(
+        "--seq-len", type=bounded(int, least=1), default=512, help="tokens of a sequence (default: 512)"
+    )
+    parser.add_argument(
+        "--dropout",
+        type=bounded(float, least=0, below=1),
+        nargs="+",
+        default=[0.0],
+        help="of LoRA's inputs (default: 0)",
+    )
+    parser.add_argument("--layers", type=bounded(int, least=0), default=0, help="fewer than nano's, for a trial")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     options = parser.parse_args(arguments)
     prepare_device()
-    try:
-        result = measure(options.rounds, options.rows, options.seq_len, options.dropout, options.layers)
-    except RuntimeError as error:
-        sys.exit(str(error))
+    result = measure(options.rounds, options.rows, options.seq_len, options.dropout, options.layers)
     print(f"{'':<22}{'dropout':>9}{'tokens/s':>11}{'spread':>9}{'of peft':>10}{'round by round':>17}")
     for row in result["rows"]:
         print(

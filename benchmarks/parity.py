@@ -17,6 +17,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.tiny import SETTINGS
+from farsight.cli import command
 from launch.forked import Forked
 
 TOLERANCE = 1e-4
@@ -146,6 +147,7 @@ def table(rows: list[dict]) -> str:
     )
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.parity",

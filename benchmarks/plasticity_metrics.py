@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from configs.load import build_config, read_toml
 from evals.model_options import positive
+from farsight.cli import command
 from launch.logs import start_logging
 from launch.trainer import Trainer
 from parallel.device import prepare_device
@@ -99,6 +100,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     return {"shape": shape.name, "step_s": step, "measurement_s": once, "freq": n, "share": once / (n * step + once)}
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.plasticity_metrics",

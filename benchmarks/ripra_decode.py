@@ -14,7 +14,6 @@ has to work out first. The paper's overhead of 3.2 to 6.7 % (Table 7) is over Se
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from configs.load import ConfigError, build_config
+from configs.load import build_config
 from evals.decoder import Decoder, Rows
 from evals.extensions.ripra import Ripra
 from evals.extensions.self_extend import SelfExtend
 from evals.kv_cache import RollingLayer
+from farsight.cli import bounded, command
 from model.build import ModelConfig, build_model
 from model.llama import Llama
 from parallel.device import prepare_device
@@ -161,6 +161,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ripra_decode",
@@ -174,16 +175,15 @@ def main(arguments: list[str] | None = None) -> None:
         default=[12288, 16384, 24576, 32768],
         help="tokens before those that are timed",
     )
-    parser.add_argument("--rounds", type=int, default=15, help="tokens of each that are timed (default: 15)")
-    parser.add_argument("--layers", type=int, default=0, help="fewer than nano's, for a trial")
+    parser.add_argument(
+        "--rounds", type=bounded(int, least=1), default=15, help="tokens of each that are timed (default: 15)"
+    )
+    parser.add_argument("--layers", type=bounded(int, least=0), default=0, help="fewer than nano's, for a trial")
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     options = parser.parse_args(arguments)
     prepare_device()
-    try:
-        result = measure(options.contexts, options.rounds, options.layers, torch.device(options.device))
-    except (RuntimeError, ConfigError) as error:
-        sys.exit(str(error))
+    result = measure(options.contexts, options.rounds, options.layers, torch.device(options.device))
     print(f"{'context':>9}  {'':<12}{'ms/token':>10}{'tokens/s':>10}{'over plain':>12}{'over self_extend':>18}")
     for row in result["rows"]:
         print(

@@ -33,6 +33,7 @@ from torchtitan.train import Trainer as TitanTrainer
 from tqdm import tqdm
 
 from configs.load import build_config
+from farsight.cli import bounded, command
 from launch import spec
 from launch.logs import start_logging
 from launch.trainer import Trainer
@@ -221,15 +222,18 @@ def _record_losses(trainer: Any, losses: list[float]) -> None:
     trainer.forward_backward_step = recording
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.train_step",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--rounds", type=int, default=5, help="steps of each trainer that are timed (default: 5)")
-    parser.add_argument("--rows", type=int, default=2, help="sequences in a batch (default: 2)")
-    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument(
+        "--rounds", type=bounded(int, least=1), default=5, help="steps of each trainer that are timed (default: 5)"
+    )
+    parser.add_argument("--rows", type=bounded(int, least=1), default=2, help="sequences in a batch (default: 2)")
+    parser.add_argument("--seq-len", type=bounded(int, least=1), default=2048)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrix products")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     options = parser.parse_args(arguments)

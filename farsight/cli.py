@@ -28,6 +28,11 @@ EXIT_INPUT = 2
 EXIT_CTRL_C = 130
 """Ctrl-C, as shells report it."""
 
+OUT_OF_MEMORY = (
+    "The device ran out of memory: use shorter sequences or fewer of them together (--chunk 256 and --rows, where the tool has "
+    "them)."
+)
+
 _ROOT = Path(__file__).parent.parent
 
 
@@ -69,7 +74,7 @@ def explain(error: BaseException) -> str | None:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror}."
     if type(error).__name__ == "OutOfMemoryError":
-        return f"{error}\nThe GPU's memory is not enough: use shorter sequences, fewer at once, or a smaller dtype."
+        return OUT_OF_MEMORY
     # The packages raise ValueError for what a user set, and assert for what only a bug can cause.
     if type(error) is ValueError and _raised_here(error):
         return str(error)
@@ -110,7 +115,7 @@ def report_unexpected(error: BaseException, folder: Path | None = None) -> str:
 # ── Numbers ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def number(
+def bounded(
     kind: type[int] | type[float],
     least: float = -math.inf,
     most: float = math.inf,
@@ -135,3 +140,6 @@ def number(
         return value
 
     return parse
+
+
+number = bounded

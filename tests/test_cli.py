@@ -67,7 +67,7 @@ def test_a_value_error_of_a_library_is_a_fault_and_not_a_sentence(capsys, tmp_pa
         (Range(), [0.0, -1e300], [math.nan, math.inf, -math.inf], "finite"),
         (Range(above=0), [1e-300], [0.0, -1.0, math.nan, math.inf], "more than 0"),
         (Range(least=0, most=1), [0, 1, 0.5], [-1e-9, 1 + 1e-9, math.nan], "at least 0 and at most 1"),
-        (Range(least=1), [1, 10**30], [0, -4], "at least 1"),
+        (Range(least=1), [1, 2**62], [0, -4], "at least 1"),
         (Range(least=0, below=1), [0, 0.999], [1.0], "at least 0 and less than 1"),
     ],
 )

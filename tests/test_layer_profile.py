@@ -273,7 +273,7 @@ def test_pairs_that_are_none_name_line_and_field(content, said, tmp_path):
     [
         ([], "model directory, or --profile"),
         (["m"], "--data FILE is needed"),
-        (["m", "--data", "x", "--gamma", "1"], "--gamma 1 must be"),
+        (["m", "--data", "x", "--gamma", "1"], "--gamma 1 leaves RoPE's base"),
         (["m", "--data", "x", "--out", "nowhere/p.json"], "--out nowhere/p.json: there is no folder"),
         (["--profile", str(TABLE_7), "--pairs", "x"], "--pairs is for measuring"),
         (["m", "--profile", str(TABLE_7)], "model directory, or --profile"),

@@ -69,19 +69,21 @@ def test_it_reads_recipes_and_refuses_what_is_none(tmp_path, capsys):
     assert read_config(recipe, "extend-32k").position.rotary == Rope(theta=2e6)
     assert read_config(ROOT / "configs" / "tiny.toml").trained_length == 256
     out = tmp_path / "f.json"
-    assert main([str(recipe), "--length", "64", "--json", str(out)]) == 0
+    main([str(recipe), "--length", "64", "--json", str(out)])
     assert json.loads(out.read_text())["length"] == 64
     for arguments, says in [
         ([str(recipe), "--stage", "x"], "no stage 'x'; it has pretrain-4k, extend-32k, extend-64k"),
         ([str(tmp_path)], "no config.json"),
         ([str(tmp_path / "x.toml")], "no config file"),
-        ([str(recipe), "--length", "0"], "--length 0"),
+        ([str(recipe), "--length", "0"], "--length: 0 must be at least 1"),
         ([str(ROOT / "configs" / "tiny.toml"), "--stage", "x"], "is no recipe"),
         ([str(recipe), "--picture", str(tmp_path / "p.txt")], "must end with .png"),
         ([str(recipe), "--picture", str(tmp_path / "no" / "p.png")], "there is no folder"),
     ]:
         capsys.readouterr()
-        assert main(arguments) == 2
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
         assert says in capsys.readouterr().err
 
 

@@ -206,8 +206,6 @@ def test_command(tmp_path, theirs, capsys):
     for options, says in [
         (["--length", "1"], "--length 1: there is one position"),
         (["--buckets", "33"], "--buckets 33: set from 1 to the 32"),
-        (["--held-out", "1"], "--held-out 1: set a share"),
-        (["--learning-rate", "0"], "--learning-rate 0: set more than 0"),
         (["--sequences", "1"], "1 sequence: probes"),
         (["--length", "99999"], "set --length"),
     ]:
@@ -218,6 +216,8 @@ def test_command(tmp_path, theirs, capsys):
         ([str(folder)], "required: --data"),
         ([str(folder), *common, "--json", str(tmp_path / "none" / "f.json")], "there is no folder"),
         ([str(folder), *common, "--epochs", "0"], "0 must be 1 or more"),
+        ([str(folder), *common, "--held-out", "1"], "--held-out: 1 must be more than 0 and less than 1"),
+        ([str(folder), *common, "--learning-rate", "0"], "--learning-rate: 0 must be more than 0"),
     ]:
         with pytest.raises(SystemExit):
             main(arguments)
