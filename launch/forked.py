@@ -1,4 +1,4 @@
-"""Runs `train.py`, or another script, many times without importing its libraries each time; for tests and benchmarks.
+"""Runs `train.py`, or another script or tool, many times without importing its libraries each time; for tests and benchmarks.
 
 Most of a short run's time is imports (eight seconds of nine). Here a server process imports them once, and every run, and
 every rank of it, is a fork of the server that has a process, an environment and output files of its own.
@@ -37,10 +37,13 @@ class Forked:
         arguments: of the script.
         ranks: how many processes.
         output: a folder for what they print.
-        script: what they run, from the repository's root.
+        script: what they run: a file of the repository, or a module's name, as after `python -m`.
+        folder: the working directory.
     """
 
-    def __init__(self, arguments: Sequence[str], ranks: int, output: Path, script: str = "train.py") -> None:
+    def __init__(
+        self, arguments: Sequence[str], ranks: int, output: Path, script: str = "train.py", folder: Path = ROOT
+    ) -> None:
         output.mkdir(parents=True, exist_ok=True)
         self.output = output
         common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
@@ -49,7 +52,7 @@ class Forked:
         for rank in range(ranks):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
             files = output / f"{rank}.out", output / f"{rank}.err"
-            process = _server().Process(target=_rank, args=([script, *arguments], environment, *map(str, files)))
+            process = _server().Process(target=_rank, args=([script, *arguments], environment, str(folder), *map(str, files)))
             process.start()
             self.processes.append(process)
 
@@ -82,7 +85,7 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _rank(command: list[str], environment: dict[str, str], out: str, err: str) -> None:
+def _rank(command: list[str], environment: dict[str, str], folder: str, out: str, err: str) -> None:
     for number, path in ((1, out), (2, err)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(opened, number)
@@ -90,9 +93,13 @@ def _rank(command: list[str], environment: dict[str, str], out: str, err: str) -
     os.environ.update(environment)
     os.environ.pop("TRITON_INTERPRET", None)  # the server has it where a test of kernels started it
     torch.set_num_threads(1)  # torch has read its variable already
-    os.chdir(ROOT)
+    os.chdir(folder)
+    sys.path.insert(0, str(ROOT))
     sys.argv = command
-    runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+    if command[0].endswith(".py"):
+        runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+    else:
+        runpy.run_module(command[0], run_name="__main__", alter_sys=True)
 
 
 def _free_port() -> int:

@@ -1,0 +1,279 @@
+"""Model directories, adapters and checkpoints that are broken or attack whoever opens them."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.faults.settings import TRAIN
+from benchmarks.faults.workshop import EXECUTED, Case
+
+CONFIG_JSON = "config.json"
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+
+MODEL_TOOLS = (
+    "evals.generate {it} --prompt x --new-tokens 2",
+    "evals.perplexity {it} --data {text} --lengths 16 --windows 2",
+    "evals.needle {it} --lengths 64 --depths 1 --trials 1",
+    "evals.ripra {it} --data {text} --length 32",
+    "evals.loft {it} --prompts {rows} --out {here}/out.jsonl",
+    "evals.report {it} --out {here}/r.html",
+    "checkpoints.convert from-hf {it} {here}/out",
+    "checkpoints.graft --front {it} --back {dense} --layers 1 --out {here}/out",
+    "checkpoints.merge {adapter} --base {it} --out {here}/out",
+    "analysis.capture {it} --data {text} --length 32 --sequences 2 --out {here}/out",
+    "analysis.geometry {it} --data {text} --length 32 --sequences 2",
+    "analysis.plasticity {it} --data {text} --length 32 --sequences 2",
+    "analysis.layers {it} --data {text} --length 32 --sequences 2",
+    "analysis.layer_probes {it} --data {text} --length 32 --sequences 2 --probe mask",
+    "analysis.probes {it} --data {text} --length 32 --sequences 4",
+    "analysis.order_awareness {it} --data {text} --length 32 --sequences 2",
+    "analysis.graft_sweep --base {it} --long {dense} --data {text} --lengths 32",
+    "analysis.positions {it}",
+    "analysis.report {it} --out {here}/r.html",
+    TRAIN + " --checkpoint.initial_load_path {it}",
+    "train.py finetune --job.config_file {finetune} --base_model.path {it} --job.dump_folder {here}/new",
+)
+"""Every command that opens a model directory."""
+_WEIGHTLESS = ("analysis.positions", "evals.report", "analysis.report")
+"""These open no weights: what is wrong there does not stop them."""
+
+CHECKPOINT_TOOLS = (
+    "checkpoints.intact {it}",
+    "checkpoints.convert to-hf {it} {here}/out",
+    *(
+        tool
+        for tool in MODEL_TOOLS
+        if tool.startswith(("evals.generate", "evals.perplexity", "evals.needle", "evals.ripra"))
+    ),
+    *(tool for tool in MODEL_TOOLS if tool.startswith("analysis.") and not tool.startswith(_WEIGHTLESS)),
+    TRAIN + " --checkpoint.initial_load_path {it}",
+)
+"""Every command that opens a checkpoint."""
+
+Spoil = Callable[[Path], None]
+"""Breaks something in a folder."""
+
+
+def _json(file: str, change: Callable[[dict], object]) -> Spoil:
+    """Rewrites a JSON file: with what `change` returns, or as `change` left it."""
+
+    def spoil(folder: Path) -> None:
+        value = json.loads((folder / file).read_text())
+        changed = change(value)
+        (folder / file).write_text(json.dumps(value if changed is None else changed))
+
+    return spoil
+
+
+def _write(file: str, content: str | bytes) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / file).write_bytes(content.encode() if isinstance(content, str) else content)
+
+    return spoil
+
+
+def _index(file: object) -> Spoil:
+    """An index that names `file` for every tensor."""
+
+    def spoil(folder: Path) -> None:
+        size = int.from_bytes((folder / WEIGHTS).read_bytes()[:8], "little")
+        names = json.loads((folder / WEIGHTS).read_bytes()[8 : 8 + size])
+        stolen = folder.parent / "stolen.safetensors"
+        (folder / WEIGHTS).rename(stolen)
+        target = str(stolen) if file == "absolute" else file
+        (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, target)}))
+
+    return spoil
+
+
+def _cut(file: str, keep: float) -> Spoil:
+    def spoil(folder: Path) -> None:
+        content = (folder / file).read_bytes()
+        (folder / file).write_bytes(content[: int(len(content) * keep)])
+
+    return spoil
+
+
+def _offsets(folder: Path) -> None:
+    """Tensors that lie beyond the end of the file."""
+    content = (folder / WEIGHTS).read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    first = next(name for name in header if name != "__metadata__")
+    header[first]["data_offsets"] = [0, 10**12]
+    encoded = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[8 + size :])
+
+
+def _pickled_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Command(_marker(folder))))
+
+
+def _own_code(folder: Path) -> None:
+    """A modelling file and an auto_map that leave a mark when they are imported."""
+    code = f"open({str(_marker(folder))!r}, 'w')\n"
+    for name in ("modeling_farsight.py", "tokenization_x.py"):
+        (folder / name).write_text(code + "class X: pass\n")
+    _json(
+        "config.json",
+        lambda c: c.update(auto_map=dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "modeling_farsight.X")),
+    )(folder)
+    _json("tokenizer_config.json", lambda c: c.update(auto_map={"AutoTokenizer": ["tokenization_x.X", None]}))(folder)
+
+
+class _Command:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self):  # type: ignore[no-untyped-def]  # as pickle asks for it
+        return os.system, (f"touch {self.marker}",)
+
+
+def _marker(path: Path) -> Path:
+    """Where a case looks for what was executed."""
+    return next(p for p in (path, *path.parents) if p.parent.name == "cases") / EXECUTED
+
+
+def metadata_that_runs(folder: Path) -> None:
+    """`.metadata` in place of which a command is unpickled."""
+    (folder / ".metadata").write_bytes(pickle.dumps(_Command(_marker(folder))))
+
+
+def metadata_that_imports(folder: Path) -> None:
+    """`.metadata` that asks for a harmless function which it has no business with."""
+    (folder / ".metadata").write_bytes(b"cbuiltins\nprint\n(S'hello'\ntR.")
+
+
+def metadata_with_more(folder: Path) -> None:
+    """The checkpoint's own `.metadata` with a command hidden in it."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = _Command(_marker(folder))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def metadata_that_leads_out(folder: Path) -> None:
+    """`.metadata` whose tensors lie in another folder."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    stolen = folder.parent / "stolen"
+    shutil.copytree(folder, stolen)
+    for index, place in list(metadata.storage_data.items()):
+        metadata.storage_data[index] = type(place)(f"../stolen/{place.relative_path}", place.offset, place.length)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+HUGE_HEADER = (10 * 2**30).to_bytes(8, "little") + b'{"a": ' + b" " * 1000
+
+MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
+    "config.json that is []": (_write(CONFIG_JSON, "[]"), ("config.json",)),
+    "config.json that is no JSON": (_write(CONFIG_JSON, "{"), ("config.json",)),
+    "config.json in UTF-16": (_write(CONFIG_JSON, "{}".encode("utf-16")), ("config.json",)),
+    "config.json nested 100,000 deep": (_write(CONFIG_JSON, "[" * 100_000), ("config.json",)),
+    "config.json without sizes": (_json(CONFIG_JSON, lambda c: {"model_type": "llama"}), ("config.json", "hidden_size")),
+    "config.json of no model_type": (_json(CONFIG_JSON, lambda c: {}), ("config.json", "model_type")),
+    "config.json of another family": (_json(CONFIG_JSON, lambda c: c.update(model_type="bert")), ("config.json", "bert")),
+    "a negative size": (_json(CONFIG_JSON, lambda c: c.update(hidden_size=-32)), ("config.json",)),
+    "a size that is text": (_json(CONFIG_JSON, lambda c: c.update(hidden_size="wide")), ("config.json",)),
+    "a size of 10^30": (_json(CONFIG_JSON, lambda c: c.update(hidden_size=10**30)), ("config.json",)),
+    "no heads": (_json(CONFIG_JSON, lambda c: c.update(num_attention_heads=0)), ("config.json",)),
+    "a million layers": (_json(CONFIG_JSON, lambda c: c.update(num_hidden_layers=10**6)), ("config.json",)),
+    "a RoPE base of infinity": (
+        _json(CONFIG_JSON, lambda c: c.update(rope_theta=1e999, rope_parameters={"rope_type": "default", "rope_theta": 1e999})),
+        ("config.json",),
+    ),
+    "weights of 0 bytes": (_write(WEIGHTS, b""), (WEIGHTS,)),
+    "weights cut short": (_cut(WEIGHTS, 0.7), (WEIGHTS,)),
+    "weights of a 10 GB header": (_write(WEIGHTS, HUGE_HEADER), (WEIGHTS,)),
+    "weights beyond their file": (_offsets, (WEIGHTS,)),
+    "weights as a pickle": (_pickled_weights, ("safetensors",)),
+    "an index that leads out": (_index("../stolen.safetensors"), (INDEX, "stolen")),
+    "an index with an absolute path": (_index("absolute"), (INDEX, "stolen")),
+    "an index of numbers": (_index(3), (INDEX,)),
+    "an index that is []": (_write(INDEX, "[]"), (INDEX,)),
+    "an index that is {}": (_write(INDEX, "{}"), (INDEX,)),
+    "an index whose map is a list": (_write(INDEX, '{"weight_map": []}'), (INDEX,)),
+    "tokenizer.json that is []": (_write("tokenizer.json", "[]"), ("tokenizer",)),
+}  # fmt: skip
+OURS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
+    "farsight.json that is []": (_write("farsight.json", "[]"), ("farsight.json",)),
+    "farsight.json that is {}": (_write("farsight.json", "{}"), ("farsight.json",)),
+    "farsight.json that is no JSON": (_write("farsight.json", "{"), ("farsight.json",)),
+    "farsight.json without a model": (_write("farsight.json", '{"format": 1}'), ("farsight.json",)),
+    "farsight.json of a later format": (_json("farsight.json", lambda c: c.update(format=99)), ("farsight.json", "99")),
+    "farsight.json of NaN": (
+        _json("farsight.json", lambda c: c["model"]["position"]["rotary"].update(theta=float("nan"))), ("farsight.json",),
+    ),
+    "farsight.json of huge sizes": (
+        _json("farsight.json", lambda c: c["model"]["architecture"].update(dim=10**12)), ("farsight.json",),
+    ),
+}  # fmt: skip
+ATTACKS = (
+    "an index that leads out",
+    "an index with an absolute path",
+    "weights of a 10 GB header",
+    "weights as a pickle",
+)
+"""Tried on every command that opens a model directory."""
+CHECKPOINTS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
+    "a command in .metadata": (metadata_that_runs, (".metadata",)),
+    "a function in .metadata": (metadata_that_imports, (".metadata",)),
+    "a command hidden in .metadata": (metadata_with_more, (".metadata",)),
+    "a .metadata that leads out": (metadata_that_leads_out, (".metadata",)),
+    "a .metadata of 0 bytes": (_write(".metadata", b""), (".metadata",)),
+    "a .metadata cut short": (_cut(".metadata", 0.5), (".metadata",)),
+    **{name: entry for name, entry in OURS.items() if "huge" not in name},
+}
+ADAPTERS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
+    "LoRA cut short": (_cut("adapter_model.safetensors", 0.6), ("adapter_model.safetensors",)),
+    "LoRA of a 10 GB header": (_write("adapter_model.safetensors", HUGE_HEADER), ("adapter_model.safetensors",)),
+    "GARFA of 0 bytes": (_write("garfa.safetensors", b""), ("garfa.safetensors",)),
+    "a marker that is []": (_write("farsight_adapter.json", "[]"), ("farsight_adapter.json",)),
+    "a marker that is {}": (_write("farsight_adapter.json", "{}"), ("farsight_adapter.json",)),
+    "a marker that is no JSON": (_write("farsight_adapter.json", "{"), ("farsight_adapter.json",)),
+    "a marker without needs": (_json("farsight_adapter.json", lambda c: c.pop("needs") and None), ("farsight_adapter.json",)),
+    "a base that is gone": (
+        _json("farsight_adapter.json", lambda c: c["base"].update(path="/nowhere/base")), ("/nowhere/base",),
+    ),
+    "needs of other files": (
+        _json("farsight_adapter.json", lambda c: c.update(needs=["../x"])), ("farsight_adapter.json",),
+    ),
+    "a rank of 10^9": (
+        _json("farsight_adapter.json", lambda c: c["adapter"]["lora"].update(rank=10**9)), ("adapter",),
+    ),
+    "layers that are not there": (
+        _json("farsight_adapter.json", lambda c: c["adapter"]["lora"].update(layers=[99])), ("99",),
+    ),
+}  # fmt: skip
+ADAPTER_TOOLS = (
+    "checkpoints.merge {it} --out {here}/out",
+    "evals.generate {it} --prompt x --new-tokens 2",
+    "analysis.capture {it} --data {text} --length 32 --sequences 2 --out {here}/out",
+)
+
+
+def _case(name: str, tool: str, kind: str, spoil: Spoil, says: tuple[str, ...], status: int = 2) -> Case:
+    """`kind`: what of the workshop is copied and spoiled."""
+    files = {f"{kind}/.spoil": lambda path: (spoil(path.parent), None)[1]}
+    return Case(f"{name}: {tool.split()[0]}", tool.replace("{it}", f"{{{kind}}}"), says, files, (kind,), status)
+
+
+def cases() -> list[Case]:
+    found = []
+    for name, (spoil, says) in MODELS.items():
+        tools = [t for t in MODEL_TOOLS if not t.startswith(_WEIGHTLESS)] if name in ATTACKS else MODEL_TOOLS[:2]
+        if name.startswith("tokenizer"):
+            tools = MODEL_TOOLS[:1]
+        found += [_case(name, tool, "dense_plain", spoil, says) for tool in tools]
+    found += [_case(name, tool, "model", *entry) for name, entry in OURS.items() for tool in MODEL_TOOLS[:2]]
+    found += [_case("code of its own", tool, "model", _own_code, (), 0) for tool in MODEL_TOOLS[:3]]
+    for number, (name, entry) in enumerate(CHECKPOINTS.items()):
+        for tool in CHECKPOINT_TOOLS if number < 4 else CHECKPOINT_TOOLS[:3]:
+            found.append(_case(name, tool, "checkpoint", *entry, 1 if tool.startswith("checkpoints.intact") else 2))
+    found += [_case(name, tool, "adapter", *entry) for name, entry in ADAPTERS.items() for tool in ADAPTER_TOOLS]
+    return found
