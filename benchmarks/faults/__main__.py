@@ -1,0 +1,157 @@
+"""The saboteur: bad input, attacks, kills, damaged checkpoints, full disks and stopped ranks, and whether anything is lost.
+
+    python -m benchmarks.faults --json faults.json
+    python -m benchmarks.faults --only inputs --name template
+
+Each bad input has to end with a sentence that has certain words, and status 2; nothing that a file asks for may be run, and no
+file may change. Each run that was killed, damaged or ran out of disk has to end with the weights of an undisturbed one, bit for
+bit. A tmpfs stands for a full disk; without the right to mount one, these are left out, and counted as such. Commands run
+in forks of a process that has imported everything, so that one takes less than a second; all of it takes about fifteen minutes on two cores.
+"""
+
+import argparse
+import json
+import logging
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tqdm import tqdm
+
+from benchmarks import kills
+from benchmarks.faults import data, hostile, settings, tools
+from benchmarks.faults.runs import DISKS, Outcome, Runs, can_mount
+from benchmarks.faults.workshop import Case, Workshop
+from farsight.cli import bounded, command
+
+T = TypeVar("T")
+
+SECTIONS = ("inputs", "kills", "damage", "disks", "stops")
+KILLS = {"one rank": (40, 1, False), "asynchronous saves": (10, 1, True), "two ranks": (10, 2, False)}
+"""Kills, ranks, and whether saves are asynchronous."""
+DAMAGED = 24
+
+
+def every_case() -> list[Case]:
+    """The table of bad inputs."""
+    return [case for module in (settings, data, hostile, tools) for case in module.cases()]
+
+
+def side_by_side(work: Callable[..., T], items: Iterable[Any], what: str, workers: int) -> list[T]:
+    """Results of `work` on each item, in order, with a progress bar."""
+    items = list(items)
+    with ThreadPoolExecutor(workers) as pool:
+        return list(tqdm(pool.map(work, items), total=len(items), desc=what, disable=None, leave=False))
+
+
+def inputs(workshop: Workshop, name: str, workers: int) -> list[dict[str, Any]]:
+    chosen = [(number, case) for number, case in enumerate(every_case()) if name in case.name]
+    verdicts = side_by_side(lambda pair: workshop.check(pair[1], pair[0]), chosen, "inputs", workers)
+    return [
+        {"name": v.case.name, "command": v.command, "seconds": round(v.seconds, 2), "wrong": v.wrong,
+         "said": (v.done.stderr or v.done.stdout).strip()[-300:]}
+        for v in verdicts
+    ]  # fmt: skip
+
+
+def all_kills(folder: Path, workers: int) -> list[dict[str, Any]]:
+    """Runs that are killed once each, at start-up, in training, in a save or in the export, and resumed."""
+    found: list[dict[str, Any]] = []
+    for what, (count, ranks, asynchronous) in KILLS.items():
+        training = kills.Training(folder / what.replace(" ", "_"), ranks=ranks, asynchronous=asynchronous)
+        training.folder.mkdir(parents=True)
+        whole = kills.train_undisturbed(training)
+        aims = list(zip(range(count), kills.aims(random.Random(0)), strict=False))
+
+        def one(
+            pair: tuple[int, str], training: kills.Training = training, whole: kills.Undisturbed = whole
+        ) -> kills.Outcome:
+            number, aim = pair
+            return kills.kill_and_resume(training, f"run-{number}", whole, [aim], random.Random(number))
+
+        outcomes = side_by_side(one, aims, f"kills, {what}", max(1, workers // ranks))
+        for (number, aim), outcome in zip(aims, outcomes, strict=True):
+            fell = outcome.kills[0] if outcome.kills else None
+            found.append(
+                {"name": f"{what} {number}, at {fell.where if fell else aim}", "wrong": tuple(outcome.wrong),
+                 "steps_lost": fell.lost if fell else None}
+            )  # fmt: skip
+    return found
+
+
+def _rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    return [
+        {"name": o.name, "seconds": round(o.seconds, 2), "wrong": o.wrong, "said": o.said.strip()[-600:]}
+        for o in outcomes
+    ]
+
+
+def kind_of(wrong: str) -> str:
+    """The kind of a fault: "status 1, not 2" is a wrong status."""
+    return wrong.split(":")[0] if ":" in wrong[:20] else "status" if wrong.startswith("status") else wrong[:40]
+
+
+def table(results: dict[str, list[dict[str, Any]]]) -> str:
+    lines = [f"{'':<10}{'tried':>7}{'wrong':>7}   how"]
+    for section, rows in results.items():
+        counts = Counter(kind_of(wrong) for row in rows for wrong in row["wrong"])
+        bad = sum(bool(row["wrong"]) for row in rows)
+        how = ", ".join(f"{kind} {count}" for kind, count in counts.most_common())
+        lines.append(f"{section:<10}{len(rows):>7}{bad:>7}   {how or '–'}")
+    return "\n".join(lines)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=SECTIONS, nargs="+", default=SECTIONS, help="sections to run (default: all)")
+    parser.add_argument("--name", default="", metavar="WORDS", help="bad inputs with these words in their name alone")
+    parser.add_argument("--workers", type=bounded(int, least=1), default=2, help="side by side (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every case and what it said there")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    begin = time.perf_counter()
+    results: dict[str, list[dict[str, Any]]] = {}
+    skipped = ""
+    with tempfile.TemporaryDirectory(prefix="faults-") as temporary:
+        workshop = Workshop(Path(temporary) / "workshop")
+        workshop.build()
+        if "inputs" in options.only:
+            results["inputs"] = inputs(workshop, options.name, options.workers)
+        if "kills" in options.only:
+            results["kills"] = all_kills(Path(temporary) / "kills", options.workers)
+        if {"damage", "disks", "stops"} & set(options.only):
+            runs = Runs(workshop)
+            if "damage" in options.only:
+                results["damage"] = _rows(side_by_side(runs.damaged, range(DAMAGED), "damage", options.workers))
+            if "disks" in options.only:
+                if can_mount(Path(temporary)):
+                    results["disks"] = _rows(side_by_side(runs.full, DISKS, "disks", options.workers))
+                else:
+                    skipped = f"; {len(DISKS)} full disks left out: this user may not mount a tmpfs"
+            if "stops" in options.only:
+                results["stops"] = _rows(side_by_side(runs.stopped, (False, True), "stops", 1))
+    seconds = time.perf_counter() - begin
+    for section, rows in results.items():
+        for row in rows:
+            if row["wrong"]:
+                print(f"{section}: {row['name']}: {'; '.join(row['wrong'])}\n    {row.get('said', '')}\n")
+    print(table(results))
+    print(f"{seconds / 60:.1f} minutes{skipped}")
+    if options.json:
+        figures = {"seconds": seconds, "sections": results, "skipped": skipped.removeprefix("; ")}
+        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return int(any(row["wrong"] for rows in results.values() for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Tools that are asked for what they can't do: options out of range, files that are not there, places that can't be written."""
+
+from pathlib import Path
+
+from benchmarks.faults.hostile import MODEL_TOOLS
+from benchmarks.faults.workshop import Case, Content, fifo
+
+_LOOKING = "analysis.{name} {{model}} --data {{text}} --length 32 --sequences 2"
+_READING = tuple(tool for tool in MODEL_TOOLS if "{text}" in tool)
+
+_OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("evals.generate {model} --prompt x --device cuda", ("cuda",)),
+    ("evals.generate {model} --prompt x --device gpu9", ("gpu9",)),
+    ("evals.generate {model} --prompt x --new-tokens -4", ("--new-tokens", "-4")),
+    ("evals.generate {model} --prompt x --temperature nan", ("--temperature", "nan")),
+    ("evals.generate {model} --prompt x --temperature -1", ("--temperature",)),
+    ("evals.generate {model} --prompt x --top-p 2", ("--top-p", "2")),
+    ("evals.generate {model} --prompt x --chunk 0", ("--chunk", "0")),
+    ("evals.generate {model} --prompt x --rows 0", ("--rows", "0")),
+    ("evals.generate {model} --prompt x --extend nosuch", ("nosuch",)),
+    ("evals.generate {model} --prompt x --extend yarn:x=2", ("yarn",)),
+    ("evals.generate {model} --prompt-file {here}/gone.txt", ("gone.txt",)),
+    ("evals.generate {model} --prompts {text}", ("text.txt",)),
+    ("evals.generate {run} --prompt x", ("run/model",)),
+    ("evals.generate {here} --prompt x", ("config.json",)),
+    ("evals.generate {here}/gone --prompt x", ("gone",)),
+    ("evals.generate {model} --prompt x --json {here}", ("json",)),
+    ("evals.perplexity {model} --data {text} --lengths 0", ("--lengths", "0")),
+    ("evals.perplexity {model} --data {text} --lengths -5", ("--lengths",)),
+    ("evals.perplexity {model} --data {text} --lengths 99999999", ("text.txt",)),
+    ("evals.perplexity {model} --data {here}/gone.txt --lengths 32", ("gone.txt",)),
+    ("evals.perplexity {model} --data {here} --lengths 32", ("file",)),
+    ("evals.perplexity {model} --data {text} --lengths 32 --windows -1", ("--windows",)),
+    ("evals.perplexity {model} --data {text} --lengths 32 --picture {here}/x.txt", ("x.txt",)),
+    ("evals.needle {model} --lengths 0", ("--lengths",)),
+    ("evals.needle {model} --lengths 64 --depths 0", ("depths",)),
+    ("evals.needle {model} --lengths 64 --task nosuch", ("nosuch",)),
+    ("evals.needle {model} --lengths 64 --trials -1", ("--trials",)),
+    ("evals.needle {model} --lengths 4", ("4",)),
+    ("evals.ripra {model} --data {text} --length 0", ("--length",)),
+    ("evals.ripra {model} --passkeys 1 --evidence 9:3", ("evidence",)),
+    ("evals.external {here}/gone.json", ("gone.json",)),
+    ("evals.external {text}", ("text.txt",)),
+    ("evals.report {here}/gone --out {here}/r.html", ("gone",)),
+    ("evals.report {model} --out {here}", ("out",)),
+    ("evals.harness {model} --tasks nosuch", ("nosuch",)),
+    ("checkpoints.merge {model} --out {here}/out", ("adapter",)),
+    ("checkpoints.merge {adapter} --out {dense}", ("dense/model",)),
+    ("checkpoints.merge {adapter} --out {run}", ("run",)),
+    ("checkpoints.merge {adapter} --out {text}", ("text.txt",)),
+    ("checkpoints.merge {adapter} --base {here}/gone --out {here}/out", ("gone",)),
+    ("checkpoints.graft --front {model} --back {dense} --layers 9 --out {here}/out", ("9",)),
+    ("checkpoints.graft --front {model} --back {dense} --layers 1 --out {run}/model", ("run/model",)),
+    ("checkpoints.convert to-hf {checkpoint} {run}/model", ("run/model",)),
+    ("checkpoints.convert to-hf {run} {here}/out", ("step-",)),
+    ("checkpoints.convert to-hf {here}/gone {here}/out", ("gone",)),
+    ("checkpoints.convert from-hf {checkpoint} {here}/out --dtype float8", ("float8",)),
+    ("checkpoints.convert from-hf {model} {run}/checkpoint/step-12", ("step-12",)),
+    ("analysis.positions {here}/gone.toml", ("gone.toml",)),
+    ("analysis.positions {config} --length 0", ("--length",)),
+    ("analysis.layers --profile {text}", ("text.txt",)),
+    ("analysis.layers --profile {here}/gone.json", ("gone.json",)),
+    ("analysis.loss_curves {here}/gone", ("gone",)),
+    ("analysis.report {model} --out {here}/r.html --measure", ("--data",)),
+    ("analysis.report {here}/gone --out {here}/r.html", ("gone",)),
+    ("analysis.order_simulation --lengths 0", ("--lengths",)),
+    ("analysis.order_simulation --seed -1", ("--seed",)),
+    ("analysis.depth_sweep {here}/gone.toml --depths 1 --out {here}/out", ("gone.toml",)),
+    ("analysis.graft_sweep --base {model} --long {here}/gone --data {text} --lengths 32", ("gone",)),
+    ("launch.plan {here}/gone.toml", ("gone.toml",)),
+    ("launch.plan {config} --gpus 0", ("--gpus",)),
+    ("launch.plan {config} --gpu nosuch", ("nosuch",)),
+    ("launch.plan {config} --matmul nan", ("--matmul",)),
+    ("launch.plan {config} --json {here}", ("json",)),
+    ("launch.recipe {here}/gone.toml", ("gone.toml",)),
+    ("launch.recipe {config}", ("stages",)),
+    ("launch.recipe {config} --nproc 0", ("--nproc",)),
+    ("data.tokenizer train --out {dense}", ("dense/model",)),
+    ("data.tokenizer train --out {here}/t --vocab-size 3", ("3",)),
+    ("data.tokenizer train --out {here}/t --text {here}/gone.txt", ("gone.txt",)),
+    ("data.tokenizer show {here} --text x", ("tokenizer",)),
+    ("data.needles --out {here}/x.jsonl --documents 0 --tokens 100", ("--documents",)),
+    ("data.needles --out {here}/x.jsonl --documents 1 --tokens 3", ("3",)),
+)
+
+
+def _rows(text: str) -> dict[str, Content]:
+    return {"metrics.jsonl": text}
+
+
+def _link_run(path: Path) -> None:
+    """A folder in which nothing can be written, whoever runs it: it is not there."""
+    path.symlink_to("/nonexistent/place")
+
+
+def cases() -> list[Case]:
+    found = [Case(command, command, says) for command, says in _OPTIONS]
+    for tool in _READING:
+        name = tool.split()[0]
+        cuda = tool.replace("{it}", "{model}")
+        if "convert" not in name and "train" not in name:
+            found.append(Case(f"{name}: no GPU", f"{cuda} --device cuda", ("cuda",)))
+        found.append(Case(f"{name}: data that are not there", cuda.replace("{text}", "{here}/gone.txt"), ("gone.txt",)))
+        found.append(Case(f"{name}: a pipe", cuda.replace("{text}", "{here}/p.txt"), ("p.txt",), {"p.txt": fifo}))
+        found.append(
+            Case(
+                f"{name}: bytes",
+                cuda.replace("{text}", "{here}/b.txt"),
+                ("b.txt", "UTF-8"),
+                {"b.txt": bytes(range(256)) * 9},
+            )
+        )
+    return found
