@@ -212,6 +212,11 @@ class FinetuneCheckpoint(titan.Checkpoint):
     last_save_model_only: bool = False
     keep_latest_k: int = 2
     interval: int = 100
+    verify: bool = True
+    """Compare every file with its checksums before a checkpoint is used; false looks at sizes alone."""
+    accept_changes: tuple[Literal["position", "optimizer"], ...] = ()
+    """What may differ from the checkpoint that the run resumes from: "position" (anything in [position]), "optimizer" (numbers
+    in [optimizer], [lr_scheduler] and fine-tuning's [garfa]). Otherwise such changes are refused."""
 
 
 @dataclass
