@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +18,10 @@ from model.layers import select_layers
 
 logger = logging.getLogger("farsight")
 
-_FREE = {"optimizer.name", "optimizer.implementation"}
-"""The name has a check of its own; the implementation is a matter of speed."""
+_NUMBERS = re.compile(
+    r"optimizer\.(?!name$|implementation$).*|lr_scheduler\..*|garfa\.(lr|weight_decay|warmup_ratio|min_lr_factor)"
+)
+"""The optimizer's options and its schedule's. Its name has a check of its own, and its implementation is a matter of speed."""
 
 
 def refuse_another_model(saved: ModelConfig, ours: ModelConfig, where: str) -> None:
@@ -76,7 +79,7 @@ def refuse_other_optimizer(checkpoint: Path, config: JobConfig) -> dict[str, Any
     if theirs != ours:
         raise ConfigError(
             f"{checkpoint} was saved with optimizer.name = {theirs!r}, here it is {ours!r}, for which its moments mean "
-            f"something else. Set it back, or start a new run from its weights ({_from_weights(checkpoint)})."
+            f"something else. Set it back, or start {_another_run(checkpoint, config)}."
         )
     return job
 
@@ -87,12 +90,11 @@ def refuse_other_settings(checkpoint: Path, config: JobConfig, saved: ModelConfi
     Args:
         saved: the model's config as the checkpoint has it.
     """
-    job, plain = refuse_other_optimizer(checkpoint, config), _numbers(to_dict(type(config)()))
-    compared = {
-        "position": (_flat(to_dict(saved.position), "position"), _flat(to_dict(config.position), "position")),
-        # What an older version did not save had its default.
-        "optimizer": ({**plain, **_numbers(job)} if job else {}, _numbers(to_dict(config)) if job else {}),
-    }
+    compared = {"position": (_flat(to_dict(saved.position), "position"), _flat(to_dict(config.position), "position"))}
+    if job := refuse_other_optimizer(checkpoint, config):
+        # What an earlier version did not save had its default.
+        theirs = _numbers(to_dict(type(config)())) | _numbers(job)
+        compared["optimizer"] = theirs, _numbers(to_dict(config))
     for kind, (theirs, ours) in compared.items():
         changed = [
             f"{name} = {_shown(theirs, name)} there, {_shown(ours, name)} here"
@@ -108,25 +110,19 @@ def refuse_other_settings(checkpoint: Path, config: JobConfig, saved: ModelConfi
         raise ConfigError(
             f"{checkpoint} was saved under other settings, and {why}:\n  "
             + "\n  ".join(changed)
-            + "\nSet them back; or "
-            f'accept them for this run with checkpoint.accept_changes = ["{kind}"]; or start a new run from its weights '
-            f"({_from_weights(checkpoint)})."
+            + f'\nSet them back; or accept them for this run with checkpoint.accept_changes = ["{kind}"]; or start '
+            f"{_another_run(checkpoint, config)}."
         )
 
 
-def _from_weights(checkpoint: Path) -> str:
-    return f'checkpoint.initial_load_path = "{checkpoint}", in another job.dump_folder'
+def _another_run(checkpoint: Path, config: JobConfig) -> str:
+    if isinstance(config, FinetuneConfig):
+        return "a new run (job.dump_folder)"
+    return f'a new run from its weights (checkpoint.initial_load_path = "{checkpoint}", and another job.dump_folder)'
 
 
 def _numbers(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The optimizer's numbers and its schedule's, flat, by option."""
-    garfa = (
-        {name: job["garfa"][name] for name in ("lr", "weight_decay", "warmup_ratio", "min_lr_factor")}
-        if "garfa" in job
-        else {}
-    )
-    found = {name: job.get(name, {}) for name in ("optimizer", "lr_scheduler")} | {"garfa": garfa}
-    return {name: value for name, value in _flat(found).items() if name not in _FREE}
+    return {name: value for name, value in _flat(job).items() if _NUMBERS.fullmatch(name)}
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
