@@ -91,6 +91,9 @@ def refuse_other_settings(checkpoint: Path, config: JobConfig, saved: ModelConfi
         saved: the model's config as the checkpoint has it.
     """
     compared = {"position": (_flat(to_dict(saved.position), "position"), _flat(to_dict(config.position), "position"))}
+    if isinstance(config, FinetuneConfig):  # in pre-training it is training.seq_len, which the data's order depends on
+        for side, length in zip(compared["position"], (saved.trained_length, config.model_length), strict=True):
+            side["trained_length"] = length
     if job := refuse_other_optimizer(checkpoint, config):
         # What an earlier version did not save had its default.
         theirs = _numbers(to_dict(type(config)())) | _numbers(job)
