@@ -29,7 +29,8 @@ from tqdm import tqdm
 
 from benchmarks.tiny import MODEL, SETTINGS
 from checkpoints.intact import COMPLETE, faults
-from checkpoints.manager import complete_steps
+from checkpoints.steps import complete_steps, step_folders
+from farsight.cli import command, number
 
 ROOT = Path(__file__).parent.parent
 CONFIG = (
@@ -180,8 +181,8 @@ def kill_and_resume(
     """
     folder, outcome = training.folder / name, Outcome()
     checkpoints = folder / "checkpoint"
-    for number, aim in enumerate(aimed_at):
-        log = training.folder / f"{name}.{number}.log"
+    for attempt, aim in enumerate(aimed_at):
+        log = training.folder / f"{name}.{attempt}.log"
         while True:
             newest = max(complete_steps(checkpoints), default=0)
             if newest == training.steps:
@@ -269,9 +270,9 @@ def _check_start(outcome: Outcome, log: Path, newest: int) -> None:
 def _look(training: Training, checkpoints: Path, log: Path, outcome: Outcome) -> Kill:
     """Where a kill fell, by what it left behind."""
     newest = max(complete_steps(checkpoints), default=0)
-    if newest and (found := faults(checkpoints / f"step-{newest}", progress=lambda length: None)):
+    if newest and (found := faults(checkpoints / f"step-{newest}")):
         outcome.wrong.append(f"{log.stem}: step {newest} is complete and damaged: {'; '.join(found)}")
-    begun = max(int(path.name.removeprefix("step-")) for path in [*checkpoints.glob("step-*"), Path("step-0")])
+    begun = max(step_folders(checkpoints), default=0)
     started = _started_at(log)
     reached = max(_last_step(log), started if started is not None else newest)
     if begun > newest:
@@ -299,12 +300,15 @@ def table(kills: Sequence[Kill]) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--runs", type=int, default=30, help="how many runs are killed, once each (default: 30)")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments (default: 0)")
+    parser.add_argument(
+        "--runs", type=number(int, least=1), default=30, help="how many runs are killed, once each (default: 30)"
+    )
+    parser.add_argument("--seed", type=number(int), default=0, help="of the moments (default: 0)")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="2 trains with FSDP (default: 1)")
     parser.add_argument("--async", dest="asynchronous", action="store_true", help="save while training goes on")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the kills there")
@@ -316,10 +320,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as temporary:
         training = Training(Path(temporary), ranks=args.ranks, asynchronous=args.asynchronous)
         whole = train_undisturbed(training)
-        for number, aim in tqdm(
+        for run, aim in tqdm(
             zip(range(args.runs), aims(rng), strict=False), total=args.runs, disable=None, unit="run", leave=False
         ):
-            outcome = kill_and_resume(training, f"run-{number}", whole, [aim], rng)
+            outcome = kill_and_resume(training, f"run-{run}", whole, [aim], rng)
             kills += outcome.kills
             wrong += outcome.wrong
     print(table(kills))

@@ -1,14 +1,15 @@
 """The parameters of a training checkpoint, one at a time, whatever layout wrote it."""
 
-import warnings
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from checkpoints.card import CONFIG
+from checkpoints.dcp import Reader, load
+from checkpoints.intact import refuse_damaged
 from configs.load import ConfigError
 from model.build import ModelConfig, build_model
 
@@ -19,27 +20,37 @@ def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in build_model(config).named_parameters()}
 
 
-def checkpoint_tensors(checkpoint: Path, config: ModelConfig) -> dict[str, Tensor]:
+def checkpoint_tensors(checkpoint: Path, config: ModelConfig, verify: bool = True) -> dict[str, Tensor]:
     """The parameters as the checkpoint holds them, on the meta device.
 
+    Args:
+        verify: compare all files with their checksums first; else look at sizes.
+
     Raises:
-        ConfigError: parameters that it lacks, or of another shape.
+        ConfigError: a checkpoint that is damaged, that lacks parameters, or that has them in another shape.
     """
-    metadata: dict[str, Any] = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    refuse_damaged(checkpoint, verify)
+    _reader.cache_clear()
+    metadata = _reader(checkpoint).read_metadata().state_dict_metadata
     tensors = {}
     for name, shape in parameter_shapes(config).items():
-        if name not in metadata:
+        entry = metadata.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
             raise ConfigError(f"{checkpoint} lacks {name}, which its {CONFIG} asks for.")
-        if metadata[name].size != shape:
-            raise ConfigError(f"{checkpoint}: {name} has shape {tuple(metadata[name].size)}, not {tuple(shape)}.")
-        tensors[name] = torch.empty(shape, dtype=metadata[name].properties.dtype, device="meta")
+        if entry.size != shape:
+            raise ConfigError(f"{checkpoint}: {name} has shape {tuple(entry.size)}, not {tuple(shape)}.")
+        tensors[name] = torch.empty(shape, dtype=entry.properties.dtype, device="meta")
     return tensors
 
 
 def read_tensor(checkpoint: Path, tensors: dict[str, Tensor], name: str) -> Tensor:
     """One of `checkpoint_tensors`, with its values."""
     tensor = torch.empty_like(tensors[name], device="cpu")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant here
-        dcp.load({name: tensor}, checkpoint_id=checkpoint, no_dist=True)
+    load({name: tensor}, _reader(checkpoint), no_dist=True)
     return tensor
+
+
+@lru_cache(maxsize=2)
+def _reader(checkpoint: Path) -> Reader:
+    """Kept from tensor to tensor, so that `.metadata` is read once; two, for what reads two checkpoints by turns."""
+    return Reader(checkpoint)

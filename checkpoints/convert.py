@@ -10,7 +10,6 @@ checkpoint that a run can start from (`--checkpoint.initial_load_path OUT`); a r
 import argparse
 import shutil
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -24,31 +23,39 @@ from tqdm import tqdm
 
 from checkpoints.card import CONFIG, read_history
 from checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
-from checkpoints.intact import faults
+from checkpoints.checksums import MANIFEST
+from checkpoints.dcp import Writer
+from checkpoints.intact import refuse_damaged
 from checkpoints.model_dir import SHARD_BYTES, TensorReader, check_tensors, read_model_config, write_model_dir
-from configs.load import ConfigError
+from checkpoints.steps import OURS
 from data.tokenizer import find_tokenizer_dir, load_tokenizer_dir
+from farsight.cli import command
+from farsight.files import check_new_folder, check_replaceable
 from model.build import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def checkpoint_to_model_dir(
-    checkpoint: Path, out: Path, dtype: torch.dtype | None = None, shard_bytes: int = SHARD_BYTES
+    checkpoint: Path,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    verify: bool = True,
 ) -> None:
     """Writes a model directory from a DCP checkpoint, holding one tensor at a time.
 
     Args:
         checkpoint: a `step-N` folder with `farsight.json`; the tokenizer is its own or that of the run folder above it.
         dtype: of the weights written; None keeps the checkpoint's.
+        verify: compare the checkpoint with its checksums first.
 
     Raises:
         ConfigError: not a complete, undamaged checkpoint of ours.
     """
-    if found := faults(checkpoint):
-        raise ConfigError(f"{checkpoint} is not an intact checkpoint folder (step-N): {'; '.join(found)}.")
+    refuse_damaged(checkpoint, verify)
     config = ModelConfig.load(checkpoint / CONFIG)
-    tensors = checkpoint_tensors(checkpoint, config)
+    tensors = checkpoint_tensors(checkpoint, config, verify=False)
 
     write_model_dir(
         out,
@@ -68,8 +75,7 @@ def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype = tor
     Raises:
         ConfigError: not a model directory, or one of a model that can't be built here.
     """
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} exists and is not empty; name a new folder.")
+    check_new_folder(out)
     config = read_model_config(model_dir)
     files = check_tensors(model_dir, config)
     read = TensorReader(files)
@@ -79,21 +85,26 @@ def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype = tor
         for name, shape in sorted(parameter_shapes(config).items(), key=lambda item: files[item[0]])
     }
     part = out.with_name(out.name + ".part")
+    check_replaceable(part, _is_leftover)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    config.save(part / CONFIG, training=read_history(model_dir))
+    config.save(part / CONFIG, training=read_history(model_dir), checksums=MANIFEST)
     if find_tokenizer_dir(model_dir) == model_dir:
         load_tokenizer_dir(model_dir).save(part / "tokenizer")
     total = sum(tensor.nbytes for tensor in tensors.values())
     with tqdm(total=total, unit="B", unit_scale=True, desc="convert", disable=not sys.stderr.isatty()) as bar:
         planner = _StreamingPlanner(read, tensors, bar.update)
         # A file a tensor: the writer keeps all of a file's tensors until the file is done.
-        writer = dcp.FileSystemWriter(part, single_file_per_rank=False, thread_count=1)
-        dcp.save(tensors, storage_writer=writer, planner=planner, no_dist=True)
+        dcp.save(tensors, storage_writer=Writer(part, single_file_per_rank=False), planner=planner, no_dist=True)
     read.close()
     if out.exists():
         out.rmdir()
     part.rename(out)
+
+
+def _is_leftover(part: Path) -> bool:
+    """Whether a folder was left by a conversion that was interrupted."""
+    return all(OURS.fullmatch(path.name) or path.name == "tokenizer" for path in part.iterdir())
 
 
 class _StreamingPlanner(dcp.DefaultSavePlanner):
@@ -109,6 +120,7 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
         return tensor
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m checkpoints.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -123,17 +135,11 @@ def main(arguments: list[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     dtype = DTYPES.get(options.dtype)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant here
-    try:
-        if options.direction == "to-hf":
-            ours = (options.out / CONFIG).is_file() and (options.out / "config.json").is_file()
-            if options.out.exists() and not ours and any(options.out.iterdir()):
-                raise ConfigError(f"{options.out} exists and is no model directory of ours; name a new folder.")
-            checkpoint_to_model_dir(options.source, options.out, dtype)
-        else:
-            model_dir_to_checkpoint(options.source, options.out, dtype or torch.float32)
-    except (ValueError, OSError) as error:  # ConfigError, the tokenizer's, and a file system's
-        sys.exit(str(error))
+    check_new_folder(options.out)
+    if options.direction == "to-hf":
+        checkpoint_to_model_dir(options.source, options.out, dtype)
+    else:
+        model_dir_to_checkpoint(options.source, options.out, dtype or torch.float32)
     print(options.out)
 
 

@@ -2,40 +2,48 @@
 
 - `farsight.json` and the resolved config lie beside every checkpoint.
 - A first save that was interrupted does not hide the weights the run was to start from.
-- A damaged checkpoint is named and set aside, and the newest intact one is used.
+- Files have checksums. A damaged checkpoint is named and set aside, and the newest intact one is used.
+- Reading a checkpoint runs nothing that it holds, and weights that are not finite are not saved.
+- A run that resumes with other positions or another optimizer says so first.
 - What to start from may be a model directory or a checkpoint, told apart by looking.
 - Only complete checkpoints count in `keep_latest_k`, and a save that failed is reported when it fails.
 """
 
-import dataclasses
 import logging
-import re
 import shutil
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
-from checkpoints.card import CONFIG, adapter_entry, read_history, training_entry
-from checkpoints.intact import COMPLETE, faults, is_complete
+from checkpoints.card import CONFIG, read_history, training_entry
+from checkpoints.checksums import MANIFEST, altered
+from checkpoints.dcp import COMPLETE, Writer, load
+from checkpoints.finite import refuse_non_finite
+from checkpoints.intact import is_complete, look
 from checkpoints.model_dir import check_tensors, read_model_config
 from checkpoints.names import from_hf_name, to_hf_name
-from configs.finetuning import FinetuneConfig
+from checkpoints.resume import (
+    refuse_another_model,
+    refuse_other_layers,
+    refuse_other_optimizer,
+    refuse_other_settings,
+)
+from checkpoints.steps import complete_steps, discard_incomplete, holds_only_ours, set_aside, set_aside_before
 from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
-from model.build import ModelConfig, trained_layers
-from model.layers import select_layers
-from parallel.device import GIB, wait_for_rank_zero
+from model.build import ModelConfig
+from parallel.device import GIB
+from parallel.ranks import on_every_rank, on_rank_zero
 
 logger = logging.getLogger("farsight")
-
-T = TypeVar("T")
 
 
 class SaveError(RuntimeError):
@@ -99,10 +107,10 @@ class RunCheckpoints(CheckpointManager):
         """
         if not self.enable:
             return False
-        newest = on_rank_zero(lambda: self._step_to_resume(step), for_hours=True)
+        newest = self._step_to_resume(step)
         if newest is not None:
             checkpoint = Path(self._create_checkpoint_id(newest))
-            self._check_resumable(checkpoint)
+            on_every_rank(lambda: self._check_resumable(checkpoint))
             # Both are for the start from another run; a run that resumes itself needs all of its state.
             self.exclude_from_loading, self.initial_load_path = [], None
             settings = self._optimizer_settings()
@@ -145,6 +153,41 @@ class RunCheckpoints(CheckpointManager):
         self.dcp_load(states, checkpoint_id=str(checkpoint), from_hf=from_hf, from_quantized=False)
         GarbageCollection.collect("GC collection for checkpoint loading.")
 
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """torchtitan's, with a reader that runs nothing."""
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        load(state_dict, Path(checkpoint_id))
+        self.states[MODEL].load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """torchtitan's, with a writer that keeps checksums."""
+        writer: Any = Writer(checkpoint_id)
+        match async_mode:
+            case AsyncMode.ASYNC:
+                return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+            case AsyncMode.ASYNC_WITH_PINNED_MEM:
+                return dcp.async_save(
+                    state_dict,
+                    storage_writer=writer,
+                    process_group=self.pg,
+                    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                    async_stager=self.stager,
+                )
+        dcp.save(state_dict, storage_writer=writer)
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return None
+
     def _continue_history(self, checkpoint: Path, step: int) -> None:
         """Goes on with the run's own entry, or starts a further one where its settings have changed since."""
         history, tokens = read_history(checkpoint), self._tokens_seen()
@@ -160,107 +203,119 @@ class RunCheckpoints(CheckpointManager):
     def _tokens_seen(self) -> int:
         return self.states["train_state"].state_dict()["tokens_seen"]
 
-    def _refuse_other_layers(self, checkpoint: Path) -> None:
-        """An optimizer's state goes on only where all that trains now was trained before."""
-        entry = (read_history(checkpoint) or [{}])[-1]
-        if isinstance(self.config, FinetuneConfig) and entry.get("adapter") != (now := adapter_entry(self.config)):
-            raise ConfigError(
-                f"{checkpoint} holds other adapters:\n  there: {entry.get('adapter')}\n  here:  {now}\n"
-                "Set them back, or start a new run (job.dump_folder)."
-            )
-        if self.base is not None and entry.get("base") != self.base:
-            raise ConfigError(
-                f"{checkpoint} was trained beside {entry.get('start')}, and base_model.path = {self.config.base_model.path!r} "  # type: ignore[attr-defined]  # fine-tuning's
-                "holds other weights: name the former, or start a new run (job.dump_folder)."
-            )
-        before = entry.get("layers", "all")
-        ours, n_layers = trained_layers(self.config), self.model_config.architecture.n_layers
-        if before != "all" and not (ours is not None and {*ours} <= select_layers(before, n_layers)):
-            raise ConfigError(
-                f"{checkpoint} holds optimizer state of layers {before} alone, and training.layers = "
-                f"{self.config.training.layers!r} asks for others: set it to {before!r}, or start a new run from the "
-                "model directory."
-            )
-
     def _step_to_resume(self, asked: int) -> int | None:
         """The step to go on from, or None where the run has saved nothing; newer ones that are damaged are set aside.
 
-        It has to be the newest: a run does not write over its own later steps. Rank 0 alone calls it.
+        It has to be the newest: a run does not write over its own later steps.
         """
         folder = Path(self.folder)
-        damaged: dict[Path, str] = {}
+        damaged: dict[int, str] = {}
         try:
-            steps = complete_steps(folder)
+            steps = on_rank_zero(lambda: complete_steps(folder))
             for step in reversed(steps):
-                checkpoint = Path(self._create_checkpoint_id(step))
-                if not (found := faults(checkpoint)):
+                if not (found := self._faults(Path(self._create_checkpoint_id(step)))):
                     break
-                damaged[checkpoint] = "; ".join(found)
+                damaged[step] = "; ".join(found)
         except (OSError, MemoryError) as error:
             raise ConfigError(f"{folder} can't be read ({error!r}); nothing was changed.") from error
-        discard_incomplete(folder)
-        if not folder.is_dir():
+        return on_rank_zero(lambda: self._settle(asked, steps, damaged), for_hours=True)
+
+    def _faults(self, checkpoint: Path) -> list[str]:
+        """What is wrong with a checkpoint, the same on all ranks; each of them reads its share of the files."""
+        verify = self.config.checkpoint.verify
+        found, manifest = on_rank_zero(lambda: look(checkpoint, verify))
+        if found or manifest is None or not verify:
+            return found
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        by_rank = on_every_rank(lambda: altered(checkpoint, manifest, rank, ranks), for_hours=True)
+        return [line for lines in by_rank for line in lines]
+
+    def _settle(self, asked: int, steps: list[int], damaged: dict[int, str]) -> int | None:
+        """Rank 0's part: removes interrupted saves, sets damaged checkpoints aside and names the newest intact one.
+
+        Args:
+            asked: `checkpoint.load_step`; -1 is the newest.
+            steps: those with a complete checkpoint, in order.
+            damaged: the newest of them, with what is wrong.
+        """
+        folder = Path(self.folder)
+        try:
+            discard_incomplete(folder)
+            renamed = set_aside_before(folder)
+        except OSError as error:
+            raise ConfigError(f"what an interrupted save left in {folder} can't be removed ({error}).") from error
+        if not steps and not renamed:
             if asked != -1:
                 raise ConfigError(f"checkpoint.load_step = {asked}: {folder} holds no checkpoint.")
             return None
         if steps and asked not in (-1, *steps):
-            raise ConfigError(
-                f"checkpoint.load_step = {asked}: {self.folder} holds steps {', '.join(map(str, steps))}."
-            )
+            raise ConfigError(f"checkpoint.load_step = {asked}: {folder} holds steps {', '.join(map(str, steps))}.")
         if steps and asked not in (-1, steps[-1]):
             raise ConfigError(
-                f"checkpoint.load_step = {asked}, but {self.folder} goes on to step {steps[-1]}. "
+                f"checkpoint.load_step = {asked}, but {folder} goes on to step {steps[-1]}. "
                 "To go back, name the earlier step in checkpoint.initial_load_path of a run in another job.dump_folder, "
                 "or remove the later steps."
             )
         if len(damaged) == len(steps) or (damaged and asked != -1):
-            wrong = [f"{checkpoint}: {found}" for checkpoint, found in damaged.items()]
+            wrong = [f"{self._create_checkpoint_id(step)}: {found}" for step, found in damaged.items()]
             raise ConfigError(
                 f"{folder} holds no intact checkpoint{f' of step {asked}' * (asked != -1)}, and the run does not start "
                 "again from its first weights by itself:\n  "
-                + "\n  ".join(wrong or sorted(path.name for path in folder.iterdir()))
-                + "\nRestore the files, or set another job.dump_folder to begin anew."
+                + "\n  ".join(wrong or renamed)
+                + "\nRestore the files, or set another job.dump_folder to start from the beginning."
             )
-        for checkpoint, wrong_files in damaged.items():
-            kept = set_aside(checkpoint)
-            logger.warning(f"{checkpoint} is damaged: {wrong_files}. It is kept as {kept.name}; step {step} is used.")
-        return step
+        intact = steps[-1 - len(damaged)]
+        for step, wrong_files in damaged.items():
+            checkpoint = Path(self._create_checkpoint_id(step))
+            try:
+                kept = set_aside(checkpoint)
+            except OSError as error:
+                raise ConfigError(
+                    f"{checkpoint} is damaged: {wrong_files}. It can't be renamed ({error}): move it elsewhere."
+                ) from error
+            logger.warning(f"{checkpoint} is damaged: {wrong_files}. It is kept as {kept.name}; step {intact} is used.")
+        return intact
 
     def _check_resumable(self, checkpoint: Path) -> None:
-        """Raises unless model, trained layers and data order are those that the checkpoint was saved with."""
-        self._refuse_another_model(ModelConfig.load(checkpoint / CONFIG), str(checkpoint))
-        self._refuse_other_layers(checkpoint)
+        """Raises unless the run may go on from a checkpoint with its model, trained layers, settings and data order."""
+        saved = ModelConfig.load(checkpoint / CONFIG)
+        refuse_another_model(saved, self.model_config, str(checkpoint))
+        refuse_other_layers(checkpoint, self.config, self.base)
+        refuse_other_settings(checkpoint, self.config, saved)
         self.states["dataloader"].check_checkpoint(checkpoint)
 
-    def _refuse_another_model(self, saved: ModelConfig, where: str) -> None:
-        """What weights depend on may not change: their shapes, and which head has which scope."""
-        theirs, ours = saved.architecture, self.model_config.architecture
-        if dataclasses.replace(theirs, depth_init=ours.depth_init) != ours:
-            raise ConfigError(f"{where} holds another architecture:\n  there: {theirs}\n  here:  {ours}")
-        layouts = [getattr(c.position.heads, "layout", None) for c in (saved, self.model_config)]
-        if None not in layouts and layouts[0] != layouts[1]:
-            raise ConfigError(
-                f"{where} was trained with position.heads.layout = {layouts[0]!r}, here it is {layouts[1]!r}: "
-                "the heads would change places. Set it back."
-            )
-
     def _prepare_initial_load(self, start: Path) -> None:
+        self.initial_load_in_hf = not on_rank_zero(lambda: self._is_checkpoint(start))
+        if not self.initial_load_in_hf:
+            try:
+                found = self._faults(start)
+            except (OSError, MemoryError) as error:
+                raise ConfigError(f"checkpoint.initial_load_path = {start} can't be read ({error!r}).") from error
+            if found:
+                raise ConfigError(f"checkpoint.initial_load_path = {start} is damaged: {'; '.join(found)}.")
+        on_every_rank(lambda: self._check_start(start))
+
+    def _is_checkpoint(self, start: Path) -> bool:
+        """Whether the start is a checkpoint, intact or not, and not a model directory."""
         if not start.is_dir():
             raise ConfigError(f"checkpoint.initial_load_path = {start} does not exist.")
-        self.initial_load_in_hf = not (start / COMPLETE).is_file() and not any(start.glob("*.distcp"))
-        if self.initial_load_in_hf and not self.initial_load_model_only:
+        if (start / COMPLETE).is_file() or any(start.glob("*.distcp")):
+            return True
+        if not self.initial_load_model_only:
             raise ConfigError(
                 f"checkpoint.initial_load_path = {start} is no checkpoint: a model directory holds weights alone. "
                 "Set checkpoint.initial_load_model_only = true."
             )
-        if not self.initial_load_in_hf:
-            on_rank_zero(lambda: _refuse_damaged(start))
+        return False
+
+    def _check_start(self, start: Path) -> None:
         source = read_model_config(start)
-        self._refuse_another_model(source, f"checkpoint.initial_load_path = {start}")
+        refuse_another_model(source, self.model_config, f"checkpoint.initial_load_path = {start}")
         if self.initial_load_in_hf:
             check_tensors(start, source)
         elif not self.initial_load_model_only:
-            self._refuse_other_layers(start)
+            refuse_other_layers(start, self.config, self.base)
+            refuse_other_optimizer(start, self.config)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Saves when the step is due, or always with `last_step`; the config goes first, so that a complete
@@ -274,6 +329,7 @@ class RunCheckpoints(CheckpointManager):
         """
         if not self._should_save(curr_step, last_step):
             return
+        refuse_non_finite(self.states[MODEL].state_dict(), f"step {curr_step}")
         mode = self.async_mode
         if not self._finish_saving():
             self.async_mode = AsyncMode.DISABLED
@@ -295,7 +351,9 @@ class RunCheckpoints(CheckpointManager):
     def _write_config(self, step: int) -> None:
         folder = Path(self._create_checkpoint_id(step))
         folder.mkdir(parents=True, exist_ok=True)
-        self.model_config.save(folder / CONFIG, job=to_toml(self.config), training=self.training_so_far(step))
+        self.model_config.save(
+            folder / CONFIG, job=to_toml(self.config), training=self.training_so_far(step), checksums=MANIFEST
+        )
 
     def training_so_far(self, step: int) -> list[dict[str, Any]]:
         """The runs that trained the weights, this one's entry last."""
@@ -333,8 +391,9 @@ class RunCheckpoints(CheckpointManager):
 
     def _discard_failed(self, step: int) -> None:
         """A disk that is full has room again for the next."""
-        if dist.get_rank() == 0:
-            shutil.rmtree(self._create_checkpoint_id(step), ignore_errors=True)
+        checkpoint = Path(self._create_checkpoint_id(step))
+        if dist.get_rank() == 0 and checkpoint.is_dir() and not is_complete(checkpoint) and holds_only_ours(checkpoint):
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
     def _purge_stale_checkpoints(self) -> None:
         """Deletes all but the newest `keep_latest_k` complete checkpoints; one that is being saved does not count.
@@ -353,6 +412,8 @@ class RunCheckpoints(CheckpointManager):
         for step in stale:
             checkpoint = Path(self._create_checkpoint_id(step))
             try:
+                if not holds_only_ours(checkpoint):
+                    continue
                 (checkpoint / COMPLETE).unlink(missing_ok=True)
             except OSError as error:
                 logger.warning(f"{checkpoint} can't be deleted ({error}); it is kept.")
@@ -369,63 +430,3 @@ class RunCheckpoints(CheckpointManager):
         if getattr(self, "save_future", None) is not None:
             self._finish_saving()
         super().close()
-
-
-def on_rank_zero(work: Callable[[], T], for_hours: bool = False) -> T:
-    """Does work on rank 0 alone; what it returns or raises is returned or raised on every rank.
-
-    Args:
-        for_hours: the work may take longer than a collective waits.
-    """
-    outcome: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = work()
-        except Exception as error:
-            outcome[1] = error
-    if for_hours:
-        wait_for_rank_zero()
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
-
-
-def _refuse_damaged(start: Path) -> None:
-    try:
-        found = faults(start)
-    except (OSError, MemoryError) as error:
-        raise ConfigError(f"checkpoint.initial_load_path = {start} can't be read ({error!r}).") from error
-    if found:
-        raise ConfigError(f"checkpoint.initial_load_path = {start} is damaged: {'; '.join(found)}.")
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """The steps with a complete checkpoint, in order.
-
-    Raises:
-        OSError: that can't be told now.
-    """
-    names = ((path, re.fullmatch(r"step-(\d+)", path.name)) for path in folder.glob("step-*"))
-    return sorted(int(match[1]) for path, match in names if match and is_complete(path))
-
-
-def discard_incomplete(folder: Path) -> None:
-    """Removes step folders whose save was interrupted, and the folder itself if none is left."""
-    if not folder.is_dir():
-        return
-    for step in folder.glob("step-*"):
-        if not is_complete(step):
-            shutil.rmtree(step)
-    if not any(folder.iterdir()):
-        folder.rmdir()
-
-
-def set_aside(checkpoint: Path) -> Path:
-    """Renames step-N to damaged-N, or to damaged-N.2 and so on, a name that torchtitan takes for no checkpoint."""
-    number, kept = 1, checkpoint.with_name(checkpoint.name.replace("step", "damaged"))
-    while kept.exists():
-        number += 1
-        kept = kept.with_name(f"{kept.name.split('.')[0]}.{number}")
-    return checkpoint.rename(kept)

@@ -98,6 +98,11 @@ class Checkpoint(titan.Checkpoint):
     """The last checkpoint keeps the optimizer too, so that a finished run can be continued."""
     keep_latest_k: Count = 2
     interval: Size = 500
+    verify: bool = True
+    """Compare every file with its checksums before a checkpoint is used; false looks at sizes alone."""
+    accept_changes: tuple[Literal["position", "optimizer"], ...] = ()
+    """What may differ from the checkpoint that the run resumes from: "position" (anything in [position]), "optimizer" (numbers
+    in [optimizer], [lr_scheduler] and fine-tuning's [garfa]). Otherwise such changes are refused."""
 
 
 @dataclass

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torchtitan.components.dataloader import BaseDataLoader
 
+from checkpoints.dcp import load
 from configs import schema
 from data.documents import DataError, DocumentSource, Split
 from data.mixture import MixedSource, Mixture
@@ -351,7 +351,7 @@ def source_settings(source: Any) -> dict[str, Any]:
 def saved_order(directory: str | Path) -> dict[str, Any]:
     """The order of data under which a checkpoint (a DCP directory) was written."""
     saved = {"dataloader": {ORDER_KEY: ""}}
-    dcp.load(saved, checkpoint_id=str(directory), no_dist=True)
+    load(saved, Path(directory), no_dist=True)
     return json.loads(saved["dataloader"][ORDER_KEY])
 
 

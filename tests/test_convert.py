@@ -15,6 +15,7 @@ from checkpoints.model_dir import load_model, read_model_config
 from configs.load import ConfigError, build_config, to_dict, to_toml
 from data.tokenizer import BytesTokenizer, find_tokenizer_dir, load_tokenizer_dir
 from tests.running import train
+from tests.test_untrusted_checkpoints import sign
 
 ROPES = {
     "default": {},
@@ -176,9 +177,11 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
     path = tmp_path / "c" / "farsight.json"
     text = path.read_text()
     path.write_text(text.replace('"ffn_dim": 48', '"ffn_dim": 40'))
+    sign(tmp_path / "c")
     with pytest.raises(ConfigError, match=r"feed_forward.w1.weight has shape \(48, 32\), not \(40, 32\)"):
         convert.checkpoint_to_model_dir(tmp_path / "c", tmp_path / "out")
     path.write_text(text.replace('"n_layers": 2', '"n_layers": 3'))
+    sign(tmp_path / "c")
     with pytest.raises(ConfigError, match=r"lacks layers\.2\."):
         convert.checkpoint_to_model_dir(tmp_path / "c", tmp_path / "out")
 
@@ -200,8 +203,40 @@ def test_to_hf_does_not_write_over_a_checkpoint(tmp_path):
     write_with_transformers(source, "default", tied=False)
     convert.main(["from-hf", str(source), str(checkpoint)])
     before = sorted(p.name for p in checkpoint.iterdir())
-    with pytest.raises(SystemExit, match="is no model directory of ours"):
+    with pytest.raises(SystemExit, match="exists and is not empty"):
         convert.main(["to-hf", str(checkpoint), str(checkpoint)])
     assert sorted(p.name for p in checkpoint.iterdir()) == before
-    convert.main(["to-hf", str(checkpoint), str(tmp_path / "out")])
-    convert.main(["to-hf", str(checkpoint), str(tmp_path / "out")])  # but over what it wrote itself
+
+
+def test_nothing_that_is_there_is_replaced(tmp_path):
+    """Not another run's model/, and not what lies under the name that a conversion works under."""
+    source, checkpoint, out = (tmp_path / name for name in ("theirs", "checkpoint", "out"))
+    write_with_transformers(source, "default", tied=False)
+    convert.main(["from-hf", str(source), str(checkpoint)])
+    convert.main(["to-hf", str(checkpoint), str(out)])
+    before = (out / "model.safetensors").stat().st_mtime_ns
+    for arguments in (["to-hf", str(checkpoint), str(out)], ["from-hf", str(source), str(out)]):
+        with pytest.raises(SystemExit, match=f"{out} exists and is not empty") as stop:
+            convert.main(arguments)
+        assert stop.value.code == 2
+    assert (out / "model.safetensors").stat().st_mtime_ns == before
+    part = tmp_path / "more.part"
+    part.mkdir()
+    (part / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit, match=r"more\.part holds files that Farsight did not write"):
+        convert.main(["from-hf", str(source), str(tmp_path / "more")])
+    assert (part / "notes.txt").read_text() == "mine"
+    (part / "notes.txt").rename(part / "__0_0.distcp")  # as an interrupted conversion would leave
+    convert.main(["from-hf", str(source), str(tmp_path / "more")])
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("direction", ["to-hf", "from-hf"])
+def test_what_cannot_be_read_is_a_sentence(tmp_path, direction):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name in ("missing", "file", "empty"):
+        with pytest.raises(SystemExit, match=name) as stop:
+            convert.main([direction, str(tmp_path / name), str(tmp_path / "out")])
+        assert stop.value.code == 2
+    assert not (tmp_path / "out").exists()

@@ -209,7 +209,7 @@ def test_an_adapter_of_steps_that_run_again_is_not_kept(config, tmp_path):
     for step in (4, 6):
         shutil.rmtree(folder / "checkpoint" / f"step-{step}")
     # Steps 3 and 4 now change nothing, and are no better than step 2, whose adapter is gone.
-    still = ["--training.steps=4", "--optimizer.lr=1e-12", "--garfa.lr=1e-12"]
+    still = ["--training.steps=4", "--optimizer.lr=1e-12", "--garfa.lr=1e-12", "--checkpoint.accept_changes=optimizer"]
     done = finetune(config, folder, "--validation.freq=1", *still)
     marker = json.loads((folder / "adapter" / "farsight_adapter.json").read_text())
     kept = sum(entry["steps"] for entry in marker["training"])
@@ -221,6 +221,7 @@ def test_settings_changed_at_a_resume_are_used_and_recorded(config, tmp_path):
     folder = tmp_path / "run"
     finetune(config, folder, "--training.steps=2", "--lr_scheduler.min_lr_factor=1", "--lr_scheduler.warmup_steps=1")
     more = ["--lr_scheduler.min_lr_factor=1", "--lr_scheduler.warmup_steps=1", "--optimizer.lr=1e-3"]
+    more += ["--checkpoint.accept_changes=optimizer"]
     finetune(config, folder, "--training.steps=4", "--garfa.warmup_ratio=0.5", *more)
     assert [row["lr"] for row in metrics(folder)] == pytest.approx([1e-2, 1e-2, 1e-3, 1e-3])
     marker = json.loads((folder / "adapter" / "farsight_adapter.json").read_text())

@@ -1,0 +1,169 @@
+"""Checksums of a checkpoint's files: what was damaged since the save is noticed and named, and not trained on.
+
+`checksums.json` lists each file's size and the XXH3 (128 bits) of each of its blocks, so that threads and ranks share the
+reading, and has a checksum of its own text. It guards against accidents, not against people who can write the files.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import xxhash
+from tqdm import tqdm
+
+from configs.load import ConfigError
+from farsight.files import inside
+
+logger = logging.getLogger("farsight")
+
+MANIFEST = "checksums.json"
+ALGORITHM = "xxh3_128"
+BLOCK_BYTES = 64 * 2**20
+"""Of a checksum: what one thread reads at a time, and what a report of damage names."""
+READ_BYTES = 2**20
+"""Of a read: small enough to be hashed in the processor's cache."""
+SLOW_SECONDS = 3
+"""Reading that takes longer shows a bar, and ends with a log line."""
+
+
+@dataclass
+class FileSums:
+    """A file's size in bytes, and the checksums of its blocks in hexadecimal."""
+
+    bytes: int = 0
+    blocks: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Manifest:
+    """The files of a checkpoint, by their paths relative to it."""
+
+    files: dict[str, FileSums]
+    block_bytes: int = BLOCK_BYTES
+
+    def text(self) -> str:
+        body = {"algorithm": ALGORITHM, **asdict(self)}
+        checksum = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+        return json.dumps({"checksum": checksum, **body}, sort_keys=True, indent=1) + "\n"
+
+    def blocks(self) -> list[tuple[str, int]]:
+        """File and number of every block."""
+        return [(name, n) for name, sums in sorted(self.files.items()) for n in range(len(sums.blocks))]
+
+    def range(self, name: str, number: int) -> tuple[int, int]:
+        """The first byte of a block, and the one after its last."""
+        start = number * self.block_bytes
+        return start, min(start + self.block_bytes, self.files[name].bytes)
+
+
+class SummedFile:
+    """A file that is written from front to back, and the checksums of what was written."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.sums = file, FileSums()
+        self._block = xxhash.xxh3_128()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        while view:
+            now = view[: BLOCK_BYTES - self.sums.bytes % BLOCK_BYTES]
+            self._block.update(now)
+            self.sums.bytes += len(now)
+            if self.sums.bytes % BLOCK_BYTES == 0:
+                self.sums.blocks.append(self._block.hexdigest())
+                self._block.reset()
+            view = view[len(now) :]
+        return self.file.write(data)
+
+    def close(self) -> None:
+        if not self.file.closed and self.sums.bytes % BLOCK_BYTES:
+            self.sums.blocks.append(self._block.hexdigest())
+        self.file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def sums_of(path: Path) -> FileSums:
+    """The checksums of a file as it is."""
+    size = path.stat().st_size
+    manifest = Manifest({path.name: FileSums(size, [""] * -(-size // BLOCK_BYTES))}, BLOCK_BYTES)
+    return FileSums(size, [_sum(path, *manifest.range(*block)) for block in manifest.blocks()])
+
+
+def _sum(path: Path, start: int, end: int) -> str:
+    """The checksum of bytes [start, end); of fewer where the file ends before."""
+    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BYTES, end - start)))
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while start < end and (read := file.readinto(buffer[: end - start])):  # type: ignore[attr-defined]  # unbuffered
+            found.update(buffer[:read])
+            start += read
+    return found.hexdigest()
+
+
+def write_manifest(folder: Path, files: dict[str, FileSums]) -> None:
+    """Writes `checksums.json`, onto the disk itself."""
+    with (folder / MANIFEST).open("w", encoding="utf-8") as file:
+        file.write(Manifest(files, BLOCK_BYTES).text())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads `checksums.json`.
+
+    Raises:
+        ConfigError: it is not as it was written.
+        OSError: it is missing, or can't be read now.
+    """
+    with (folder / MANIFEST).open("rb") as file:
+        data = file.read()
+    try:
+        values = json.loads(data)
+        manifest = Manifest({n: FileSums(**sums) for n, sums in values["files"].items()}, values["block_bytes"])
+        if manifest.text().encode() != data:
+            raise ValueError("its own checksum differs")
+        for name, sums in manifest.files.items():
+            inside(folder, name, MANIFEST)
+            if type(sums.bytes) is not int or len(sums.blocks) != -(-sums.bytes // manifest.block_bytes):
+                raise ValueError(f"it has {len(sums.blocks)} checksums of {name}")
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, RecursionError) as error:
+        raise ConfigError(f"{MANIFEST} was altered: {error or type(error).__name__}") from error
+    return manifest
+
+
+def altered(
+    folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1, only: Callable[[str], bool] = lambda name: True
+) -> list[str]:
+    """The blocks that differ from their checksums, a line each, of a rank's share of all blocks.
+
+    Args:
+        only: which files to read.
+
+    Raises:
+        OSError, MemoryError: a file can't be read now.
+    """
+    blocks = [block for block in manifest.blocks() if only(block[0])][rank::ranks]
+    ranges = [manifest.range(*block) for block in blocks]
+    total, begin, found = sum(end - start for start, end in ranges), time.perf_counter(), []
+    bar = tqdm(
+        total=total, unit="B", unit_scale=True, desc=f"verify {folder.name}", delay=SLOW_SECONDS, leave=False,
+        disable=None if rank == 0 else True,
+    )  # fmt: skip
+    with bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+        sums = pool.map(lambda block, span: _sum(folder / block[0], *span), blocks, ranges)
+        for (name, number), (start, end), now in zip(blocks, ranges, sums, strict=True):
+            if now != manifest.files[name].blocks[number]:
+                found.append(f"{name} was altered between bytes {start:,} and {end:,}")
+            bar.update(end - start)
+    if rank == 0 and (seconds := time.perf_counter() - begin) > SLOW_SECONDS:
+        of_all = total * ranks / 1e9
+        logger.info(f"{folder}: {of_all:.1f} GB verified in {seconds:.0f} s ({of_all / seconds:.1f} GB/s)")
+    return found

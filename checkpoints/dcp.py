@@ -1,0 +1,304 @@
+"""Reading and writing torch's distributed checkpoints (DCP) without running what they hold.
+
+DCP keeps its `.metadata` as a pickle and loads single objects with all that pickles can do, so that a checkpoint from
+elsewhere could run any code. Every checkpoint of ours is opened with `load` or `read_metadata`, which build plain values
+and DCP's own classes alone, and written with `Writer`, which keeps checksums. `.metadata` is the last file of a save.
+"""
+
+import gc
+import os
+import pickle
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import (
+    CURRENT_DCP_VERSION,
+    FileSystem,
+    _FileSystemWriter,
+    _StorageInfo,
+)
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from checkpoints.card import CONFIG
+from checkpoints.checksums import MANIFEST, FileSums, SummedFile, sums_of, write_manifest
+from configs.load import ConfigError
+from farsight.errors import UserError
+from farsight.files import inside
+
+COMPLETE = ".metadata"
+"""The last file of a save: a step folder without it was interrupted."""
+
+# ── .metadata ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Record:
+    """An object of a pickle: its state, and none of its class's code. `__setstate__` keeps a pickle from setting attributes,
+    of classes too."""
+
+    state: Any
+
+    def __new__(cls, *arguments: Any) -> "_Record":
+        record = super().__new__(cls)
+        record.state = {}
+        return record
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _records(module: str, *names: str) -> dict[tuple[str, str], type]:
+    return {(module, name): type(name, (_Record,), {}) for name in names}
+
+
+_KNOWN = {
+    **_records(
+        "torch.distributed.checkpoint.metadata", "Metadata", "MetadataIndex", "TensorStorageMetadata",
+        "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    ),
+    **_records("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    **_records("torch.serialization", "_get_layout"),
+    # The folder that a checkpoint was saved in.
+    **_records("pathlib", "PosixPath", "WindowsPath"), **_records("pathlib._local", "PosixPath", "WindowsPath"),
+}  # fmt: skip
+"""What `.metadata` names, beside `torch.Size` and dtypes."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        value = vars(torch).get(name) if module == "torch" else None
+        if value is torch.Size or isinstance(value, torch.dtype):
+            return value
+        if (module, name) not in _KNOWN:
+            raise pickle.UnpicklingError(
+                f"it asks for {module}.{name}, which no checkpoint needs and which could run any code"
+            )
+        return _KNOWN[module, name]
+
+
+def read_metadata(checkpoint: Path) -> Metadata:
+    """Reads `.metadata`: the name, shape and dtype of everything in a checkpoint, and where its parts lie.
+
+    Raises:
+        ConfigError: it can't be read, or asks for something that a checkpoint does not need; nothing of it was run.
+        OSError: there is none, or it can't be opened now.
+    """
+    path = checkpoint / COMPLETE
+    with path.open("rb") as file:
+        data = file.read()
+    collects = gc.isenabled()
+    gc.disable()  # of half a million parts it would look at each again and again
+    try:
+        return _rebuilt(_Unpickler(BytesIO(data)).load(), checkpoint)
+    except MemoryError:
+        raise
+    except Exception as error:  # a pickle that was cut short or altered may raise anything
+        raise ConfigError(f"{path} is no list of a checkpoint's contents: {error or type(error).__name__}.") from error
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _rebuilt(record: Any, checkpoint: Path) -> Metadata:
+    """DCP's own objects, made of checked values."""
+    whole = _state(record, "Metadata")
+    contents: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for name, entry in whole["state_dict_metadata"].items():
+        if type(entry).__name__ == "BytesStorageMetadata":
+            contents[name] = BytesStorageMetadata()
+            continue
+        fields = _state(entry, "TensorStorageMetadata")
+        size, dtype = fields["size"], _state(fields["properties"], "TensorProperties")[0]
+        chunks = [_chunk(_state(chunk, "ChunkStorageMetadata"), size) for chunk in fields["chunks"]]
+        _check(isinstance(name, str) and isinstance(dtype, torch.dtype), name)
+        contents[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    files: set[str] = set()
+    for key, entry in whole["storage_data"].items():
+        index, place = _state(key, "MetadataIndex"), _state(entry, "_StorageInfo")
+        path, offset, length = place["relative_path"], place["offset"], place["length"]
+        _check(type(offset) is int and type(length) is int and offset >= 0 and length >= 0, index.get("fqn"))
+        _check(index["fqn"] in contents and not place.get("transform_descriptors"), index.get("fqn"))
+        if path not in files:
+            inside(checkpoint, path, COMPLETE)
+            files.add(path)
+        places[MetadataIndex(index["fqn"], index.get("offset"), index.get("index"))] = _StorageInfo(
+            path, offset, length
+        )
+    return Metadata(contents, storage_data=places, storage_meta=StorageMeta())
+
+
+def _state(record: Any, name: str) -> Any:
+    if not isinstance(record, _Record) or type(record).__name__ != name:
+        raise ValueError(f"{record!r} stands where a {name} is expected")
+    return record.state
+
+
+def _chunk(fields: Any, size: torch.Size) -> ChunkStorageMetadata:
+    offsets, sizes = fields["offsets"], fields["sizes"]
+    whole = isinstance(size, torch.Size) and isinstance(offsets, torch.Size) and isinstance(sizes, torch.Size)
+    _check(
+        whole and all(o >= 0 and n >= 0 and o + n <= most for o, n, most in zip(offsets, sizes, size, strict=True)),
+        f"a part of size {sizes} at {offsets} of {size}",
+    )
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _check(sane: bool, what: Any) -> None:
+    if not sane:
+        raise ValueError(f"what it says of {what} can't be")
+
+
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads a checkpoint folder; may be used for several loads, and reads `.metadata` once."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        super().__init__(checkpoint)
+        self.folder, self.place = checkpoint, ""
+        self.metadata: Metadata | None = None
+        self.error: Exception | None = None
+
+    def read_metadata(self) -> Metadata:  # type: ignore[override]  # without `rank`, DCP looks for no other file
+        # DCP would log what is raised here with its traceback, and raise something else.
+        try:
+            self.metadata = self.metadata or read_metadata(self.folder)
+        except (UserError, OSError) as error:
+            self.error = error
+        return self.metadata or Metadata({}, storage_data={})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if self.error is not None:
+            raise self.error
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        except (OSError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of torch.load, whose file may hold anything
+            wanted = re.search(r"GLOBAL (\S+)", str(error))
+            what = f"asks for {wanted[1]}, which could run any code" if wanted else f"can't be read ({error})"
+            raise ConfigError(f"{self.folder}: {self.place} {what}. Nothing of it was run.") from error
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
+        self.place = f"{sinfo.relative_path}, bytes {sinfo.offset:,} to {sinfo.offset + sinfo.length:,},"
+        return super()._slice_file(file, sinfo)
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """DCP's, which would have `torch.load` run whatever a single object's pickle asks for."""
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        path = self.mappings[read_item.dest_index.fqn]
+        set_element(self.original_state_dict, path, torch.load(value, weights_only=True))
+
+
+def load(state: dict[str, Any], checkpoint: Path | Reader, no_dist: bool = False) -> None:
+    """`torch.distributed.checkpoint.load`: fills `state` in place, and runs nothing that the checkpoint holds.
+
+    Args:
+        no_dist: this process alone reads.
+
+    Raises:
+        ConfigError: on all ranks, naming the file and what is wrong with it.
+        OSError: a file can't be read.
+    """
+    reader = checkpoint if isinstance(checkpoint, Reader) else Reader(checkpoint)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as was asked for
+        try:
+            dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=no_dist)
+        except CheckpointException as error:
+            causes = [cause for _, (cause, _) in sorted(error.failures.items())]
+            ours = [cause for cause in causes if isinstance(cause, (UserError, OSError, MemoryError))]
+            if ours:
+                raise ours[0] from error
+            if all(isinstance(cause, (RuntimeError, ValueError, KeyError)) for cause in causes):
+                raise ConfigError(f"{reader.folder} does not hold what is to be loaded: {causes[0]}") from error
+            raise
+
+
+# ── Writing ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _SummingFileSystem(FileSystem):
+    """Keeps the checksums of the files that it writes."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, FileSums] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:  # type: ignore[override]  # no IOBase
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            file = SummedFile(stream)  # type: ignore[arg-type]  # DCP's IOBase is a file opened for bytes
+            yield file
+            file.close()
+        self.sums[Path(path).name] = file.sums
+
+
+class Writer(_FileSystemWriter):
+    """Writes a checkpoint folder and `checksums.json` in it, which covers `farsight.json` and `tokenizer/` too.
+
+    Args:
+        single_file_per_rank: false gives each tensor a file of its own.
+    """
+
+    fs: _SummingFileSystem
+
+    def __init__(self, checkpoint: str | Path, single_file_per_rank: bool = True) -> None:
+        super().__init__(checkpoint, single_file_per_rank=single_file_per_rank)
+        self.fs, self.folder = _SummingFileSystem(), Path(checkpoint)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        written = super().write_data(plan, planner).value()
+        # What is written travels to rank 0, and so do its checksums.
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([*written, WriteResult(MetadataIndex(MANIFEST), 0, self.fs.sums)])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Rank 0 writes `checksums.json`, and `.metadata` when all else is on the disk."""
+        sums = {name: file for *_, last in results for name, file in last.storage_data.items()}
+        metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
+        metadata.storage_data = {result.index: result.storage_data for *written, _ in results for result in written}
+        for path in (self.folder / CONFIG, *sorted((self.folder / "tokenizer").rglob("*"))):
+            if path.is_file():
+                sums[path.relative_to(self.folder).as_posix()] = sums_of(path)
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        part = self.folder / f"{COMPLETE}.tmp"
+        with self.fs.create_stream(part, "wb") as stream:
+            pickle.dump(metadata, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        write_manifest(self.folder, {**sums, COMPLETE: self.fs.sums[part.name]})
+        part.rename(self.folder / COMPLETE)

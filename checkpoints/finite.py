@@ -1,0 +1,47 @@
+"""Weights that are not finite are not saved: every later checkpoint would be worthless, and the good ones deleted."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from checkpoints.parts import PartOfTensor
+from farsight.errors import NonFiniteError
+from parallel.device import default_device
+
+
+def refuse_non_finite(weights: dict[str, Any], what: str) -> None:
+    """Raises `NonFiniteError` on all ranks where a weight of any rank's part is infinite or NaN.
+
+    Args:
+        weights: what this rank saves, by name: tensors, `DTensor`s or `PartOfTensor`s.
+        what: is not saved, for the message.
+    """
+    bad = [name for name, tensor in weights.items() if not _finite(tensor)]
+    if dist.get_world_size() > 1:
+        flag = torch.tensor(float(bool(bad)), device=default_device())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        if flag:
+            of_ranks: list[list[str]] = [[]] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, bad)
+            bad = sorted({name for names in of_ranks for name in names})
+    if bad:
+        names = ", ".join(bad[:5]) + f" and {len(bad) - 5} more" * (len(bad) > 5)
+        raise NonFiniteError(
+            f"{what} is not saved: weights are infinite or NaN ({names}). Older checkpoints are kept. Lower optimizer.lr, "
+            "lengthen lr_scheduler.warmup_steps, or raise optimizer.eps."
+        )
+
+
+@torch.no_grad()
+def _finite(tensor: Any) -> bool:
+    if isinstance(tensor, PartOfTensor):
+        return all(map(_finite, tensor.chunks.values()))
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not local.is_floating_point() or not local.numel():
+        return True
+    # The largest magnitude is NaN where any element is.
+    return math.isfinite(float(torch.linalg.vector_norm(local.detach(), math.inf)))

@@ -1,0 +1,142 @@
+"""What a run may change when it goes on from a checkpoint, and what it may not."""
+
+import dataclasses
+import json
+import logging
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from checkpoints.card import CONFIG, adapter_entry, read_history
+from configs.finetuning import FinetuneConfig
+from configs.load import ConfigError, to_dict
+from configs.schema import JobConfig
+from model.build import ModelConfig, trained_layers
+from model.layers import select_layers
+
+logger = logging.getLogger("farsight")
+
+_NUMBERS = re.compile(
+    r"optimizer\.(?!name$|implementation$).*|lr_scheduler\..*|garfa\.(lr|weight_decay|warmup_ratio|min_lr_factor)"
+)
+"""The optimizer's options and its schedule's. Its name has a check of its own, and its implementation is a matter of speed."""
+
+
+def refuse_another_model(saved: ModelConfig, ours: ModelConfig, where: str) -> None:
+    """What weights depend on may not change: their shapes, and which head has which scope."""
+    if dataclasses.replace(saved.architecture, depth_init=ours.architecture.depth_init) != ours.architecture:
+        raise ConfigError(
+            f"{where} holds another architecture:\n  there: {saved.architecture}\n  here:  {ours.architecture}"
+        )
+    layouts = [getattr(c.position.heads, "layout", None) for c in (saved, ours)]
+    if None not in layouts and layouts[0] != layouts[1]:
+        raise ConfigError(
+            f"{where} was trained with position.heads.layout = {layouts[0]!r}, here it is {layouts[1]!r}: "
+            "the heads would change places. Set it back."
+        )
+
+
+def refuse_other_layers(checkpoint: Path, config: JobConfig, base: str | None) -> None:
+    """An optimizer's state goes on only where all that trains now was trained before.
+
+    Args:
+        base: in fine-tuning, the fingerprint of the base.
+    """
+    entry = (read_history(checkpoint) or [{}])[-1]
+    if isinstance(config, FinetuneConfig) and entry.get("adapter") != (now := adapter_entry(config)):
+        raise ConfigError(
+            f"{checkpoint} holds other adapters:\n  there: {entry.get('adapter')}\n  here:  {now}\n"
+            "Set them back, or start a new run (job.dump_folder)."
+        )
+    if base is not None and entry.get("base") != base:
+        raise ConfigError(
+            f"{checkpoint} was trained beside {entry.get('start')}, and base_model.path = {config.base_model.path!r} "  # type: ignore[attr-defined]  # fine-tuning's
+            "holds other weights: name the former, or start a new run (job.dump_folder)."
+        )
+    before = entry.get("layers", "all")
+    ours, n_layers = trained_layers(config), config.architecture.n_layers
+    if before != "all" and not (ours is not None and {*ours} <= select_layers(before, n_layers)):
+        raise ConfigError(
+            f"{checkpoint} holds optimizer state of layers {before} alone, and training.layers = "
+            f"{config.training.layers!r} asks for others: set it to {before!r}, or start a new run from the "
+            "model directory."
+        )
+
+
+def refuse_other_optimizer(checkpoint: Path, config: JobConfig) -> dict[str, Any]:
+    """Raises where the optimizer has another name: its moments would mean something else.
+
+    Returns:
+        The settings that the checkpoint was saved under, as nested dicts; empty where it does not say.
+    """
+    try:
+        job = tomllib.loads(json.loads((checkpoint / CONFIG).read_text(encoding="utf-8")).get("job", ""))
+    except ValueError as error:
+        raise ConfigError(f"{checkpoint / CONFIG}: the job's settings can't be read ({error}).") from error
+    theirs, ours = job.get("optimizer", {}).get("name", config.optimizer.name), config.optimizer.name
+    if theirs != ours:
+        raise ConfigError(
+            f"{checkpoint} was saved with optimizer.name = {theirs!r}, here it is {ours!r}, for which its moments mean "
+            f"something else. Set it back, or start {_another_run(checkpoint, config)}."
+        )
+    return job
+
+
+def refuse_other_settings(checkpoint: Path, config: JobConfig, saved: ModelConfig) -> None:
+    """Positions and the optimizer's numbers change only where `checkpoint.accept_changes` says so.
+
+    Args:
+        saved: the model's config as the checkpoint has it.
+    """
+    compared = {"position": (_flat(to_dict(saved.position), "position"), _flat(to_dict(config.position), "position"))}
+    if isinstance(config, FinetuneConfig):  # in pre-training it is training.seq_len, which the data's order depends on
+        for side, length in zip(compared["position"], (saved.trained_length, config.model_length), strict=True):
+            side["trained_length"] = length
+    if job := refuse_other_optimizer(checkpoint, config):
+        # What an earlier version did not save had its default.
+        theirs = _numbers(to_dict(type(config)())) | _numbers(job)
+        compared["optimizer"] = theirs, _numbers(to_dict(config))
+    for kind, (theirs, ours) in compared.items():
+        changed = [
+            f"{name} = {_shown(theirs, name)} there, {_shown(ours, name)} here"
+            for name in sorted({*theirs, *ours})
+            if theirs.get(name) != ours.get(name)
+        ]
+        if not changed:
+            continue
+        if kind in config.checkpoint.accept_changes:
+            logger.warning(f"resuming from {checkpoint} with other settings, as accepted: {'; '.join(changed)}")
+            continue
+        why = "the weights would compute another function" if kind == "position" else "the run would train otherwise"
+        raise ConfigError(
+            f"{checkpoint} was saved under other settings, and {why}:\n  "
+            + "\n  ".join(changed)
+            + f'\nSet them back; or accept them for this run with checkpoint.accept_changes = ["{kind}"]; or start '
+            f"{_another_run(checkpoint, config)}."
+        )
+
+
+def _another_run(checkpoint: Path, config: JobConfig) -> str:
+    if isinstance(config, FinetuneConfig):
+        return "a new run (job.dump_folder)"
+    return f'a new run from its weights (checkpoint.initial_load_path = "{checkpoint}", and another job.dump_folder)'
+
+
+def _numbers(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in _flat(job).items() if _NUMBERS.fullmatch(name)}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} → {"a.b": 1}; items of a list by their numbers."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}.{key}" if prefix else key
+        items = dict(enumerate(value)) if isinstance(value, list) else value
+        flat |= _flat(items, name) if isinstance(items, dict) else {name: value}
+    return flat
+
+
+def _shown(flat: Mapping[str, Any], name: str) -> str:
+    return repr(flat[name]) if name in flat else "not set"
