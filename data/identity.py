@@ -40,7 +40,7 @@ def difference(saved: FileList, now: FileList) -> str | None:
     """What became of the files since they were saved, in words; None where their contents are the same, in the same order."""
     if [identity for _, identity in saved] == [identity for _, identity in now]:
         return None
-    found = list(_differences(saved, now))
+    found = list(_differences(saved, now)) or ["their order changed"]
     more = f" and {len(found) - _NAMED:,} more" if len(found) > _NAMED else ""
     return ", ".join(found[:_NAMED]) + more
 
