@@ -59,7 +59,7 @@ def _differences(saved: FileList, now: FileList) -> Iterator[str]:
     # What is left are the same contents in another order.
     names = {identity: name for name, identity in now}
     places = {identity: place for place, (_, identity) in enumerate(now)}
-    kept = [entry for entry in saved if entry[1] in places]
+    kept = [(name, i) for name, i in saved if i in places and after.get(name, i) == i]
     for (name, identity), place in zip(kept, sorted(places[i] for _, i in kept), strict=True):
         if places[identity] != place:
             called = f", now {names[identity]}," if names[identity] != name else ""

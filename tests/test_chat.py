@@ -266,7 +266,7 @@ class TestTemplate:
     def test_after_one_conversation_too_many_others_go_on(self):
         source = "{% if messages|length == 1 %}{{ 'a' * 10**10 }}{% endif %}fine"
         template = ChatTemplate(source.replace("10**10", "(messages|length * 10**10)"), "odd", BytesTokenizer())
-        with pytest.raises(DataError, match="odd: .* MiB"):
+        with pytest.raises(DataError, match=r"odd: .* MiB"):
             template.mark(Conversation(tuple(TURNS[:1]), (None,)), "all")
         assert template.mark(Conversation(tuple(TURNS[:2]), (None, None)), "all").text == "fine"
 
