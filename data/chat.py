@@ -11,24 +11,20 @@ With Llama 3's template, T marking what is trained:
                                                                                                           TTT TTTTTTTTTT
 """
 
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
 import numpy as np
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configs.finetuning import InstructionData, TrainOn
 from data.conversations import Conversation, UnusableRow
 from data.documents import DataError
 from data.encoded import Encoded
+from data.jinja_template import Cut, JinjaTemplate, Rendered, Span
 from data.tokenizer import Tokenizer
 
 LLAMA_3 = """\
@@ -46,13 +42,9 @@ LLAMA_3 = """\
 """
 """Writes what the template of Meta-Llama-3-8B-Instruct writes."""
 
-_TODAY = datetime(2024, 7, 26)
-"""What templates are told of the date (Llama 3.1's own where none is known): rows must not change from day to day."""
+_REMEDY = "repair the row, or set data.chat_template"
 _MARKER = re.compile(r"<\|[^|<>\s]+\|>")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-Span = tuple[int, int]
-"""Characters begin … end-1 of a text."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +74,7 @@ class ChatTemplate:
         """`name`: where the template is from, for errors. Raises `DataError` where it is no Jinja template."""
         self.source, self.name = source, name
         self._tokenizer = tokenizer
-        self._environment = _environment()
-        try:
-            self._template = self._environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise DataError(f"{name}: not a Jinja template: {error}. Correct it, or set data.chat_template.") from error
+        self._template = JinjaTemplate(source, name)
         self._marks_answers = _GENERATION.search(source) is not None
         names = {
             "bos_token": tokenizer.special_token(tokenizer.bos_id),
@@ -110,16 +98,14 @@ class ChatTemplate:
 
         Raises `UnusableRow` where the template refuses them.
         """
-        return self._render(Conversation(tuple(messages)), header=True)[0]
+        return self._render(Conversation(tuple(messages)), [(len(messages), True)])[0].text
 
     def turn_end(self) -> int | None:
         """The special token that ends an assistant's turn; None where the template writes none, as training then adds eos."""
         messages = [{"role": "user", "content": "x"}]
-        header, (whole, _) = (
-            self.prompt(messages),
-            self._render(Conversation((*messages, {"role": "assistant", "content": "y"}))),
-        )
-        before, turn = (encoded.ids.tolist() for encoded in self._tokenizer.encode_rendered([header, whole]))
+        header = self.prompt(messages)
+        (whole,) = self._render(Conversation((*messages, {"role": "assistant", "content": "y"})), [(2, False)])
+        before, turn = (encoded.ids.tolist() for encoded in self._tokenizer.encode_rendered([header, whole.text]))
         special = set(self._tokenizer.special_tokens.values())
         return next((token for token in turn[len(before) :] if token in special), None)
 
@@ -133,27 +119,29 @@ class ChatTemplate:
         if conversation.text is not None:
             return Marked(conversation.text, ((0, len(conversation.text)),), plain=True)
         self._refuse_markers(conversation)
-        text, blocks = self._render(conversation)
-        turns = _Turns(self, conversation, text)
-        if train_on == "all":
-            untrained = [turns.whole(i) for i, train in enumerate(conversation.train) if train is False]
-            return Marked(text, _without(len(text), untrained))
+        everything, messages = train_on == "all", conversation.messages
         wanted = _wanted(conversation)
-        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        untrained = [i for i, train in enumerate(conversation.train) if train is False]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        # The turns to be found in the text, by rendering what comes before them and up to their end.
+        sought = untrained if everything else [i for i in wanted if i not in answers or not self._marks_answers]
+        cuts = [(i, i in answers and not everything) for i in sought] + [(i + 1, False) for i in sought]
+        whole, *prefixes = self._render(conversation, [(len(messages), False), *cuts])
+        text, spans = whole.text, list(whole.blocks)
+        turns = _Turns(self, conversation, text, dict(zip(cuts, prefixes, strict=True)))
+        if everything:
+            return Marked(text, _without(len(text), [turns.whole(i) for i in untrained]))
         if not self._marks_answers:
             return Marked(text, tuple(turns.said(i) for i in wanted))
-        if all(i in wanted for i in answers):
-            spans = blocks
-        elif len(blocks) == len(answers):
-            spans = [block for i, block in zip(answers, blocks, strict=True) if i in wanted]
-        else:
-            raise UnusableRow(
-                "turns not found",
-                f"the chat template {self.name} marks {len(blocks)} answers, the conversation has {len(answers)}",
-                'leave out the "train" of its turns',
-            )
-        spans = spans + [turns.said(i) for i in wanted if i not in answers]
-        return Marked(text, tuple(sorted(spans)))
+        if not all(i in wanted for i in answers):
+            if len(spans) != len(answers):
+                raise UnusableRow(
+                    "turns not found",
+                    f"the chat template {self.name} marks {len(spans)} answers, the conversation has {len(answers)}",
+                    'leave out the "train" of its turns',
+                )
+            spans = [span for i, span in zip(answers, spans, strict=True) if i in wanted]
+        return Marked(text, tuple(sorted([*spans, *(turns.said(i) for i in sought)])))
 
     def prompt_tokens(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """The tokens of `prompt`'s text.
@@ -190,28 +178,13 @@ class ChatTemplate:
             trained = np.append(trained, to_the_end)
         return Tokens(ids, trained)
 
-    def _render(
-        self, conversation: Conversation, upto: int | None = None, header: bool = False
-    ) -> tuple[str, list[Span]]:
-        """The text of the first `upto` messages, `header`: and of an answer's header; and its generation blocks."""
-        blocks: _GenerationBlocks = self._environment.generation_blocks  # type: ignore[attr-defined]  # set by the extension
-        parts: list[str] = []
-        blocks.start()
-        try:
-            for part in self._template.generate(
-                messages=list(conversation.messages[:upto]),
-                tools=conversation.tools,
-                documents=None,
-                add_generation_prompt=header,
-                **self._names,
-            ):
-                parts.append(part)
-                blocks.written += len(part)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-            raise UnusableRow(
-                "refused by the chat template", f"{self.name}: {error}", "repair the row, or set data.chat_template"
-            ) from error
-        return "".join(parts), blocks.spans
+    def _render(self, conversation: Conversation, cuts: Sequence[Cut]) -> list[Rendered]:
+        """The conversation up to each of some cuts. Raises `UnusableRow` where the template refuses the first."""
+        messages, tools = conversation.messages, conversation.tools
+        first, *others = self._template.render(cuts, messages=messages, tools=tools, documents=None, **self._names)
+        if first.error is not None:
+            raise UnusableRow("refused by the chat template", f"{self.name}: {first.error}", _REMEDY)
+        return [first, *others]
 
     def _refuse_markers(self, conversation: Conversation) -> None:
         for string in _strings([conversation.messages, conversation.tools]):
@@ -226,8 +199,8 @@ class ChatTemplate:
 class _Turns:
     """Where in a rendered conversation its turns are."""
 
-    def __init__(self, template: ChatTemplate, conversation: Conversation, text: str):
-        self._template, self._conversation, self._text = template, conversation, text
+    def __init__(self, template: ChatTemplate, conversation: Conversation, text: str, prefixes: dict[Cut, Rendered]):
+        self._template, self._conversation, self._text, self._prefixes = template, conversation, text, prefixes
 
     def whole(self, turn: int) -> Span:
         """A turn with its header."""
@@ -258,21 +231,20 @@ class _Turns:
         """Characters that the first `upto` messages take, `header`: and the header of an answer after them."""
         if not header and upto in (0, len(self._conversation.messages)):
             return len(self._text) if upto else 0
-        try:
-            begin, _ = self._template._render(self._conversation, upto, header)
-        except UnusableRow as error:
+        prefix = self._prefixes[upto, header]
+        if prefix.error is not None:
             raise UnusableRow(
                 "turns not found",
-                f"the first {upto} messages can't be rendered alone ({error.detail})",
-                error.remedy,
-            ) from error
-        if not self._text.startswith(begin):
+                f"the first {upto} messages can't be rendered alone ({self._template.name}: {prefix.error})",
+                _REMEDY,
+            )
+        if not self._text.startswith(prefix.text):
             raise UnusableRow(
                 "turns not found",
                 f"the chat template {self._template.name} writes the first {upto} messages in another way when more follow",
                 "mark the answers with {% generation %} in a copy of the template, and set data.chat_template to it",
             )
-        return len(begin)
+        return len(prefix.text)
 
 
 def chat_template(config: InstructionData, tokenizer: Tokenizer) -> ChatTemplate:
@@ -317,51 +289,3 @@ def _strings(value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _strings(item)
-
-
-class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}`: notes where in the output the block is, and is nothing otherwise."""
-
-    tags = {"generation"}  # noqa: RUF012  jinja's own annotation
-
-    def __init__(self, environment: jinja2.Environment):
-        super().__init__(environment)
-        environment.extend(generation_blocks=self)
-        self.start()
-
-    def start(self) -> None:
-        """At the beginning of a text."""
-        self.written = 0
-        self.spans: list[Span] = []
-
-    def parse(self, parser: Any) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
-
-    def _note(self, caller: Callable[[], str]) -> str:
-        text = caller()
-        self.spans.append((self.written, self.written + len(text)))
-        return text
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Jinja as `transformers` sets it up for chat templates (utils/chat_template_utils.py)."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _TODAY.strftime
-    return environment
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
-) -> str:
-    """JSON as it is: Jinja's own filter escapes what HTML would misread."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -2,7 +2,8 @@
 
 A source hands out *documents* (a name and a text) to *lanes*: each row of a global batch is a lane, and lane j of G
 reads items j, j+G, j+2G, … of the source's endless shuffled sequence. That makes what a lane reads a function of
-the seed, j and G alone, whichever rank owns it. Where a lane stands is a short list of integers.
+the seed, j and G alone, whichever rank owns it. Where a lane stands is a short list of integers. The lanes of a source with
+fewer rows than lanes share its documents (`data.shared`).
 
 Broken input raises `DataError`, which names the file, the line and the remedy; with `on_bad_row = "skip"` the row is
 passed over, counted in `skipped`, and reported once per file.
@@ -34,6 +35,14 @@ class Document:
     text: str
     size: int
     """Bytes of the text in UTF-8."""
+    begins: bool = True
+    """Whether the text starts where the document does; a piece of a document may not."""
+    ends: bool = True
+    """Whether the text ends where the document does."""
+
+    @property
+    def whole(self) -> bool:
+        return self.begins and self.ends
 
 
 class DocumentLane(Protocol):
@@ -94,6 +103,14 @@ class DocumentSource(BadRows, ABC):
     @abstractmethod
     def documents(self) -> Iterator[Document]:
         """Every document of the split, once, in file order."""
+
+    @abstractmethod
+    def rows_if_fewer(self, than: int) -> int | None:
+        """The number of rows, both splits together, where it is less than `than`; else None."""
+
+    @abstractmethod
+    def read_row(self, row: int) -> Document | None:
+        """Row `row`, counted from 0 over all files; None when it is passed over."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from data.documents import DataError, Document, DocumentSource, text_of
+from data.identity import identify
 from data.order import EpochOrder
-from data.rows import JsonRows, ParquetTables, no_rows
+from data.rows import JsonRows, ParquetTables, changed_while_read, no_rows, why_not_utf8
 
 
 class LocalSource(DocumentSource):
     """A source with a known number of rows, any of which can be read at any time."""
 
     _order: EpochOrder
+    _paths: Sequence[str | Path]
     _bytes: int
 
     @property
@@ -31,8 +33,10 @@ class LocalSource(DocumentSource):
     @abstractmethod
     def _read(self, row: int) -> Document | None: ...
 
+    def rows_if_fewer(self, than: int) -> int | None:
+        return self._order.rows if self._order.rows < than else None
+
     def read_row(self, row: int) -> Document | None:
-        """Row `row`, counted from 0 over all files; None when it is passed over."""
         try:
             return self._read(row)
         except OSError as error:
@@ -47,7 +51,7 @@ class LocalSource(DocumentSource):
                 yield document
 
     def describe(self) -> dict[str, Any]:
-        return {"rows": self._order.rows, "bytes": self._bytes}
+        return {"rows": self._order.rows, "bytes": self._bytes, "files": identify(self._paths)}
 
 
 class LocalLane:
@@ -78,23 +82,26 @@ class TextFiles(LocalSource):
         """`files`: (name for errors and order, path); empty ones are reported here."""
         super().__init__(**shared)
         self._files = []
-        self._bytes = 0
         for key, path in files:
             if (size := path.stat().st_size) == 0:
                 self.bad_row(key, key, "empty file", "it has 0 bytes", "remove the file")
                 continue
-            self._files.append((key, path))
-            self._bytes += size
+            self._files.append((key, path, size))
         if not self._files:
             raise no_rows(self.name)
+        self._paths = [path for _, path, _ in self._files]
+        self._bytes = sum(size for *_, size in self._files)
         self._order = EpochOrder([len(self._files)], seed)
 
     def _read(self, row: int) -> Document | None:
-        key, path = self._files[row]
+        key, path, size = self._files[row]
+        raw = path.read_bytes()
+        if len(raw) != size:
+            raise changed_while_read(path, f"{size:,} bytes at the start of the run, {len(raw):,} now")
         try:
-            text = path.read_bytes().decode()
+            text = raw.decode()
         except UnicodeDecodeError as error:
-            self.bad_row(key, key, "not UTF-8", str(error), "convert the file to UTF-8")
+            self.bad_row(key, key, "not UTF-8", why_not_utf8(raw, error), "convert the file to UTF-8")
             return None
         return self.admit(key, text, key)
 
@@ -106,7 +113,7 @@ class JsonLines(LocalSource):
         super().__init__(**shared)
         self._field = field
         self._rows = JsonRows(self.name, paths, self)
-        self._bytes = self._rows.bytes
+        self._paths, self._bytes = self._rows.paths, self._rows.bytes
         self._order = EpochOrder([self._rows.count], seed)
 
     def _read(self, row: int) -> Document | None:
@@ -121,7 +128,7 @@ class ParquetRows(LocalSource):
         super().__init__(**shared)
         self._field = field
         self._rows = ParquetTables(self.name, paths, self, field)
-        self._bytes = self._rows.bytes
+        self._paths, self._bytes = self._rows.paths, self._rows.bytes
         self._order = EpochOrder(self._rows.group_sizes, seed)
 
     def _read(self, row: int) -> Document | None:
@@ -162,10 +169,24 @@ def match_files(name: str, pattern: str, directory_suffixes: tuple[str, ...] = (
         if not found:
             raise DataError(f"{name}: no {' or '.join('*' + s for s in directory_suffixes)} file in this directory.")
         return sorted(found)
-    matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    matches = [pattern] if os.path.lexists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not matches:
         raise DataError(f"{name}: no such file (working directory {os.getcwd()}). Correct the source's path.")
     directories = [match for match in matches if os.path.isdir(match)]
     if directories and "**" not in pattern:
         raise DataError(f"{name}: the glob matches a directory, {directories[0]}. Make it match files only.")
-    return [match for match in matches if not os.path.isdir(match)]
+    in_loop = cache(_in_loop)  # the files of a folder have its answer
+    files = [m for m in matches if not os.path.isdir(m) and not in_loop(os.path.dirname(m))]
+    if not files:
+        raise DataError(f"{name}: it matches directories only. Make it match files.")
+    for match in files:
+        if not os.path.isfile(match):
+            what = "a link to nothing, or to itself" if os.path.islink(match) else "a pipe or device"
+            raise DataError(f"{name}: {match} is {what}, not a file. Make the path match files only.")
+    return files
+
+
+def _in_loop(folder: str) -> bool:
+    """Whether the path to a folder passes a link that leads back to a folder above it: its files are matched already."""
+    links = [p for p in (Path(folder), *Path(folder).parents) if p.is_symlink()]
+    return any(link.resolve() in link.parent.resolve().joinpath("x").parents for link in links)

@@ -8,7 +8,6 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 import numpy as np
-from tqdm import tqdm
 
 from configs.finetuning import (
     InstructionData,
@@ -23,6 +22,7 @@ from data.documents import BadRows, DataError, Split, split_of
 from data.files import match_files
 from data.mixture import check_vocabulary
 from data.order import hash64, shuffled
+from data.progress import progress
 from data.rows import JsonRows, ParquetTables, Row
 from data.streamed import open_dataset
 from data.tokenizer import Tokenizer
@@ -145,31 +145,32 @@ class _Reader:
         """The source's conversations with their names, in file order."""
         rows = _open(share, self.report)
         batch: list[tuple[Row, Marked]] = []
-        for number in tqdm(
-            _chosen(share, rows.count, seed, self.report.name),
-            desc=f"Reading {self.report.name}",
-            unit="rows",
-            leave=False,
-            delay=2,
-            disable=None,
-        ):
-            self.report.rows += 1
-            try:
-                row = rows.read(int(number))
-            except OSError as error:
-                raise DataError(f"{self.report.name}: {error}. Put the file back.") from error
-            if row is None:
-                continue
-            try:
-                conversation = to_conversation(row.value, share.format, share.question, share.answer)
-                if split_of(conversation.identity(), self.config.held_out) == self.split:
-                    batch.append((row, self.template.mark(conversation, self.config.train_on)))
-            except UnusableRow as error:
-                self.report.bad_row(row.key, row.file, error.reason, error.detail, error.remedy)
-            if len(batch) == _AT_ONCE:
-                yield from self._tokenise(batch)
-                batch = []
-        yield from self._tokenise(batch)
+        numbers = _chosen(share, rows.count, seed, self.report.name)
+        with progress(f"Reading {self.report.name}", len(numbers), " rows") as shown:
+            for number in numbers:
+                batch += self._marked(rows, int(number), share)
+                if len(batch) == _AT_ONCE:
+                    yield from self._tokenise(batch)
+                    batch = []
+                shown.update()
+            yield from self._tokenise(batch)
+
+    def _marked(self, rows: "_Rows", number: int, share: InstructionSource) -> list[tuple[Row, Marked]]:
+        """A row with its conversation; nothing, where it is of the other split or is passed over."""
+        self.report.rows += 1
+        try:
+            row = rows.read(number)
+        except OSError as error:
+            raise DataError(f"{self.report.name}: {error}. Put the file back.") from error
+        if row is None:
+            return []
+        try:
+            conversation = to_conversation(row.value, share.format, share.question, share.answer)
+            if split_of(conversation.identity(), self.config.held_out) == self.split:
+                return [(row, self.template.mark(conversation, self.config.train_on))]
+        except UnusableRow as error:
+            self.report.bad_row(row.key, row.file, error.reason, error.detail, error.remedy)
+        return []
 
     def _tokenise(self, batch: list[tuple[Row, Marked]]) -> Iterator[tuple[str, Tokens]]:
         for (row, marked), tokens in zip(batch, self.template.encode([marked for _, marked in batch]), strict=True):
@@ -218,7 +219,7 @@ class _DatasetRows:
     """Rows of a dataset that the `datasets` library holds."""
 
     def __init__(self, config: InstructionHub, name: str):
-        self._dataset = open_dataset(config, name, streaming=False)
+        self._dataset = open_dataset(config, name)
         self._place = f"{config.name} [{config.split}]"
         self.count = len(self._dataset)
 

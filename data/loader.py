@@ -21,6 +21,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from checkpoints.dcp import load
 from configs import schema
 from data.documents import DataError, DocumentSource, Split
+from data.identity import difference
 from data.mixture import MixedSource, Mixture
 from data.packing import Packer, Rows
 from data.prefetch import Prefetch
@@ -34,6 +35,8 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 _MICRO_BATCHES_AHEAD = 2
 ORDER_KEY = "order"
 """Of a loader's state: JSON of all that the order of its batches depends on."""
+_FILES = "the files of "
+"""Begins the keys of the order under which a source's files are identified."""
 _NOT_IDENTITY = ("path", "data_dir", "data_files")
 """Fields that may change at a resume: data that was moved is the same data."""
 
@@ -110,6 +113,8 @@ class Loader(ReadAheadLoader):
             for share, source in zip(config.sources, self._sources, strict=True)
         ]
         self._order = _describe_order(config, tokenizer, self._sources, global_batch_size, seq_len)
+        if dp_rank == 0 and split == "train":
+            self._report_shared()
         self._lane_states: dict[int, str] = {}
         self._epochs = [0] * len(self._sources)
 
@@ -187,6 +192,21 @@ class Loader(ReadAheadLoader):
                 last = start + size == len(lanes)
                 yield to_batch(rows), {lane.lane: lane.state() for lane in lanes} if last else None
             self._report_passes(_passes(lanes))
+
+    def _report_shared(self) -> None:
+        """Says which sources have fewer documents than the batch has rows, and warns where even their parts are too short."""
+        for i, mixed in enumerate(self._mixed):
+            rows = mixed.source.rows_if_fewer(self._global_batch_size)
+            if rows is None:
+                continue
+            name, size = f"data.sources[{i}], {mixed.source.name}", self._global_batch_size
+            counted = f"{rows} document" + "s" * (rows != 1)
+            logger.info(f"{name}: {counted} for the {size} rows of a batch: documents are cut, each row reads a part")
+            if (tokens := int(mixed.typical_tokens(size))) < self._seq_len:
+                logger.warning(
+                    f"{name}: rows of a batch have {self._seq_len} tokens, and these parts about {tokens}. Add text, or lower "
+                    "training.global_batch_size or training.seq_len: until then rows repeat each other."
+                )
 
     def _report_passes(self, epochs: list[int]) -> None:
         for source, before, now in zip(self._sources, self._epochs, epochs, strict=True):
@@ -340,6 +360,8 @@ def _describe_order(
     for i, (share, source) in enumerate(zip(config.sources, sources, strict=True)):
         order |= {f"data.sources[{i}].{key}": value for key, value in source_settings(share).items()}
         order |= {f"the {key} of data.sources[{i}]": value for key, value in source.describe().items()}
+        if source.rows_if_fewer(global_batch_size) is not None:
+            order[f"the way rows of a batch share data.sources[{i}]"] = "parts of documents"
     return order
 
 
@@ -369,5 +391,10 @@ def refuse_other_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
 
 def _differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     for key in saved | now:
-        if saved.get(key) != now.get(key):
+        if key.startswith(_FILES):
+            if key not in saved:
+                logger.info("the checkpoint does not record %s: whether they are still the same is not known", key)
+            elif key in now and (change := difference(saved[key], now[key])):
+                yield f"{key}: {change}"
+        elif saved.get(key) != now.get(key):
             yield f"{key} was {saved.get(key)}, is {now.get(key)}"

@@ -13,13 +13,16 @@ import numpy as np
 from configs import schema
 from data.documents import DataError, Document, DocumentLane, DocumentSource, Split
 from data.order import hash64
+from data.progress import progress
+from data.shared import SharedDocuments
 from data.sources import open_sources
 from data.tokenizer import Tokenizer
 
 _TYPICAL_TEXT = "The order of documents depends on the seed alone: for i in range(3): return words[i]"
 """Its tokens a byte stand for a tokenizer's; the order of documents depends on it, so it must never change."""
 _CREDIT = 0x637265646974
-"""Sets the credits' random numbers apart from the others of the same seed."""
+_PARTS = 0x7061727473
+"""Set the random numbers of credits and of shared documents apart from the others of the same seed."""
 
 
 class MixedSource:
@@ -32,34 +35,66 @@ class MixedSource:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         tokens_a_byte = len(tokenizer.encode(_TYPICAL_TEXT)) / len(_TYPICAL_TEXT)
-        self.typical_tokens = max(source.mean_size * tokens_a_byte, config.min_tokens)
-        """Tokens of a document that passes the filters, very roughly."""
+        self._document_tokens = max(source.mean_size * tokens_a_byte, config.min_tokens)
+        self._shared: SharedDocuments | None = None
+
+    def typical_tokens(self, lanes: int) -> float:
+        """Tokens that a lane draws at once of a document that passes the filters, very roughly."""
+        rows = self.source.rows_if_fewer(lanes)
+        return self._document_tokens * (1 if rows is None else rows / lanes)
+
+    def lane(self, lane: int, lanes: int, seed: int) -> DocumentLane:
+        """Reading position of lane `lane` of `lanes`, at the start; `seed` deals out the parts of documents that are shared."""
+        rows = self.source.rows_if_fewer(lanes)
+        if rows is None:
+            return self.source.lane(lane, lanes)
+        if self._shared is None or self._shared.lanes != lanes:
+            self._shared = SharedDocuments(self.source, rows, lanes, seed, self._passes)
+        return self._shared.lane(lane)
 
     def tokens(self, document: Document) -> np.ndarray | None:
         """[bos] text [eos] of a document, int64; None if the length filters leave it out.
 
+        Of a piece of a document, bos and eos are where the document has them, and no filter asks about it again.
+
         Raises `DataError` for an id that is not in the model's vocabulary.
         """
-        least, most = self._config.min_tokens, self._config.max_tokens
-        bound = self._tokenizer.most_tokens(document.size)
-        if bound is not None and bound < least:
+        text = self._text_tokens(document)
+        if text is None or not len(text):
             return None
-        try:
-            text = self._tokenizer.encode_array(document.text)
-        except ValueError as error:
-            raise DataError(f"{document.key}: {error}") from error
-        if len(text) < max(least, 1) or (most and len(text) > most):
-            return None
-        bos = [] if self._tokenizer.bos_id is None else [self._tokenizer.bos_id]
-        eos = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
+        bos = [] if self._tokenizer.bos_id is None or not document.begins else [self._tokenizer.bos_id]
+        eos = [] if self._tokenizer.eos_id is None or not document.ends else [self._tokenizer.eos_id]
         ids = np.concatenate([np.array(bos, np.int64), text, np.array(eos, np.int64)])
         check_vocabulary(ids, self._vocab_size, self._tokenizer, document.key)
         return ids
 
+    def _text_tokens(self, document: Document) -> np.ndarray | None:
+        """Tokens of a text; None if it is a whole document that the filters leave out."""
+        least, most = self._config.min_tokens, self._config.max_tokens
+        if document.whole:
+            bound = self._tokenizer.most_tokens(document.size)
+            if bound is not None and bound < least:
+                return None
+        try:
+            text = self._tokenizer.encode_array(document.text)
+        except ValueError as error:
+            raise DataError(f"{document.key}: {error}") from error
+        if document.whole and (len(text) < least or (most and len(text) > most)):
+            return None
+        return text
+
+    def _passes(self, document: Document) -> bool:
+        """Whether a whole document passes the filters; it is tokenised only where there are any."""
+        filtered = self._config.min_tokens or self._config.max_tokens
+        return not filtered or self._text_tokens(document) is not None
+
     def check_possible(self) -> None:
         """Raises `DataError` if no document of the source passes the filters."""
-        if any(self.tokens(document) is not None for document in self.source.documents()):
-            return
+        with progress(f"{self.source.name}: looking for a document that passes", None, " documents") as shown:
+            for document in self.source.documents():
+                if self.tokens(document) is not None:
+                    return
+                shown.update()
         least, most = self._config.min_tokens, self._config.max_tokens
         skipped = f" Skipped: {dict(self.source.skipped)}." if self.source.skipped else ""
         if least or most:
@@ -68,7 +103,9 @@ class MixedSource:
                 f"{self.source.name}: no document of the {self.source.split} split passes {wanted}. Widen the filter or "
                 f"remove the source.{skipped}"
             )
-        remedy = "raise data.held_out" if self.source.split == "validation" else "add documents or lower data.held_out"
+        remedy = "add documents or lower data.held_out"
+        if self.source.split == "validation":
+            remedy = "raise data.held_out, add documents (each is held out whole), or turn validation off"
         raise DataError(f"{self.source.name}: no document is in the {self.source.split} split; {remedy}.{skipped}")
 
 
@@ -87,10 +124,10 @@ class Mixture:
 
     def __init__(self, sources: Sequence[MixedSource], seed: int, lane: int, lanes: int):
         self._sources = sources
-        self._readers: list[DocumentLane] = [mixed.source.lane(lane, lanes) for mixed in sources]
+        self._readers = [mixed.lane(lane, lanes, hash64(_PARTS, seed, i)) for i, mixed in enumerate(sources)]
         self._drawn = [0] * len(sources)
         self._credit = [
-            mixed.typical_tokens * hash64(_CREDIT, seed, lane, i) / 2**64 for i, mixed in enumerate(sources)
+            mixed.typical_tokens(lanes) * hash64(_CREDIT, seed, lane, i) / 2**64 for i, mixed in enumerate(sources)
         ]
         self._before_last = self._now()
 

@@ -4,17 +4,20 @@ Rows are counted over all files of a source. What is wrong with a row goes to th
 with a file raises `DataError`.
 """
 
+import codecs
 import json
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from data.documents import BadRows, DataError, missing_field
+from data.progress import progress
 
 _SCAN_BYTES = 16 << 20
 _KEPT_BYTES = 256 << 20
@@ -36,11 +39,11 @@ class JsonRows:
         """`name`: of the source, for errors. `report`: is told of empty files here, and of broken lines later."""
         self._report = report
         self.bytes = sum(os.path.getsize(path) for path in paths)
+        self.paths: list[str] = []
+        """Files that are not empty."""
         self._files: list[tuple[str, np.ndarray]] = []
         """(path, byte offset of each line's start, with the file's size as the last element)"""
-        with tqdm(
-            total=self.bytes, desc="Indexing JSON lines", unit="B", unit_scale=True, delay=2, disable=None
-        ) as progress:
+        with progress("Indexing JSON lines", self.bytes, "B") as shown:
             for path in paths:
                 if path.endswith(_COMPRESSED):
                     raise DataError(
@@ -50,7 +53,8 @@ class JsonRows:
                 if os.path.getsize(path) == 0:
                     report.bad_row(path, path, "empty file", "it has 0 bytes", "remove the file")
                 else:
-                    self._files.append((path, _line_starts(path, progress)))
+                    self._files.append((path, _line_starts(path, shown)))
+                    self.paths.append(path)
         if not self._files:
             raise no_rows(name)
         self._first_rows = np.cumsum([0] + [len(starts) - 1 for _, starts in self._files])
@@ -62,21 +66,24 @@ class JsonRows:
         path, starts = self._files[at]
         number = row - int(self._first_rows[at])
         with open(path, "rb", buffering=0) as file:
-            line = os.pread(file.fileno(), int(starts[number + 1] - starts[number]), int(starts[number]))
+            size = int(starts[number + 1] - starts[number])
+            line = os.pread(file.fileno(), size, int(starts[number]))
+        if len(line) < size:
+            raise changed_while_read(
+                path, f"line {number + 1} had {size:,} bytes at the start of the run, {len(line):,} now"
+            )
         if not line.strip():
             return None
         key = f"{path}:{number + 1}"
         try:
             value = json.loads(line.decode("utf-8-sig" if number == 0 else "utf-8"))
-        except UnicodeDecodeError as error:
-            self._report.bad_row(key, path, "not UTF-8", str(error), "convert the file to UTF-8")
         except (ValueError, RecursionError) as error:
-            self._report.bad_row(key, path, "bad JSON", str(error), "repair the line")
+            self._report.bad_row(key, path, *_why_not_json(path, error))
         else:
             if isinstance(value, dict):
                 return Row(key, path, value)
             found = f"a JSON object was expected, found {type(value).__name__}"
-            self._report.bad_row(key, path, "not an object", found, 'write each line as {"text": "…"}')
+            self._report.bad_row(key, path, "not an object", found, _remedy_of_an_array(path))
         return None
 
 
@@ -87,6 +94,7 @@ class ParquetTables:
         """`column`: of text, the only one that is read; None reads them all."""
         self._column = column
         self.bytes = sum(os.path.getsize(path) for path in paths)
+        self.paths = paths
         self.group_sizes: list[int] = []
         """Rows of each row group."""
         self._groups: list[tuple[str, int, int]] = []
@@ -154,6 +162,42 @@ def no_rows(name: str) -> DataError:
     return DataError(f"{name}: no documents; every file is empty. Correct the source's path or fill the files.")
 
 
+def changed_while_read(path: str | Path, how: str) -> DataError:
+    return DataError(
+        f"{path} was changed while it is being read: {how}. Put the file back, or begin a new order of data."
+    )
+
+
+def why_not_utf8(raw: bytes, error: Exception) -> str:
+    """What is wrong with bytes that are not UTF-8; files of UTF-16 are known by their first two."""
+    if is_utf16(raw):
+        return "it is UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)"
+    return str(error)
+
+
+def is_utf16(raw: bytes) -> bool:
+    return raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def _why_not_json(path: str, error: Exception) -> tuple[str, str, str]:
+    """Reason, detail and remedy for a line that can't be read."""
+    start = _start(path)
+    if isinstance(error, UnicodeDecodeError) or is_utf16(start):
+        return "not UTF-8", why_not_utf8(start, error), "convert the file to UTF-8"
+    return "bad JSON", str(error), _remedy_of_an_array(path) if start.lstrip()[:1] == b"[" else "repair the line"
+
+
+def _remedy_of_an_array(path: str) -> str:
+    if _start(path).lstrip()[:1] == b"[":
+        return f"write the elements of this JSON array one a line, without commas (jq -c '.[]' '{path}' does so)"
+    return 'write each line as {"text": "…"}'
+
+
+def _start(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(64).removeprefix(codecs.BOM_UTF8)
+
+
 def _check_text(path: str, column: str, columns: Any) -> None:
     import pyarrow as pa
 
@@ -168,7 +212,7 @@ def _check_text(path: str, column: str, columns: Any) -> None:
         )
 
 
-def _line_starts(path: str, progress: "tqdm[Any]") -> np.ndarray:
+def _line_starts(path: str, shown: "tqdm[Any]") -> np.ndarray:
     """Byte offset of each line of a file, and of the file's end."""
     starts = [np.zeros(1, dtype=np.int64)]
     size = 0
@@ -176,7 +220,7 @@ def _line_starts(path: str, progress: "tqdm[Any]") -> np.ndarray:
         while chunk := file.read(_SCAN_BYTES):
             starts.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")) + size + 1)
             size += len(chunk)
-            progress.update(len(chunk))
+            shown.update(len(chunk))
     if starts[-1].size == 0 or starts[-1][-1] != size:
         starts.append(np.array([size]))
     return np.concatenate(starts)

@@ -5,12 +5,18 @@ shards of its own; with fewer, the lanes of a shard take its rows in turn. Which
 anew every pass. Within a shard the rows keep their order: shuffle a dataset once, when it is written.
 """
 
+import os
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import islice
 from typing import Any
 
 from configs import schema
 from configs.finetuning import InstructionHub
 from data.documents import DataError, Document, DocumentSource, missing_field, text_of
+from data.identity import identify
 from data.order import hash64, shuffled
 
 _ROWS_AT_ONCE = 256
@@ -23,7 +29,7 @@ class StreamedDataset(DocumentSource):
         super().__init__(**shared)
         self._config = config
         self._seed = seed
-        self._dataset = open_dataset(config, self.name, streaming=True)
+        self._dataset, self._files = open_streamed(config, self.name)
         columns = self._dataset.column_names
         if columns is not None:
             if config.field not in columns:
@@ -31,18 +37,40 @@ class StreamedDataset(DocumentSource):
             self._dataset = self._dataset.select_columns([config.field])
         self._dataset = self._dataset.with_format("arrow")
         self.shards = int(self._dataset.num_shards)
+        self._count = cache(lambda most: sum(1 for _ in islice(self._all_rows(), most)))  # every lane asks
 
     def lane(self, lane: int, lanes: int) -> "StreamedLane":
         return StreamedLane(self, self._seed, lane, lanes)
 
     def documents(self) -> Iterator[Document]:
-        for shard in range(self.shards):
-            for row, value in self.rows(shard):
-                if (document := self.document(shard, row, value)) is not None:
-                    yield document
+        for shard, row, value in self._all_rows():
+            if (document := self.document(shard, row, value)) is not None:
+                yield document
 
     def describe(self) -> dict[str, Any]:
-        return {"shards": self.shards}
+        found: dict[str, Any] = {"shards": self.shards}
+        if self._files and all(os.path.isfile(file) for file in self._files):
+            found["files"] = identify(self._files)
+        elif self._files:
+            # By name. hf://datasets/NAME@REVISION/FILE: a new revision may differ in its description alone.
+            found["files"] = [[name, name] for name in (re.sub(r"@[0-9a-f]{40}/", "/", file) for file in self._files)]
+        return found
+
+    def rows_if_fewer(self, than: int) -> int | None:
+        if self.shards >= than:
+            return None
+        rows = self._count(than)
+        return rows if rows < than else None
+
+    def read_row(self, row: int) -> Document | None:
+        shard, within, value = next(islice(self._all_rows(), row, None))
+        return self.document(shard, within, value)
+
+    def _all_rows(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Shard, number in it, and value of each row."""
+        for shard in range(self.shards):
+            for row, value in self.rows(shard):
+                yield shard, row, value
 
     def rows(self, shard: int, start: int = 0, step: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
         """Rows start, start + step, … of a shard, with their number in it.
@@ -120,23 +148,44 @@ class StreamedLane:
         return [shard], turn // shards, len(range(shard, lanes, shards))
 
 
-def open_dataset(config: schema.HubSource | InstructionHub, name: str, streaming: bool) -> Any:
-    """`datasets.load_dataset` of a source; without `streaming`, all of it, from that library's cache where it is there."""
+def open_dataset(config: InstructionHub, name: str) -> Any:
+    """A source's rows, from the cache of the `datasets` library where they are there."""
     import datasets
 
+    with _opening(config, name):
+        return datasets.load_dataset(**_arguments(config), split=config.split)
+
+
+def open_streamed(config: schema.HubSource, name: str) -> tuple[Any, list[str]]:
+    """A streamed dataset, and the paths or URLs of its files where they are known."""
+    import datasets
+
+    with _opening(config, name):
+        builder = datasets.load_dataset_builder(**_arguments(config))
+        dataset = builder.as_streaming_dataset(split=config.split)
+    return dataset, list((builder.config.data_files or {}).get(config.split, []))
+
+
+def _arguments(config: schema.HubSource | InstructionHub) -> dict[str, Any]:
+    """What `datasets` is told of a source."""
     if not config.name:
         raise DataError(
             'huggingface source: name is empty. Set it to a dataset\'s name, or to a format such as "json".'
         )
+    return {
+        "path": config.name,
+        "name": config.config or None,
+        "data_dir": config.data_dir or None,
+        "data_files": config.data_files or None,
+    }
+
+
+@contextmanager
+def _opening(config: schema.HubSource | InstructionHub, name: str) -> Iterator[None]:
     try:
-        return datasets.load_dataset(
-            config.name,
-            name=config.config or None,
-            data_dir=config.data_dir or None,
-            data_files=config.data_files or None,
-            split=config.split,
-            streaming=streaming,
-        )
+        yield
+    except DataError:
+        raise
     except Exception as error:
         # Anything from a missing file (StopIteration, for a glob that matches none) to a network error ends here.
         raise DataError(

@@ -8,123 +8,39 @@ can forge it. `encode_rendered` does, for what a chat template wrote. A director
 (which does recognise special tokens in a text).
 """
 
-import json
-import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from configs import schema
 from data.documents import DataError
-from data.encoded import Encoded, from_offsets, with_spans
+from data.huggingface_tokenizer import HuggingFaceTokenizer
 from data.sentencepiece_model import BOS, EOS, SPACE, keeps_text, to_fast_tokenizer, train_model
+from data.tokenizer_base import Tokenizer, check_ids
 from data.tokenizer_files import (
     CONFIG_FILE,
     FAST_FILE,
     MODEL_FILE,
-    TEMPLATE_FILE,
-    USUAL_BOS,
-    USUAL_EOS,
     companions,
-    fast_config,
-    is_json,
     parse_json,
-    special_id,
     template_beside,
     write_fast,
     write_json,
 )
 
-
-class Tokenizer(ABC):
-    """Text to ids and back."""
-
-    vocab_size: int
-    """Ids are 0 … vocab_size-1."""
-    bos_id: int | None
-    eos_id: int | None
-    special_tokens: dict[str, int]
-    """Ids of the special tokens, by their text."""
-    chat_template: str | None = None
-    """Jinja source of the tokenizer's own chat template."""
-
-    @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text, without special tokens. Raises ValueError for text that is no valid Unicode."""
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens give none, and bytes that are no UTF-8 give U+FFFD."""
-
-    @abstractmethod
-    def save(self, directory: str | Path) -> None:
-        """Writes what `load_tokenizer_dir` needs into the directory, which is made if it is not there."""
-
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """A hash that is the same for equal tokenizers only."""
-
-    @property
-    @abstractmethod
-    def vocabulary(self) -> dict[int, str]:
-        """Each token as the tokenizer itself writes it, special ones among them, by id."""
-
-    def encode_array(self, text: str) -> np.ndarray:
-        """`encode`, as an int64 array."""
-        return np.array(self.encode(text), dtype=np.int64)
-
-    def most_tokens(self, size: int) -> int | None:
-        """The most tokens that a text of `size` UTF-8 bytes can have; None where there is no known bound."""
-        return None
-
-    def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
-        """Tokens of texts in which special tokens count as such, as `transformers` reads them.
-
-        Raises `DataError` where it is not known which characters a token stands for.
-        """
-        return [self._encode_rendered(text) for text in texts]
-
-    def _save_template(self, directory: Path) -> None:
-        if self.chat_template is not None:
-            (directory / TEMPLATE_FILE).write_text(self.chat_template, encoding="utf-8")
-
-    @property
-    def begins_with_bos(self) -> bool:
-        """Whether `transformers` puts bos before a text of its own accord."""
-        return self.bos_id is not None
-
-    def special_token(self, token_id: int | None) -> str | None:
-        """The text of a special token."""
-        return next((token for token, i in self.special_tokens.items() if i == token_id), None)
-
-    def _encode_rendered(self, text: str) -> Encoded:
-        ids: list[int] = []
-        sizes: list[int] = []  # in bytes
-        parts = self._special.split(text) if self.special_tokens else [text]
-        for number, part in enumerate(parts):
-            if number % 2:
-                ids.append(self.special_tokens[part])
-                sizes.append(len(part.encode()))
-            elif part:
-                new = self.encode(part)
-                ids += new
-                sizes += self._byte_sizes(new)
-        return with_spans(text, ids, sizes)
-
-    @cached_property
-    def _special(self) -> re.Pattern[str]:
-        longest_first = sorted(self.special_tokens, key=len, reverse=True)
-        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-
-    def _byte_sizes(self, ids: list[int]) -> list[int]:
-        """Bytes of the text that each token stands for; not asked of a tokenizer that has its own `encode_rendered`."""
-        raise NotImplementedError
+__all__ = [
+    "BytesTokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "Tokenizer",
+    "find_tokenizer_dir",
+    "load_tokenizer",
+    "load_tokenizer_dir",
+    "train_sentencepiece",
+]
 
 
 class BytesTokenizer(Tokenizer):
@@ -143,7 +59,7 @@ class BytesTokenizer(Tokenizer):
         return np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Sequence[int]) -> str:
-        _check_ids(ids, self.vocab_size)
+        check_ids(ids, self.vocab_size)
         raw = bytes(i for i in ids if i < 256)
         try:
             return raw.decode("utf-8", "surrogatepass")
@@ -175,11 +91,11 @@ class BytesTokenizer(Tokenizer):
 class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model."""
 
-    def __init__(self, model: bytes):
-        """`model`: the serialised model (the content of tokenizer.model)."""
+    def __init__(self, model: bytes, companions: dict[str, bytes] | None = None):
+        """`model`: the serialised model (the content of tokenizer.model). `companions`: the files beside it, by name."""
         import sentencepiece
 
-        self._model = model
+        self._model, self._companions = model, companions or {}
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._keeps_text = keeps_text(model)
         # Sentencepiece writes a space as U+2581, so one that is in the text would come back as a space.
@@ -208,18 +124,22 @@ class SentencePieceTokenizer(Tokenizer):
             raise ValueError(f"the text holds a lone surrogate and is no valid Unicode: {text[:40]!r}…") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        _check_ids(ids, self.vocab_size)
+        check_ids(ids, self.vocab_size)
         return self._processor.decode(list(ids))
 
     def save(self, directory: str | Path) -> None:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / MODEL_FILE).write_bytes(self._model)
+        names = [None if i is None else self._processor.id_to_piece(i) for i in (self.bos_id, self.eos_id)]
         if (fast := to_fast_tokenizer(self._model)) is not None:
-            names = [None if i is None else self._processor.id_to_piece(i) for i in (self.bos_id, self.eos_id)]
             write_fast(directory, fast, "sentencepiece", *names)
         else:
-            write_json(directory / CONFIG_FILE, {"farsight_kind": "sentencepiece"})
+            # transformers makes the tokenizer from the model itself, and then does as this file says.
+            own = parse_json(self._companions.get(CONFIG_FILE, b"{}"), Path(CONFIG_FILE))
+            usual = {"tokenizer_class": "LlamaTokenizer", "bos_token": names[0], "eos_token": names[1], "legacy": False}
+            ours = {"add_bos_token": self.bos_id is not None, "farsight_kind": "sentencepiece"}
+            write_json(directory / CONFIG_FILE, usual | own | ours)
         self._save_template(directory)
 
     @property
@@ -247,93 +167,6 @@ class SentencePieceTokenizer(Tokenizer):
         processor, ids = self._processor, range(self.vocab_size)
         texts = [processor.id_to_piece(i).replace(SPACE, " ") for i in ids]
         return [1 if processor.is_byte(i) else len(text.encode()) for i, text in zip(ids, texts, strict=True)]
-
-
-class HuggingFaceTokenizer(Tokenizer):
-    """A `tokenizer.json`, run by the `tokenizers` library."""
-
-    def __init__(self, path: str | Path):
-        """`path`: tokenizer.json, with tokenizer_config.json and the like beside it where they exist."""
-        from tokenizers import Tokenizer as Fast
-
-        path = Path(path)
-        self._json = path.read_text(encoding="utf-8")
-        self._companions = companions(path.parent)
-        try:
-            self._fast = Fast.from_str(self._json)
-        except Exception as error:  # the library raises bare Exception
-            raise DataError(f"{path}: not a tokenizer.json that the tokenizers library can read: {error}") from error
-        self._fast.no_truncation()
-        self._fast.no_padding()
-        self._fast.encode_special_tokens = True
-        vocabulary = self._fast.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
-        settings = {
-            name: parse_json(raw, path.parent / name) for name, raw in self._companions.items() if is_json(name)
-        }
-        self.bos_id = special_id("bos", settings, vocabulary, USUAL_BOS, path)
-        self.eos_id = special_id("eos", settings, vocabulary, USUAL_EOS, path)
-        self._one_token_a_byte = _is_byte_level(json.loads(self._json))
-        added = self._fast.get_added_tokens_decoder().items()
-        self.special_tokens = {token.content: i for i, token in added if token.special}
-        for special in (self.bos_id, self.eos_id):
-            if special is not None and (token := self._fast.id_to_token(special)) is not None:
-                self.special_tokens[token] = special
-        self.chat_template = template_beside(self._companions)
-
-    def encode(self, text: str) -> list[int]:
-        try:
-            return self._fast.encode(text, add_special_tokens=False).ids
-        except (TypeError, UnicodeEncodeError) as error:
-            raise ValueError(f"the text holds a lone surrogate and is no valid Unicode: {text[:40]!r}…") from error
-
-    def decode(self, ids: Sequence[int]) -> str:
-        _check_ids(ids, self.vocab_size)
-        return self._fast.decode(list(ids), skip_special_tokens=True)
-
-    def save(self, directory: str | Path) -> None:
-        directory = Path(directory)
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / FAST_FILE).write_text(self._json, encoding="utf-8")
-        for name, content in self._companions.items():
-            (directory / name).write_bytes(content)
-        if CONFIG_FILE not in self._companions:
-            names = [None if i is None else self._fast.id_to_token(i) for i in (self.bos_id, self.eos_id)]
-            write_json(directory / CONFIG_FILE, fast_config(*names))
-
-    @property
-    def begins_with_bos(self) -> bool:
-        return self.bos_id is not None and self._fast.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
-
-    def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
-        encodings = self._reads_special.encode_batch(list(texts), add_special_tokens=False)
-        return [from_offsets(encoding.ids, encoding.offsets) for encoding in encodings]
-
-    @cached_property
-    def _reads_special(self) -> Any:
-        """The same tokenizer, which takes special tokens in a text for what they are."""
-        from tokenizers import AddedToken
-        from tokenizers import Tokenizer as Fast
-
-        fast = Fast.from_str(self._json)
-        fast.no_truncation()
-        fast.no_padding()
-        known = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
-        fast.add_special_tokens(
-            [AddedToken(t, special=True, normalized=False) for t in self.special_tokens if t not in known]
-        )
-        return fast
-
-    @property
-    def fingerprint(self) -> str:
-        return blake2b(self._json.encode(), digest_size=16).hexdigest()
-
-    @property
-    def vocabulary(self) -> dict[int, str]:
-        return {i: token for token, i in self._fast.get_vocab(with_added_tokens=True).items()}
-
-    def most_tokens(self, size: int) -> int | None:
-        return size if self._one_token_a_byte else None
 
 
 def load_tokenizer(config: schema.Tokenizer) -> Tokenizer:
@@ -375,7 +208,7 @@ def load_tokenizer_dir(path: str | Path) -> Tokenizer:
     kind = parse_json(config.read_bytes(), config).get("farsight_kind") if config.is_file() else None
     if kind == "bytes":
         tokenizer = BytesTokenizer()
-        tokenizer.chat_template = template_beside(companions(path))
+        tokenizer.chat_template = template_beside(companions(path), path)
         return tokenizer
     names = (MODEL_FILE,) if kind == "sentencepiece" else (FAST_FILE, MODEL_FILE)
     for name in names:
@@ -399,23 +232,19 @@ def _load_file(path: Path) -> Tokenizer:
 
 
 def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
+    model = path.read_bytes()
+    if not model:
+        raise DataError(f"{path} is empty: the model in it was lost. Copy the file again.")
+    beside = companions(path.parent)
     try:
-        tokenizer = SentencePieceTokenizer(path.read_bytes())
+        tokenizer = SentencePieceTokenizer(model, beside)
     except RuntimeError as error:
         raise DataError(
             f"{path}: not a sentencepiece model. (The tokenizer.model that comes with Llama 3 is tiktoken's: use the "
             "tokenizer.json of its Hugging Face release.)"
         ) from error
-    tokenizer.chat_template = template_beside(companions(path.parent))
+    tokenizer.chat_template = template_beside(beside, path.parent)
     return tokenizer
-
-
-def _is_byte_level(tokenizer: dict[str, Any]) -> bool:
-    """Whether every token stands for at least one byte of the text: BPE on bytes, and nothing rewrites the text."""
-    steps = tokenizer.get("pre_tokenizer") or {}
-    steps = steps.get("pretokenizers", [steps])
-    on_bytes = any(step.get("type") == "ByteLevel" and not step.get("add_prefix_space") for step in steps)
-    return tokenizer["model"].get("type") == "BPE" and tokenizer.get("normalizer") is None and on_bytes
 
 
 def _byte_letters() -> list[str]:
@@ -427,12 +256,6 @@ def _byte_letters() -> list[str]:
 
 def _id_or_none(token_id: int) -> int | None:
     return token_id if token_id >= 0 else None
-
-
-def _check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size}")
 
 
 if __name__ == "__main__":

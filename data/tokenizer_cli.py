@@ -3,14 +3,15 @@
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
-
-from tqdm import tqdm
 
 from configs import schema
 from data.mixture import sample_texts
+from data.progress import progress
 from data.tokenizer import load_tokenizer_dir, train_sentencepiece
+from farsight.cli import command, number
+from farsight.files import check_new_folder, write_text
 
 _TRAIN_HELP = """\
 Trains a sentencepiece BPE tokenizer. Text comes back from it exactly as it went in: characters without a piece of their
@@ -30,15 +31,12 @@ Shows how a tokenizer cuts a text: one line a token, with its id and what it sta
 """
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
-    try:
-        result = options.run(options)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+    result = options.run(options)
     if options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=2)
+        write_text(options.json, json.dumps(result, indent=2) + "\n")
 
 
 def _train(options: argparse.Namespace) -> dict[str, Any]:
@@ -46,19 +44,30 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     if options.text:
         source = schema.TextSource(path=options.text)
     elif options.jsonl:
-        source = schema.JsonlSource(path=options.jsonl, field=options.field)
+        source = schema.JsonlSource(path=options.jsonl, field=options.field or "text")
+    elif options.parquet:
+        source = schema.ParquetSource(path=options.parquet, field=options.field or "text")
     else:
         source = schema.StdlibSource()
+    if options.field and not (options.jsonl or options.parquet):
+        options.error("--field goes with --jsonl or --parquet: other texts are whole files")
+    check_new_folder(Path(options.out))
     data = schema.Data(sources=(source,), seed=options.seed)
     start = time.perf_counter()
-    texts = list(_progress(sample_texts(data, options.max_bytes), options.max_bytes))
+    texts = []
+    with progress("Reading", options.max_bytes, "B") as shown:
+        for text in sample_texts(data, options.max_bytes):
+            texts.append(text)
+            shown.update(len(text.encode()))
     print(f"read {len(texts)} documents of {source.kind}; training {options.vocab_size} pieces …", flush=True)
     tokenizer = train_sentencepiece(texts, options.vocab_size, options.out)
     seconds = time.perf_counter() - start
     size = sum(len(text.encode()) for text in texts)
-    tokens = sum(
-        len(tokenizer.encode(text)) for text in tqdm(texts, desc="Measuring", unit="documents", delay=2, disable=None)
-    )
+    with progress("Measuring", len(texts), " documents") as shown:
+        tokens = 0
+        for text in texts:
+            tokens += len(tokenizer.encode_array(text))
+            shown.update()
     print(f"{options.out}: {tokenizer.vocab_size} ids, {size / tokens:.2f} bytes a token on its text, {seconds:.1f} s")
     return {
         "directory": options.out,
@@ -81,13 +90,6 @@ def _show(options: argparse.Namespace) -> dict[str, Any]:
     return {"tokens": tokens, "vocab_size": tokenizer.vocab_size}
 
 
-def _progress(texts: Iterator[str], total: int) -> Iterator[str]:
-    with tqdm(total=total, desc="Reading", unit="B", unit_scale=True, delay=1, disable=None) as progress:
-        for text in texts:
-            progress.update(len(text.encode()))
-            yield text
-
-
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m data.tokenizer", description="Trains and shows tokenizers.")
@@ -96,25 +98,31 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser(
         "train", help="train a sentencepiece tokenizer", description=_TRAIN_HELP, formatter_class=raw
     )
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_train, error=train.error)
     train.add_argument(
-        "--vocab-size", type=int, default=2048, help="ids, 256 bytes and 3 special tokens included (2048)"
+        "--vocab-size",
+        type=number(int, least=1),
+        default=2048,
+        help="ids, 256 bytes and 3 special tokens included (2048)",
     )
-    train.add_argument("--out", required=True, metavar="DIR", help="directory to write")
+    train.add_argument("--out", required=True, metavar="DIR", help="directory to write, which must be new or empty")
     source = train.add_mutually_exclusive_group()
     source.add_argument(
         "--source", choices=["stdlib"], default="stdlib", help="Python's standard library (the default)"
     )
     source.add_argument("--text", metavar="PATH", help="text files: a file, a directory or a glob")
     source.add_argument("--jsonl", metavar="PATH", help="JSON lines: a file or a glob")
-    train.add_argument("--field", default="text", help="key of the text in --jsonl (text)")
-    train.add_argument("--max-bytes", type=int, default=4_000_000, help="stop after this much text (4000000)")
-    train.add_argument("--seed", type=int, default=0, help="draws which documents are read (0)")
-    train.add_argument("--json", metavar="FILE", help="write the measurements here too")
+    source.add_argument("--parquet", metavar="PATH", help="rows of Parquet files: a file or a glob")
+    train.add_argument("--field", help="key of the text in --jsonl, column in --parquet (text)")
+    train.add_argument(
+        "--max-bytes", type=number(int, least=1), default=4_000_000, help="stop after this much text (4000000)"
+    )
+    train.add_argument("--seed", type=number(int, least=0), default=0, help="draws which documents are read (0)")
+    train.add_argument("--json", type=Path, metavar="FILE", help="write the measurements here too")
 
     show = commands.add_parser("show", help="show the tokens of a text", description=_SHOW_HELP, formatter_class=raw)
     show.set_defaults(run=_show)
     show.add_argument("directory", metavar="DIR", help="directory with a tokenizer")
     show.add_argument("--text", required=True, help="text to encode")
-    show.add_argument("--json", metavar="FILE", help="write the tokens here too")
+    show.add_argument("--json", type=Path, metavar="FILE", help="write the tokens here too")
     return parser

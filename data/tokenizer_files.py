@@ -27,16 +27,28 @@ def companions(directory: Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in _COMPANION_FILES if (directory / name).is_file()}
 
 
-def template_beside(companions: dict[str, bytes]) -> str | None:
-    """The chat template that the files beside a tokenizer give; of several named ones, "default"."""
+def template_beside(companions: dict[str, bytes], directory: Path) -> str | None:
+    """The chat template that the files beside a tokenizer give; of several named ones, "default".
+
+    Raises `DataError` for one that is no text.
+    """
     if TEMPLATE_FILE in companions:
-        return companions[TEMPLATE_FILE].decode()
+        try:
+            return companions[TEMPLATE_FILE].decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{directory / TEMPLATE_FILE}: not UTF-8 ({error}). Copy the file again.") from error
     if CONFIG_FILE not in companions:
         return None
-    template = parse_json(companions[CONFIG_FILE], Path(CONFIG_FILE)).get("chat_template")
+    place = directory / CONFIG_FILE
+    template = parse_json(companions[CONFIG_FILE], place).get("chat_template")
     if isinstance(template, list):
-        template = {named["name"]: named["template"] for named in template}
-    return template.get("default") if isinstance(template, dict) else template
+        if not all(isinstance(named, dict) and {"name", "template"} <= named.keys() for named in template):
+            raise DataError(f'{place}: chat_template is a list of something else than {{"name": …, "template": …}}.')
+        template = {str(named["name"]): named["template"] for named in template}
+    template = template.get("default") if isinstance(template, dict) else template
+    if template is not None and not isinstance(template, str):
+        raise DataError(f"{place}: chat_template is {type(template).__name__}, not a text.")
+    return template
 
 
 def special_id(
@@ -47,15 +59,19 @@ def special_id(
         key = f"{name}_token"
         if key in settings.get(file, {}):
             token = settings[file][key]
-            token = token["content"] if isinstance(token, dict) else token
+            token = token.get("content", token) if isinstance(token, dict) else token
             if token is None:
                 return None
-            if token not in vocabulary:
+            if not isinstance(token, str) or token not in vocabulary:
                 raise DataError(f"{path.parent / file}: {key} is '{token}', which {path.name} does not have.")
             return vocabulary[token]
-    ids = settings.get("generation_config.json", {}).get(f"{name}_token_id")
-    if isinstance(ids, int):
-        return ids
+    token_id = settings.get("generation_config.json", {}).get(f"{name}_token_id")
+    if isinstance(token_id, int):
+        if isinstance(token_id, bool) or not 0 <= token_id <= max(vocabulary.values()):
+            raise DataError(
+                f"{path.parent / 'generation_config.json'}: {name}_token_id is {token_id}, which {path.name} does not have."
+            )
+        return token_id
     found = [token for token in usual if token in vocabulary]
     if len(found) > 1:
         raise DataError(
@@ -63,6 +79,26 @@ def special_id(
             f'{{"{name}_token": "{found[0]}"}}.'
         )
     return vocabulary[found[0]] if found else None
+
+
+def with_bos(post_processor: dict[str, Any] | None, bos: str, bos_id: int) -> dict[str, Any]:
+    """The post-processor of a tokenizer.json, so that it puts bos before each text too."""
+    match post_processor:
+        case None:
+            steps = []
+        case {"type": "Sequence", "processors": steps}:
+            steps = list(steps)
+        case _:
+            steps = [post_processor]
+    template = next((step for step in steps if step["type"] == "TemplateProcessing"), None)
+    if template is None:
+        first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+        template = {"type": "TemplateProcessing", "single": [first], "pair": [first, second], "special_tokens": {}}
+        steps.append(template)
+    for form in ("single", "pair"):
+        template[form] = [{"SpecialToken": {"id": bos, "type_id": 0}}, *template[form]]
+    template["special_tokens"][bos] = {"id": bos, "ids": [bos_id], "tokens": [bos]}
+    return steps[0] if len(steps) == 1 else {"type": "Sequence", "processors": steps}
 
 
 def write_fast(directory: Path, fast: Any, kind: str, bos: str | None, eos: str | None) -> None:
@@ -98,7 +134,7 @@ def is_json(name: str) -> bool:
 def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
     try:
         value = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: bad JSON: {error}") from error
     if not isinstance(value, dict):
         raise DataError(f"{path}: a JSON object was expected, found {type(value).__name__}")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -227,6 +228,54 @@ class TestTemplate:
         template = ChatTemplate("{{ messages.__class__.__mro__ }}", "evil", load_tokenizer_dir(tokenizers["none"]))
         with pytest.raises(UnusableRow, match="unsafe"):
             template.mark(Conversation(tuple(TURNS), (None,) * 5), "all")
+
+    @pytest.mark.parametrize(
+        ("source", "why"),
+        [
+            ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "more than 3 seconds"),
+            ("{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}", "3 seconds"),
+            ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
+            ("{{ 'a' * 10**10 }}", "more than 1,024 MiB"),
+            ("{{ messages[0].role.center(10**10) }}", "more than 1,024 MiB"),
+            ("{{ '%10000000000d' % 1 }}", "more than 1,024 MiB"),
+            ("{% for i in range(90000) %}{{ 'x' * 9000 }}{% endfor %}", "writes more than 67,108,864 characters"),
+            (
+                "{% set n = namespace(a=['x']) %}{% for i in range(60) %}{% set n.a = [n.a, n.a] %}{% endfor %}{{ n.a }}",
+                "more than",
+            ),
+            ("{% if a %}" * 3000 + "{% endif %}" * 3000, "nested too deeply"),
+        ],
+    )
+    def test_one_that_explodes_is_named(self, source, why):
+        """By the system's own limits, in a process that is gone afterwards."""
+        start = time.monotonic()
+        with pytest.raises(DataError, match=rf"evil: the chat template .*{why}.*set data\.chat_template"):
+            ChatTemplate(source, "evil", BytesTokenizer()).mark(Conversation(tuple(TURNS), (None,) * 5), "all")
+        assert time.monotonic() - start < 60  # seconds of the CPU are limited, not of a machine that others share
+        assert not [child for child in command_lines_of_children() if "template_process" in child]
+
+    @pytest.mark.parametrize(
+        "source", ["{% for i in range(10**9) %}{% endfor %}", "{{ nope() }}", "{% include 'x' %}", "{{ 1 < 'x' }}"]
+    )
+    def test_one_that_fails_is_named(self, source):
+        template = ChatTemplate(source, "evil", BytesTokenizer())
+        for _ in range(2):
+            with pytest.raises(UnusableRow, match="refused by the chat template: evil: "):
+                template.mark(Conversation(tuple(TURNS), (None,) * 5), "all")
+
+    def test_after_one_conversation_too_many_others_go_on(self):
+        source = "{% if messages|length == 1 %}{{ 'a' * 10**10 }}{% endif %}fine"
+        template = ChatTemplate(source.replace("10**10", "(messages|length * 10**10)"), "odd", BytesTokenizer())
+        with pytest.raises(DataError, match=r"odd: .* MiB"):
+            template.mark(Conversation(tuple(TURNS[:1]), (None,)), "all")
+        assert template.mark(Conversation(tuple(TURNS[:2]), (None, None)), "all").text == "fine"
+
+
+def command_lines_of_children() -> list[str]:
+    """Command lines of this process's children."""
+    children = Path("/proc/self/task").glob("*/children")
+    found = [Path(f"/proc/{child}/cmdline") for path in children for child in path.read_text().split()]
+    return [path.read_text() for path in found]
 
 
 class TestTrained:

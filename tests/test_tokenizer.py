@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -101,10 +102,7 @@ def test_transformers_loads_a_saved_tokenizer(tokenizer, tmp_path, stdlib_texts)
         assert auto.encode(text, add_special_tokens=False) == ids
         assert auto.decode(ids) == text
     assert (auto.bos_token_id, auto.eos_token_id) == (tokenizer.bos_id, tokenizer.eos_id)
-    if not isinstance(tokenizer, HuggingFaceTokenizer):  # whose own file says what comes first
-        assert auto.encode("x")[0] == tokenizer.bos_id
-    for read in (tokenizer, HuggingFaceTokenizer(tmp_path / "tokenizer.json")):
-        assert read.begins_with_bos == (auto.encode("x")[0] == tokenizer.bos_id)
+    assert HuggingFaceTokenizer(tmp_path / "tokenizer.json").begins_with_bos
 
 
 def test_bytes_keep_lone_surrogates_and_decode_cut_characters():
@@ -246,5 +244,55 @@ def test_command(tmp_path, capsys):
     shown = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "300 ids, bos 1, eos 2" in shown.stdout
 
-    with pytest.raises(SystemExit, match="error: text source"):
-        main(["train", "--out", out, "--text", str(tmp_path / "nothing*.txt")])
+    with pytest.raises(SystemExit, match="text source"):
+        main(["train", "--out", f"{out}2", "--text", str(tmp_path / "nothing*.txt")])
+
+
+class TestLongTexts:
+    """Encoded slice by slice: the tokens are those of the whole text at once."""
+
+    def test_tokens_are_the_same(self, tokenizer, stdlib_texts, monkeypatch):
+        monkeypatch.setattr("data.tokenizer_base._SLICE", 3000)
+        text = "".join(stdlib_texts)[:400_000]
+        slices = list(tokenizer._slices(text))
+        assert "".join(slices) == text
+        assert len(slices) > 50
+        assert tokenizer.encode_array(text).tolist() == tokenizer.encode(text)
+
+    @settings(deadline=None, max_examples=40)
+    @given(words=st.lists(st.sampled_from(["a", " ", "\n", "\n\n", "\t", ")", "def", "é", "\u2581", "🙂", "'s", "12"])))
+    def test_tokens_of_odd_texts_are_the_same(self, tokenizer, words):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("data.tokenizer_base._SLICE", 5)
+            text = "".join(words) * 3
+            assert np.array_equal(Tokenizer.encode_array(tokenizer, text), tokenizer.encode(text))
+
+    def test_a_text_is_not_cut_where_a_token_would_be(self, monkeypatch):
+        """A token that holds a line end between letters, and a tokenizer that puts a space before each text."""
+        monkeypatch.setattr("data.tokenizer_base._SLICE", 10)
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocabulary = {letter: i for i, letter in enumerate(letters)} | {"aĊ": 256, "aĊb": 257}
+        fast = Fast(models.BPE(vocabulary, [("a", "Ċ"), ("aĊ", "b")]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        text = "a\nb" * 30 + "c\nd" * 30
+        tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
+        tokenizer._fast, tokenizer._one_token_a_byte = fast, True
+        assert tokenizer.encode_array(text).tolist() == fast.encode(text).ids
+        assert all(part.endswith("c\n") for part in list(tokenizer._slices(text))[:-1])
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+        tokenizer._one_token_a_byte = False
+        assert list(tokenizer._slices(text)) == [text]
+
+    def test_progress_is_shown_after_two_seconds(self, trained, monkeypatch, capsys):
+        monkeypatch.setattr("data.tokenizer_base._SLICE", 1000)
+        monkeypatch.setattr("data.progress._DELAY", 0.0)
+        monkeypatch.setattr("data.progress._SECONDS_A_LINE", 0.01)
+        text = "some words\n" * 20_000
+        trained.encode_array(text)
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) > 3
+        assert all(line.startswith("Tokenising: ") and "tokens/s" in line and "\r" not in line for line in lines[1:])
+        assert any("k/220k " in line for line in lines)
+        monkeypatch.setenv("RANK", "1")
+        trained.encode_array(text)
+        assert not capsys.readouterr().err
