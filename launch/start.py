@@ -21,11 +21,18 @@ def say_theta(config: JobConfig, arguments: Sequence[str]) -> None:
     ours = config.position.rotary
     if theirs is None or isinstance(ours, NoRotary) or theirs == ours.theta:
         return
-    change = f"position.rotary.theta = {ours.theta:g}, where the weights of {start} were trained with {theirs:g}"
     if names_theta(arguments):
-        logger.info(change)
+        logger.info(f"position.rotary.theta = {ours.theta:g}; the weights of {start} were trained with {theirs:g}")
     elif process.ranks().rank == 0:
-        logger.warning(f"{change}, and the config names no theta: set position.rotary.theta = {theirs:g} to keep it.")
+        logger.warning(other_theta(start, theirs, ours.theta))
+
+
+def other_theta(start: str, theirs: float, ours: float) -> str:
+    """The warning of a base that nothing asked for."""
+    return (
+        f"position.rotary.theta = {ours:g} by default, but the weights of {start} were trained with {theirs:g}: set "
+        f"position.rotary.theta = {theirs:g} to keep theirs."
+    )
 
 
 def theta_of(start: Path) -> float | None:
