@@ -96,8 +96,6 @@ def begin(stopped: str = BEFORE_TRAINING, what: str = "loading libraries") -> No
     """
     global _at_once
     _at_once = stopped
-    if os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & {*sys.argv}:
-        _say(f"farsight: starting ({what})")
     # Python runs its handlers between steps of the main thread, which may be in a library's call for minutes: a thread
     # reads the signals' numbers from a pipe.
     read, write = os.pipe()
@@ -107,6 +105,8 @@ def begin(stopped: str = BEFORE_TRAINING, what: str = "loading libraries") -> No
         signal.signal(number, lambda number, frame: None)
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     threading.Thread(target=_watch, args=(read, launcher), name="signals", daemon=True).start()
+    if os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & {*sys.argv}:
+        _say(f"farsight: starting ({what})")
 
 
 def hand_over() -> None:

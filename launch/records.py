@@ -39,12 +39,12 @@ class Records:
             self._failing = True
         else:
             if self._failing:
-                logger.warning(f"{self.path} can be written again; {self.lost} records were lost.")
+                logger.warning(f"{self.path} can be written again; {self.lost} records were lost so far.")
             self._failing = False
 
     def close(self) -> None:
-        if self._failing:
-            logger.warning(f"{self.path}: {self.lost} records were lost, to the end of the run.")
+        if self.lost:
+            logger.warning(f"{self.path}: {self.lost} records were lost in all.")
 
     def _write(self, record: bytes) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
