@@ -9,10 +9,16 @@
 `launch/trainer.py` has the training step and the loop, `launch/finetuner.py` what fine-tuning does otherwise.
 """
 
-import logging
-import os
 import sys
+
+from launch import process
+
+if __name__ == "__main__":
+    process.begin(process.BETWEEN_STEPS if len(sys.argv) == 1 else process.BEFORE_TRAINING)
+
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +30,11 @@ from configs.finetuning import FinetuneConfig
 from configs.help import help_text
 from configs.load import ConfigError, load_config
 from configs.schema import JobConfig
-from data.sources import DataError
+from farsight import cli
 from launch.files import lock_run_folder
 from launch.logs import start_logging
+from launch.ranks import check_layout, lost_rank
+from launch.start import say_theta
 from launch.trainer import Interrupted, NonFiniteError, Trainer
 from model.build import ModelConfig, trained_layers
 from model.layers import describe
@@ -35,24 +43,28 @@ from parallel.pipeline import layers_by_stage
 
 logger = logging.getLogger("farsight")
 
-EXIT_CONFIG = 2
-"""The configuration or the data can't be used."""
-EXIT_NON_FINITE = 3
-"""The loss or the gradients were not finite; the weights are those before the step."""
-EXIT_SAVE = 4
-"""A checkpoint could not be written; the newest complete one is kept."""
-EXIT_MEMORY = 5
-"""A GPU had too little memory."""
-EXIT_INTERRUPTED = 75
-"""SIGTERM or SIGINT: a checkpoint was saved, and the same command goes on from it."""
+
+@dataclass(frozen=True)
+class Work:
+    """What a command line asks for, checked."""
+
+    config: JobConfig
+    build: Callable[[], Trainer]
+    dry_run: bool = False
+    """Do everything but train."""
+    out_of_memory: Callable[[BaseException, Trainer | None], str] = lambda error, trainer: (
+        f"{error}\n`python -m launch.plan` with this config says what takes the memory, and what to lower."
+    )
+    """What to say when a GPU's memory was not enough."""
 
 
-def pretrain(arguments: list[str]) -> int:
-    """Runs one training stage; returns the exit status."""
+def pretrain(arguments: list[str]) -> Work:
+    """One training stage."""
     config: JobConfig = load_config(arguments)
     layers, trained = ModelConfig.from_job(config).layers(), trained_layers(config)
     if config.parallelism.pipeline_parallel_degree > 1:
         layers_by_stage(config)
+    say_theta(config, arguments)
 
     def build() -> Trainer:
         trainer = Trainer(config)
@@ -61,11 +73,11 @@ def pretrain(arguments: list[str]) -> int:
             logger.info(f"training layers {config.training.layers} alone: {trainer.trained_parameters:,} parameters")
         return trainer
 
-    return run(config, build)
+    return Work(config, build)
 
 
-def finetune(arguments: list[str]) -> int:
-    """Trains adapters beside a base model; returns the exit status."""
+def finetune(arguments: list[str]) -> Work | None:
+    """Adapters beside a base model; None where rows were to be shown alone."""
     # What pre-training does not need, bitsandbytes and PEFT among it, is imported here.
     from launch import finetune_report as report
     from launch.finetune import load_finetune_config
@@ -75,104 +87,111 @@ def finetune(arguments: list[str]) -> int:
     config = load_finetune_config(options)
     if inspect:
         print(report.rows(config, inspect))
-        return 0
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        return None
+    ranks = process.ranks().world_size
     logger.info(report.summary(config, ranks))
 
     def explain(error: BaseException, trainer: Any) -> str:
         return report.out_of_memory(config, ranks, error, trainer)
 
-    return run(config, lambda: Finetuner(config), dry_run, explain)
+    return Work(config, lambda: Finetuner(config), dry_run, explain)
 
 
-def out_of_memory(error: BaseException, trainer: Trainer | None) -> str:
-    return f"{error}\n`python -m launch.plan` with this config says what takes the memory, and what to lower."
-
-
-def run(
-    config: JobConfig,
-    build: Callable[[], Trainer],
-    dry_run: bool = False,
-    explain: Callable[[BaseException, Trainer | None], str] = out_of_memory,
-) -> int:
-    """Builds a trainer and trains; returns the exit status.
-
-    Args:
-        dry_run: do everything but train.
-        explain: what to say when a GPU's memory was not enough.
-    """
-    trainer: Trainer | None = None
-    status = EXIT_CONFIG
+def run(work: Work) -> None:
+    """Builds a trainer and trains."""
+    config, trainer, together = work.config, None, False
+    # What can't be is refused here, before processes connect.
+    check_layout(config, process.ranks().world_size)
+    if config.engine == "deepspeed":
+        import_deepspeed()
+    check_float8(config)
+    if process.ranks().rank == 0:
+        lock_run_folder(Path(config.job.dump_folder))
     try:
-        # What can't be is refused here, before processes connect.
-        if config.engine == "deepspeed":
-            import_deepspeed()
-        check_float8(config)
-        if os.environ.get("RANK", "0") == "0":
-            lock_run_folder(Path(config.job.dump_folder))
-        trainer = build()
-        if dry_run:
+        trainer = work.build()
+        if work.dry_run:
             logger.info(f"dry run: everything is ready for {config.training.steps:,} steps")
         else:
             trainer.train()
-        status = 0
-    except (ConfigError, DataError) as error:
-        logger.error(str(error))
-    except NonFiniteError as error:
-        logger.error(str(error))
-        status = EXIT_NON_FINITE
-    except SaveError as error:
-        logger.error(str(error))
-        status = EXIT_SAVE
+        together = True
+    except (NonFiniteError, SaveError, Interrupted):
+        together = True
+        raise
     except torch.OutOfMemoryError as error:
-        logger.error(explain(error, trainer))
-        status = EXIT_MEMORY
-    except Interrupted:
-        assert trainer is not None
-        goes_on = trainer.checkpointer.saved(trainer.step) is not None
-        logger.info(
-            f"stopped after step {trainer.step}; "
-            + ("the same command goes on from there" if goes_on else "nothing was saved (see [checkpoint])")
-        )
-        status = EXIT_INTERRUPTED
+        raise torch.OutOfMemoryError(work.out_of_memory(error, trainer)) from error
     finally:
         if trainer is not None:
             if trainer.dataloader is not None:
                 trainer.dataloader.close()  # type: ignore[attr-defined]  # its thread reads ahead
             trainer.close()
         # After an error on this rank alone, the others are inside a collective, and taking leave could wait for them.
-        if status not in (EXIT_CONFIG, EXIT_MEMORY) and dist.is_initialized():
+        if together and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def ending(error: BaseException, run_folder: Path | None) -> tuple[int, str]:
+    """The exit status that goes with an error, and what to say."""
+    match error:
+        case Interrupted():
+            return process.EXIT_INTERRUPTED, str(error)
+        case KeyboardInterrupt():
+            return process.EXIT_CTRL_C, "stopped at once; the same command goes on from the newest checkpoint"
+        case NonFiniteError():
+            return process.EXIT_NON_FINITE, str(error)
+        case SaveError():
+            return process.EXIT_SAVE, str(error)
+        case torch.OutOfMemoryError():
+            return process.EXIT_MEMORY, str(error)
+    if (sentence := cli.explain(error)) is not None:
+        return process.EXIT_CONFIG, sentence
+    if (sentence := lost_rank(error)) is not None:
+        return process.EXIT_UNEXPECTED, sentence
+    line = cli.report_unexpected(error, run_folder and run_folder / "errors")
+    return process.EXIT_UNEXPECTED, line.removeprefix(f"rank {process.ranks().rank}: ")  # the log says that
+
+
+def leave(error: BaseException, run_folder: Path | None) -> int:
+    """Says how the run ended, once for all ranks that say the same; returns the exit status."""
+    status, sentence = ending(error, run_folder)
+    process.leave_note(status, sentence, follows=lost_rank(error) is not None)
+    if status == process.EXIT_INTERRUPTED:
+        logger.info(sentence)
+    elif not process.first_rank_says(sentence):
+        logger.error(sentence)
     return status
 
 
 def main(arguments: list[str]) -> int:
     command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "pretrain"
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        sections = [a for a in arguments if not a.startswith("-")]
-        print(help_text(sections, FinetuneConfig if command == "finetune" else JobConfig))
-        return 0
     start_logging()
+    run_folder: Path | None = None
     try:
+        if {"-h", "--help"} & set(arguments):
+            sections = [a for a in arguments if not a.startswith("-")]
+            print(f"{__doc__}\n{help_text(sections, FinetuneConfig if command == 'finetune' else JobConfig)}")
+            return 0
+        ranks = process.ranks()
         match command:
             case "pretrain" if not arguments:
-                if os.environ.get("WORLD_SIZE", "1") != "1":
+                if ranks.world_size > 1:
                     raise ConfigError("Under torchrun, name a config: --job.config_file configs/X.toml.")
                 from launch.recipe import main as run_recipe
 
                 return run_recipe([str(Path(__file__).parent / "configs" / "quickstart.toml")])
             case "pretrain":
-                return pretrain(arguments)
+                work: Work | None = pretrain(arguments)
             case "finetune":
                 own = ["--job.config_file", str(Path(__file__).parent / "configs" / "finetune" / "quickstart.toml")]
                 named = any(argument.startswith("--job.config_file") for argument in arguments)
-                return finetune(arguments if named else own + arguments)
+                work = finetune(arguments if named else own + arguments)
             case _:
                 raise ConfigError(f"{command!r} is not a command; use pretrain (the default) or finetune.")
-    except (ConfigError, DataError) as error:
-        logger.error(str(error))
-        return EXIT_CONFIG
+        if work is not None:
+            run_folder = Path(work.config.job.dump_folder)
+            run(work)
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        return leave(error, run_folder)
 
 
 if __name__ == "__main__":

@@ -114,7 +114,8 @@ def read_toml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` over `below`, table by table; a table that names another `kind` replaces the one below it."""
+    """`above` over `below`, table by table; a table that names another `kind` replaces the one below it, of which it keeps
+    the RoPE base alone: weights turn with theta, whatever scales it."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
@@ -124,6 +125,8 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
             isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind")
         ):
             merged[key] = merge(old, value)
+        elif isinstance(value, dict) and isinstance(old, dict) and "theta" in old and value.get("kind") != "none":
+            merged[key] = {"theta": old["theta"], **value}
         else:
             merged[key] = value
     return merged

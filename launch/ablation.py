@@ -20,11 +20,17 @@ the directory, which is not quantised:
     percent = false                 # true: a share of 1, shown in percent and counted in the mean
 """
 
+import sys
+
+from launch import process
+
+if __name__ == "__main__":
+    process.begin(process.BETWEEN_STEPS)
+
 import argparse
 import json
 import logging
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,13 +39,14 @@ from checkpoints.card import read_history
 from configs.check import ConfigError
 from configs.finetuning import FinetuneConfig
 from configs.load import load_config, parse_options, to_toml
+from farsight.cli import command
 from farsight.files import write_text
 from launch.ablation_tables import BASE, Columns, Results, draw, markdown, text
 from launch.evaluations import (
     HELD_OUT,
-    INTERRUPTED,
     Evaluation,
     Stopped,
+    ended,
     evaluate,
     evaluation_command,
     read_evaluations,
@@ -120,9 +127,9 @@ def train(experiment: Experiment) -> str | None:
     logger.info(f"{experiment.label}: training ({experiment.path})")
     write_text(settings, to_toml(experiment.config))
     if status := run_child(experiment.training()):
-        return f"training {experiment.label} ended with status {status}"
+        return f"training {experiment.label} {ended(status)}"
     if not experiment.finished and (status := run_child(experiment.merging())):
-        return f"merging {experiment.label} ended with status {status}"
+        return f"merging {experiment.label} {ended(status)}"
     return None
 
 
@@ -197,6 +204,7 @@ def run(experiments: list[Experiment], evaluations: list[Evaluation], out: Path)
     return Outcome(results, failures, note)
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m launch.ablation",
@@ -212,12 +220,10 @@ def main(arguments: list[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(message)s", level=logging.INFO)
-    try:
-        experiments = read_experiments(options.configs, rest, options.out)
-        evaluations = read_evaluations(options.evaluations)
-    except ValueError as error:
-        logger.error(str(error))
-        return 2
+    experiments = read_experiments(options.configs, rest, options.out)
+    evaluations = read_evaluations(options.evaluations)
+    if options.json and options.json.is_dir():
+        parser.error(f"--json {options.json} is a folder: name a file")
     if options.dry_run:
         print(commands(experiments, evaluations, options.out))
         return 0
@@ -225,7 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
         outcome = run(experiments, evaluations, options.out)
     except Stopped:
         logger.error("stopped; the same command goes on from here")
-        return INTERRUPTED
+        return process.EXIT_INTERRUPTED
     report(outcome, {e.name: (e.better, e.percent) for e in evaluations}, options.out, options.json)
     return 1 if outcome.failures else 0
 

@@ -14,13 +14,11 @@ from checkpoints.card import CARD
 from configs.check import ConfigError
 from configs.load import from_dict, read_toml
 from farsight.files import write_text
+from launch import process
 from launch.ablation_tables import MEAN
 from launch.recipe import wait_for
 
 logger = logging.getLogger("farsight")
-
-INTERRUPTED = 75
-"""Status of a run that was asked to stop."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +82,14 @@ class Stopped(Exception):  # noqa: N818  it is no error
 def run_child(command: list[str]) -> int:
     status = wait_for(command)
     # Other signals are no one's wish: a crash, or the system that ran out of memory.
-    if status in (INTERRUPTED, -signal.SIGTERM, -signal.SIGINT):
+    if status in (process.EXIT_INTERRUPTED, -signal.SIGTERM, -signal.SIGINT):
         raise Stopped
     return status
+
+
+def ended(status: int) -> str:
+    """What to say of a child that failed."""
+    return process.killed_by(-status) if status < 0 else f"ended with status {status}"
 
 
 def evaluate(label: str, model: Path, folder: Path, evaluation: Evaluation) -> float:
@@ -114,7 +117,7 @@ def evaluate(label: str, model: Path, folder: Path, evaluation: Evaluation) -> f
         except OSError as error:
             raise ConfigError(f"{evaluation.name} of {label} did not start: {error}. {shlex.join(command)}") from None
         if status:
-            raise ConfigError(f"{evaluation.name} of {label} ended with status {status}: {shlex.join(command)}")
+            raise ConfigError(f"{evaluation.name} of {label} {ended(status)}: {shlex.join(command)}")
         done[evaluation.name] = asked
         write_text(known, json.dumps(done, indent=2) + "\n")
     return figure(out, evaluation.value) * (100 if evaluation.percent else 1)

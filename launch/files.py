@@ -1,11 +1,15 @@
 """The run folder, which one process has at a time."""
 
 import fcntl
+import logging
 import os
+import socket
 import time
 from pathlib import Path
 
 from configs.load import ConfigError
+
+logger = logging.getLogger("farsight")
 
 
 def lock_run_folder(folder: Path, wait_seconds: float = 60.0) -> int:
@@ -17,23 +21,51 @@ def lock_run_folder(folder: Path, wait_seconds: float = 60.0) -> int:
         The descriptor that holds the lock.
 
     Raises:
-        ConfigError: another process still trains there.
+        ConfigError: another process still trains there, the folder can't be written, or runs would lie in one another.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
-    deadline = time.monotonic() + wait_seconds
+    check_run_folder(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT)
+        _lock(descriptor, folder, wait_seconds)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    except OSError as error:
+        raise ConfigError(f"The run folder {folder} can't be written: {error.strerror}.") from error
+    return descriptor
+
+
+def _lock(descriptor: int, folder: Path, wait_seconds: float) -> None:
+    deadline, holder = time.monotonic() + wait_seconds, ""
     while True:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                holder = os.pread(descriptor, 32, 0).decode() or "another process"
                 os.close(descriptor)
                 raise ConfigError(
                     f"{folder} is in use by {holder}; wait for it, or set another job.dump_folder."
                 ) from None
+            if not holder:
+                holder = os.pread(descriptor, 100, 0).decode(errors="replace") or "another process"
+                logger.info(f"{folder} is in use by {holder}: waiting up to {wait_seconds:.0f} s for it to end")
             time.sleep(0.2)
-    os.truncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()}".encode(), 0)
-    return descriptor
+
+
+def check_run_folder(folder: Path) -> None:
+    """Refuses runs inside one another, whose files would mix; a run that is there already goes on.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    if is_run(folder):
+        return
+    if is_run(folder.parent):
+        raise ConfigError(f"{folder} would lie inside the run {folder.parent}; name another folder.")
+    if (inside := next((path.parent for path in folder.glob("*/metrics.jsonl")), None)) is not None:
+        raise ConfigError(f"{folder} holds the run {inside}, and can't be a run itself; name another folder.")
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run has written its figures there."""
+    return (folder / "metrics.jsonl").is_file()

@@ -31,6 +31,7 @@ from launch.finetune_base import take_base
 from launch.finetune_optimizer import GARFA, build_optimizers, build_schedules, trained_parameters
 from launch.metrics import RunMetrics
 from launch.spec import ModelArgs, build_tokenizer
+from launch.start import names_theta
 from launch.validation import Validator
 from model.adapted_layers import adapted
 from model.build import ModelConfig, build_model, count_parameters
@@ -53,11 +54,14 @@ def load_finetune_config(arguments: Sequence[str]) -> FinetuneConfig:
     Raises:
         ConfigError: settings that can't be used, or a base that can't.
     """
-    return with_base(load_config(arguments, FinetuneConfig))
+    return with_base(load_config(arguments, FinetuneConfig), names_theta(arguments))
 
 
-def with_base(config: FinetuneConfig) -> FinetuneConfig:
+def with_base(config: FinetuneConfig, theta_named: bool = True) -> FinetuneConfig:
     """Fills in the base's shapes, positions, trained length and tokenizer.
+
+    Args:
+        theta_named: whether somebody set position.rotary.theta; otherwise other positions keep the base's.
 
     Raises:
         ConfigError: no model directory, or settings that contradict it.
@@ -77,7 +81,7 @@ def with_base(config: FinetuneConfig) -> FinetuneConfig:
             f"[architecture] and model.flavor are not the base's:\n  config: {config.architecture}\n"
             f"  {directory}: {base.architecture}\nLeave them out to take the base's."
         )
-    take_base(config, base)
+    take_base(config, base, theta_named)
     if not config.tokenizer.path and config.tokenizer.kind == "auto":
         found = find_tokenizer_dir(directory)
         if found is None:

@@ -3,16 +3,19 @@
 from dataclasses import replace
 
 from configs.finetuning import FinetuneConfig
+from configs.schema import NoRotary
 from model.build import ModelConfig
 
 
-def take_base(config: FinetuneConfig, base: ModelConfig) -> None:
+def take_base(config: FinetuneConfig, base: ModelConfig, names_theta: bool) -> None:
     """Fills in the base's shapes, and its positions and trained length where the config has none of its own.
 
     GARFA that the base has learned belongs to its weights: other positions keep it, unless they say
-    `[position.garfa] layers = []`.
+    `[position.garfa] layers = []`. So does the RoPE base, unless the config names one.
     """
-    position = config.position or base.position
+    position, theirs = config.position or base.position, base.position.rotary
+    if not (names_theta or isinstance(position.rotary, NoRotary) or isinstance(theirs, NoRotary)):
+        position = replace(position, rotary=replace(position.rotary, theta=theirs.theta))
     if position.garfa is None:
         position = replace(position, garfa=base.position.garfa)
     config.architecture, config.position = base.architecture, position

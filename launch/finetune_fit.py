@@ -155,7 +155,7 @@ def memory_text(memory: FinetuneMemory, config: FinetuneConfig, device: Device, 
         f"  {PARTS[name]:<20}{size / size_of:>8.2f}  {notes[name]}".rstrip() for name, size in memory.parts.items()
     ]
     lines.append(
-        f"  {'at the peak':<20}{memory.peak / size_of:>8.2f}  of {gib(device.usable)} GiB usable: {device.name}"
+        f"  {'at the peak':<20}{memory.peak / size_of:>8.2f}  {unit} of {gib(device.usable)} GiB usable: {device.name}"
     )
     if memory.paged:
         lines.append(f"  and {gib(memory.paged)} GiB of moments that move to the host's memory when the GPU's is full")

@@ -41,6 +41,7 @@ from launch.heads import layers_of
 from launch.layout import Layout
 from launch.memory import local_tokens
 from launch.plan_text import count, duration, shown_seconds
+from launch.start import names_theta
 from launch.suggest import Options
 from model.adapted_layers import adapted
 from model.build import ModelConfig, trained_layers
@@ -59,10 +60,11 @@ def read_finetune_config(path: Path, options: list[str]) -> FinetuneConfig:
     Raises:
         ConfigError: settings that can't be used, or a base of which nothing is known.
     """
-    config = load_config(["--job.config_file", str(path), *options], FinetuneConfig)
+    arguments = ["--job.config_file", str(path), *options]
+    config = load_config(arguments, FinetuneConfig)
     directory = Path(config.base_model.path).expanduser()
     if config.base_model.path and (directory / "config.json").is_file():
-        take_base(config, read_model_config(directory))
+        take_base(config, read_model_config(directory), names_theta(arguments))
     elif config.architecture == Architecture():
         raise ConfigError(
             f"base_model.path = {config.base_model.path!r} is not here, so its shapes are not known: name them for the plan, for "

@@ -54,6 +54,10 @@ def summary(config: FinetuneConfig, ranks: int) -> str:
         lines.append(f"GARFA on layers {layer_selection(layers.garfa)}: {trained['garfa']:,} parameters")
     if layers.whole:
         lines.append(f"all weights of layers {layer_selection(layers.whole)}: {trained['layers']:,} parameters")
+    o = config.optimizer
+    lines.append(
+        f"{o.name}: lr {o.lr:g}, betas {o.beta1:g} and {o.beta2:g}, eps {o.eps:g}, weight decay {o.weight_decay:g}"
+    )
     device = find_device()
     lines.append(memory_text(finetune_memory(config, ranks, device.cpu), config, device, ranks))
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from analysis.garfa import draw_alphas
 from checkpoints.adapter import ADAPTER_MARKER, FILES, write_adapter
 from checkpoints.card import read_history
 from checkpoints.fingerprint import base_entry
-from checkpoints.manager import SaveError, on_rank_zero
+from checkpoints.manager import on_rank_zero
 from checkpoints.merge import merge_adapter
 from configs.finetuning import FinetuneConfig
 from launch.finetune import (
@@ -153,17 +153,6 @@ class Finetuner(Trainer):
             # On the device that trained: bitsandbytes may round a weight otherwise on another.
             merge_adapter(out, self._folder() / "model", device=self.device)
             logger.info(f"merged: {self._folder() / 'model'}")
-
-    def _on_rank_zero(self, work: Callable[[], None]) -> None:
-        """Writes on rank 0, however long it takes; a failure ends every rank."""
-
-        def write() -> None:
-            try:
-                work()
-            except OSError as error:
-                raise SaveError(f"{self._folder()} can't be written: {error}.") from error
-
-        on_rank_zero(write, for_hours=True)
 
     def _alphas(self) -> dict[int, list[float]]:
         garfa = garfa_of(self.model_parts[0])  # type: ignore[arg-type]  # a Llama

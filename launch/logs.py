@@ -19,6 +19,10 @@ def start_logging() -> None:
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
+    warnings.filterwarnings(
+        "ignore", message=r"DTensor (random operators|manual_seed\(\)) may not have complete support"
+    )
+    warnings.filterwarnings("ignore", message="Set timeout is now only supported")
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 

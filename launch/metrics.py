@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.tensorboard import SummaryWriter
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.utils import NoColor
 from tqdm import tqdm
 
+from configs.check import ConfigError
 from configs.schema import JobConfig
+from launch.plan_text import duration
+from launch.records import Records, scalar_event, scalars
 from parallel.device import peak_flops, peak_memory_gib, prepare_device
 
 logger = logging.getLogger("farsight")
@@ -52,21 +55,19 @@ class RunMetrics:
         self.folder = Path(config.job.dump_folder)
         self._paused, self._since = 0.0, time.perf_counter()
         self._bar: tqdm | None = None
-        self._tensorboard: SummaryWriter | None = None
-        self._jsonl: Any = None
+        self._tensorboard: Records | None = None
+        self._jsonl: Records | None = None
+        self._paced_from: tuple[float, int] | None = None
 
     def start(self, step: int) -> None:
         """Opens the files; what an interrupted run wrote after `step` is cut off, since those steps run again."""
         self._since = time.perf_counter()
         if not self.writes:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "metrics.jsonl"
-        _cut_after(path, step)
-        self._jsonl = path.open("a", encoding="utf-8")
+        self._jsonl = Records(self.folder / "metrics.jsonl")
+        _cut_after(self._jsonl.path, step)
         if self.config.metrics.enable_tensorboard:
-            folder = self.folder / self.config.metrics.save_tb_folder
-            self._tensorboard = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
+            self._tensorboard = scalars(self.folder / self.config.metrics.save_tb_folder, step)
         if sys.stderr.isatty():
             total = self.config.training.steps
             self._bar = tqdm(total=total, initial=step, unit="step", desc=self.folder.name, dynamic_ncols=True)
@@ -118,7 +119,7 @@ class RunMetrics:
         self._say(
             f"step {step}/{self.config.training.steps}  loss {loss:.4f}  ppl {figures['perplexity']:.1f}  "
             f"grad {grad_norm:.3f}  lr {lr:.2e}  {figures['tokens_per_second']:,.0f} tok/s  "
-            f"{speed}{mfu}  mem {figures['memory_gib']:.2f} GiB"
+            f"{speed}{mfu}  mem {figures['memory_gib']:.2f} GiB{self._left(step)}"
         )
 
     def log_validation(self, step: int, loss: float, tokens: int) -> None:
@@ -156,12 +157,20 @@ class RunMetrics:
 
     def _write(self, group: str, step: int, figures: dict[str, Any]) -> None:
         if self._jsonl is not None:
-            self._jsonl.write(json.dumps(figures) + "\n")
-            self._jsonl.flush()
+            self._jsonl.append((json.dumps(figures) + "\n").encode())
         if self._tensorboard is not None:
-            for name, value in figures.items():
-                if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(f"{group}/{name}", value, step)
+            shown = {name: value for name, value in figures.items() if name != "step" and value is not None}
+            self._tensorboard.append(scalar_event(group, step, shown))
+
+    def _left(self, step: int) -> str:
+        """The time until the last step at the pace since the first report, validations and saves included. The progress bar
+        has its own."""
+        now, left = time.monotonic(), self.config.training.steps - step
+        if self._paced_from is None:  # the step before it compiled and connected
+            self._paced_from = now, step
+            return ""
+        then, first = self._paced_from
+        return "" if self._bar is not None or not left else f"  {duration((now - then) / (step - first) * left)} left"
 
     def _say(self, line: str) -> None:
         if self._bar is not None:
@@ -198,18 +207,27 @@ def perplexity(loss: float) -> float:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            figures = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # the line that was being written when the process was killed
-        # A validation comes before the checkpoint of its step, so it is kept; but step 0 runs its own again.
-        if 0 < step >= figures["step"]:
-            kept.append(line)
-    text = "".join(f"{line}\n" for line in kept)
-    part = path.with_suffix(".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+    """Cuts off the rows of steps that run again, and a row that was being written when the process was killed."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+        end = 0
+        for line in lines:
+            # A validation comes before the checkpoint of its step, so it is kept; but step 0 runs its own again.
+            if not line.endswith(b"\n") or not 0 < step >= row_of(line).get("step", 0):
+                break
+            end += len(line)
+        if end < path.stat().st_size:
+            os.truncate(path, end)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}.") from error
+
+
+def row_of(line: str | bytes) -> dict[str, Any]:
+    """A line of `metrics.jsonl`; an empty row where it is none, as a full disk may leave it."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}

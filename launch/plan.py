@@ -27,6 +27,7 @@ from configs.check import ConfigError
 from configs.load import load_config, parse_options, read_toml
 from configs.schema import JobConfig
 from data.tokenizer import load_tokenizer
+from farsight.cli import command, number
 from farsight.files import write_text
 from launch.costs import StepTime, flops_per_token, step_time, tokens_per_step
 from launch.finetune_plan import is_finetuning, plan_finetuning, read_finetune_config
@@ -41,8 +42,6 @@ from launch.tokenizer import chosen_tokenizer
 from model.build import ModelConfig, count_parameters
 from model.scope import Layout as HeadLayout
 from model.scope import cost_ratio
-
-logger = logging.getLogger("farsight")
 
 ADJUSTABLE = ("matmul", "attention", "windows", "overlap")
 """The efficiencies that have an option."""
@@ -237,6 +236,7 @@ def read_configs(path: Path, options: list[str], stage: str | None) -> tuple[int
     return recipe.gpus, {f"{recipe.name} {s.name}": s.config for s in stages if stage in (None, s.name)}
 
 
+@command
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m launch.plan",
@@ -245,30 +245,28 @@ def main(arguments: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", type=Path, help="TOML file: a config, or a recipe with [[stages]]")
-    parser.add_argument("--gpus", type=int, help="how many (default: the recipe's; 1 for a config)")
+    parser.add_argument("--gpus", type=number(int, least=1), help="how many (default: the recipe's; 1 for a config)")
     parser.add_argument("--gpu", default="h100-80g", metavar="KIND", help=f"{', '.join(GPUS)} (default: %(default)s)")
     parser.add_argument("--stage", help="of a recipe, this stage alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
     for name in ADJUSTABLE:
         default = getattr(Efficiency, name)
         parser.add_argument(
-            f"--{name}", type=float, default=default, metavar="SHARE", help=f"{EXPLAINED[name]} ({default})"
+            f"--{name}",
+            # Without overlap a run is slow; without the others it would take for ever.
+            type=number(float, least=0, most=1) if name == "overlap" else number(float, above=0, most=1),
+            default=default,
+            metavar="SHARE",
+            help=f"{EXPLAINED[name]} ({default})",
         )
     options, rest = parser.parse_known_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    try:
-        gpu, efficiency = find_gpu(options.gpu), Efficiency(**{name: getattr(options, name) for name in ADJUSTABLE})
-        _check_shares(efficiency)
-        if is_finetuning(options.config):
-            return _plan_finetuning(options, rest, gpu, efficiency)
-        named, configs = read_configs(options.config, rest, options.stage)
-        gpus = named if options.gpus is None else options.gpus
-        if gpus < 1:
-            raise ConfigError(f"--gpus {gpus}: set 1 or more.")
-        plans = [make_plan(name, config, gpus, gpu, efficiency) for name, config in configs.items()]
-    except ValueError as error:  # ConfigError and DataError
-        logger.error(str(error))
-        return 2
+    gpu, efficiency = find_gpu(options.gpu), Efficiency(**{name: getattr(options, name) for name in ADJUSTABLE})
+    if is_finetuning(options.config):
+        return _plan_finetuning(options, rest, gpu, efficiency)
+    named, configs = read_configs(options.config, rest, options.stage)
+    gpus = options.gpus or named
+    plans = [make_plan(name, config, gpus, gpu, efficiency) for name, config in configs.items()]
     print("\n\n".join(plan_text(plan, options.gpu) for plan in plans))
     print("\n" + assumptions_text(gpu, efficiency, options.gpu))
     if options.json:
@@ -281,8 +279,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _plan_finetuning(options: argparse.Namespace, rest: list[str], gpu: Gpu, efficiency: Efficiency) -> int:
     gpus, path = options.gpus or 1, options.config
-    if options.stage is not None or gpus < 1:
-        raise ConfigError(f"{path} is of `train.py finetune`: it has no stages, and --gpus must be 1 or more.")
+    if options.stage is not None:
+        raise ConfigError(f"--stage {options.stage}: {path} is of `train.py finetune` and has no stages.")
     plan = plan_finetuning(path.stem, read_finetune_config(path, rest), gpus, options.gpu, gpu, efficiency)
     print(plan.text())
     print("\n" + assumptions_text(gpu, efficiency, options.gpu))
@@ -297,13 +295,6 @@ EXPLAINED = {
     "windows": "share of that again, in heads that see less",
     "overlap": "share of computation behind which data-parallel traffic hides",
 }
-
-
-def _check_shares(efficiency: Efficiency) -> None:
-    for name in ADJUSTABLE:
-        share = getattr(efficiency, name)
-        if not 0 <= share <= 1 or (share == 0 and name != "overlap"):
-            raise ConfigError(f"--{name} {share:g} is a share: set it between 0 and 1.")
 
 
 if __name__ == "__main__":

@@ -133,10 +133,13 @@ def shown_seconds(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A run's time."""
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h" if seconds < 172800 else f"{seconds / 86400:.1f} days"
+    """A run's time: "45 s", "11 min", "1 h 12 min", "2.5 days"."""
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if minutes < 60:
+        return f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60:02d} min" if seconds < 172800 else f"{seconds / 86400:.1f} days"
 
 
 def _head_layouts(plan: "Plan") -> list[str]:

@@ -9,8 +9,15 @@
 A recipe is a config file with `[recipe]` and `[[stages]]`: the sections outside the stages are shared, and a stage
 holds what it sets differently. Every stage is a run folder `runs/<recipe>/<stage>/` that ends with a `model/`
 directory. A finished stage is skipped; one that was interrupted goes on from its newest checkpoint. Options of the
-form --section.key value change all stages.
+form --section.key value change all stages, and --recipe.key value the recipe.
 """
+
+import sys
+
+from launch import process
+
+if __name__ == "__main__":
+    process.begin(process.BETWEEN_STEPS)
 
 import argparse
 import ctypes
@@ -21,19 +28,24 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from configs.check import MODEL_PARALLEL, check_processes, model_parallel_ranks
+from checkpoints.manager import complete_steps
 from configs.load import ConfigError, build_config, from_dict, merge, parse_options, read_toml, to_toml
-from configs.schema import JobConfig
+from configs.schema import JobConfig, NoRotary, Rotary
 from data.tokenizer import load_tokenizer
+from farsight import cli
 from farsight.files import write_text
+from farsight.ranges import Count, Size
+from launch.recipe_check import check_stages, missing, no_start
+from launch.recipe_plan import plan_text
+from launch.start import other_theta, theta_of
 from launch.summary import report, write_held_out
 from launch.tokenizer import prepare_tokenizer, tokenizer_of
-from model.build import ModelConfig, count_parameters, trained_layers
+from model.build import trained_layers
 
 logger = logging.getLogger("farsight")
 
@@ -46,18 +58,18 @@ class Recipe:
     """`[recipe]`: what belongs to no single stage."""
 
     name: str = ""
-    """Run folder below runs/. Empty: the file's name."""
+    """The run folder is `folder`/`name`. Empty: the file's name."""
     folder: str = "runs"
-    """Where the run folder is made."""
-    gpus: int = 1
+    """The folder above the run folder: "runs" and the name "story" give runs/story."""
+    gpus: Size = 1
     """GPUs that batch sizes and layouts are planned for. Any number that divides the batches gives the same losses."""
     start: str = ""
     """Model directory or checkpoint that the first stage starts from; empty starts from random weights."""
-    perplexity_lengths: tuple[int, ...] = (1, 2, 4)
+    perplexity_lengths: tuple[Size, ...] = (1, 2, 4)
     """Perplexity after each stage, at these multiples of its sequence length; empty measures none."""
     perplexity_data: str = ""
     """Text file to measure it on; empty takes held-out documents of the data."""
-    perplexity_tokens: int = 2**20
+    perplexity_tokens: Count = 2**20
     """Tokens of it that are read, the same ones at every length; 0 takes the whole file."""
 
 
@@ -87,19 +99,26 @@ def load_recipe(path: Path, overrides: dict[str, Any]) -> tuple[Recipe, list[Sta
     """Reads a recipe and builds each stage's config.
 
     Args:
-        overrides: sections laid over every stage.
+        overrides: sections laid over every stage; `recipe` changes the recipe itself.
 
     Raises:
         ConfigError: the file is not a recipe, or a stage can't be used.
     """
-    values = read_toml(path)
-    recipe = from_dict(Recipe, values.pop("recipe", {}), "recipe")
+    values, overrides = read_toml(path), dict(overrides)
+    own = {"recipe": values.pop("recipe", {})}
+    recipe = from_dict(Recipe, merge(own, {"recipe": overrides.pop("recipe", {})})["recipe"], "recipe")
     recipe = dataclasses.replace(recipe, name=recipe.name or path.stem)
+    if recipe.name in (".", "..") or Path(recipe.name).name != recipe.name or "\\" in recipe.name:
+        raise ConfigError(
+            f"recipe.name = {recipe.name!r} must be the name of one folder; recipe.folder says where it lies."
+        )
     entries = values.pop("stages", None)
     if not isinstance(entries, list) or not entries:
         raise ConfigError(f"{path} has no [[stages]]; a single run is `python train.py --job.config_file {path}`.")
     stages: list[Stage] = []
     for number, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{path}: stage {number} = {entry!r} must be a table, [[stages]].")
         stages.append(_stage(recipe, number, dict(entry), values, overrides, stages[-1] if stages else None))
     names = [stage.name for stage in stages]
     if len(set(names)) < len(names):
@@ -127,7 +146,11 @@ def _stage(
                 raise ConfigError(
                     f"{section}.{key} is the recipe's to set; use recipe.folder, recipe.name, recipe.start."
                 )
+        if last is not None:
+            values = _with_theta(values, merge(entry, overrides), last.config.position.rotary)
         config: JobConfig = build_config(values)
+        if last is None and recipe.start:
+            _compare_theta(values, config, recipe.start)
         if optimizer == "carry" and last is not None:
             before, now = trained_layers(last.config), trained_layers(config)
             if before is not None and not (now is not None and {*now} <= {*before}):
@@ -138,14 +161,18 @@ def _stage(
     except ConfigError as error:
         raise ConfigError(f"stage {number} ({name or 'unnamed'}): {error}") from error
     name = name or f"{number + 1}-{config.training.seq_len}"
-    if not re.fullmatch(r"[\w.-]+", name):
-        raise ConfigError(f"stage {number}: name = {name!r} may hold letters, digits, '_', '.' and '-' only.")
+    if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
+        raise ConfigError(
+            f"stage {number}: name = {name!r} must be a folder's name of letters, digits, '_', '.' and '-'."
+        )
     root = Path(recipe.folder) / recipe.name
     config.job.dump_folder = str(root / name)
     config.job.description = f"{recipe.name}, stage {number + 1}: {name}"
     if not config.checkpoint.enable or config.checkpoint.load_only:
         raise ConfigError("checkpoint.enable = false or load_only: a stage hands its checkpoint on to the next.")
     if recipe.start and not config.tokenizer.path and config.tokenizer.kind != "bytes":
+        if not Path(recipe.start).is_dir():
+            raise ConfigError(no_start(recipe.start))
         config.tokenizer = dataclasses.replace(config.tokenizer, path=str(tokenizer_of(Path(recipe.start))))
     if not config.tokenizer.path and config.tokenizer.kind != "bytes":
         config.tokenizer = dataclasses.replace(config.tokenizer, path=str(root / "tokenizer"))
@@ -159,6 +186,22 @@ def _stage(
         start.initial_load_model_only = False
         start.exclude_from_loading = CARRY_EXCLUDES
     return Stage(name, optimizer, config)
+
+
+def _with_theta(values: dict[str, Any], named: dict[str, Any], before: Rotary) -> dict[str, Any]:
+    """A stage that names another kind of RoPE without a base goes on with that of the stage before it."""
+    rotary = named.get("position", {}).get("rotary", {})
+    if isinstance(before, NoRotary) or rotary.get("kind", "none") in ("none", before.kind) or "theta" in rotary:
+        return values
+    return merge(values, {"position": {"rotary": {"theta": before.theta}}})
+
+
+def _compare_theta(values: dict[str, Any], config: JobConfig, start: str) -> None:
+    """Warns of a first stage that turns with another base than its weights though nothing asks for it."""
+    theirs, ours = theta_of(Path(start)), config.position.rotary
+    named = "theta" in values.get("position", {}).get("rotary", {})
+    if not named and theirs is not None and not isinstance(ours, NoRotary) and theirs != ours.theta:
+        logger.warning(other_theta(start, theirs, ours.theta))
 
 
 def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
@@ -184,7 +227,7 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
             logger.info(f"\n{label}: {t.steps:,} steps of {t.seq_len:,} tokens")
             status = _run(stage, launcher)
             if status:
-                return status
+                return _stopped(status, label, stage)
         report(recipe, stages[: number + 1], root, data)
     return 0
 
@@ -197,94 +240,47 @@ def _run(stage: Stage, launcher: list[str]) -> int:
     return wait_for([*launcher, train, "--job.config_file", str(path)])
 
 
+def _stopped(status: int, label: str, stage: Stage) -> int:
+    """Says how a stage ended that is not finished; returns the exit status, of a signal 128 and its number."""
+    steps = complete_steps(stage.folder / stage.config.checkpoint.folder)
+    goes_on = f"the same command goes on from {f'step {steps[-1]}' if steps else 'its start'}"
+    if status == process.EXIT_INTERRUPTED:
+        return status  # it has said so itself
+    if status > 0:
+        logger.error(f"{label} ended with status {status}, for the reason above; once that is put right, {goes_on}")
+        return status
+    logger.error(f"{label} {process.killed_by(-status)}; {goes_on}")
+    return process.EXIT_INTERRUPTED if -status in process.TO_STOP else 128 - status
+
+
 def wait_for(command: list[str]) -> int:
     """Runs a command to its end and passes on the signal to stop; returns its exit status."""
     # torchrun gives workers 30 s to end after a signal, which is less than a large model takes to save.
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600", **os.environ}
-    process: subprocess.Popen | None = None
+    child: subprocess.Popen | None = None
 
     def forward(number: int, frame: Any) -> None:
-        if process is not None:
-            process.send_signal(number)
+        if child is not None:
+            child.send_signal(number)
 
     # The stage saves and stops; then this process returns its status. A terminal's Ctrl-C reaches both anyway.
-    before = {
-        n: signal.signal(n, forward if n == signal.SIGTERM else signal.SIG_IGN) for n in (signal.SIGTERM, signal.SIGINT)
-    }
-    try:
-        process = subprocess.Popen(command, env=environment, preexec_fn=_end_with_parent)
-        return process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with process.signals_to({signal.SIGTERM: forward, signal.SIGINT: signal.SIG_IGN}):
+        child = subprocess.Popen(command, env=environment, preexec_fn=partial(_end_with, os.getpid()))
+        return child.wait()
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     """Has Linux send this process SIGTERM when its parent dies, so that a killed recipe leaves no stage behind; and a
     terminal's Ctrl-C ends it, which its parent ignores meanwhile."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
+        if os.getppid() != parent:  # it died before that
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
-def check_stages(stages: list[Stage], processes: int | None) -> None:
-    """Refuses layers that a stage's model lacks, and batches that do not divide over the processes, where known.
-
-    Raises:
-        ConfigError: naming the stage and what is wrong.
-    """
-    for stage in stages:
-        try:
-            if processes is not None:
-                check_processes(stage.config, processes)
-            ModelConfig.from_job(stage.config).layers()
-            trained_layers(stage.config)
-        except ConfigError as error:
-            raise ConfigError(f"stage {stage.name}: {error}") from error
-
-
-def plan_table(stages: list[Stage], processes: int) -> str:
-    """What a recipe will do on so many processes, a line a stage."""
-    lines = [
-        f"{'stage':<16}{'length':>9}{'batch':>7}{'tokens/step':>13}{'steps':>11}{'tokens':>10}{'lr':>10}  "
-        f"{'layout':<22}starts from"
-    ]
-    total = 0
-    for stage in stages:
-        c = stage.config
-        t = c.training
-        batch = (
-            t.global_batch_size
-            if t.global_batch_size > 0
-            else t.local_batch_size * (processes // model_parallel_ranks(c))
-        )
-        total += batch * t.seq_len * t.steps
-        start = c.checkpoint.initial_load_path or "random weights"
-        lines.append(
-            f"{stage.name:<16}{t.seq_len:>9,}{batch:>7}{batch * t.seq_len:>13,}{t.steps:>11,}"
-            f"{batch * t.seq_len * t.steps:>10.3g}{c.optimizer.lr:>10.1e}  {_layout(c, processes):<22}"
-            f"{start} ({stage.optimizer} optimizer)"
-        )
-    model = ModelConfig.from_job(stages[-1].config)
-    embedding = "" if model.architecture.vocab_size else " and the embedding of the tokenizer's size"
-    lines.append(
-        f"{count_parameters(model):,} parameters{embedding}, {total:.3g} tokens, {processes} GPU{'s' * (processes > 1)}"
-    )
-    for stage in stages:
-        if stage.config.training.layers:
-            lines.append(f"{stage.name} trains layers {stage.config.training.layers} alone")
-    return "\n".join(lines)
-
-
-def _layout(config: JobConfig, processes: int) -> str:
-    """Data-parallel ranks and what else a model is divided over: "dp 2 × tp 8 × pp 4"."""
-    degrees = {"dp": processes // model_parallel_ranks(config)}
-    for name, short in zip(MODEL_PARALLEL, ("tp", "pp", "cp"), strict=True):
-        degrees[short] = getattr(config.parallelism, f"{name}_parallel_degree")
-    return " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name == "dp")
-
-
+@cli.command
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m launch.recipe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -292,7 +288,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("recipe", type=Path, help="TOML file with [[stages]]")
     parser.add_argument("--dry-run", action="store_true", help="check every stage and print the plan, run nothing")
     parser.add_argument(
-        "--nproc", type=int, help="processes on this machine (default: 1; the recipe's GPUs in a dry run)"
+        "--nproc",
+        type=cli.number(int, least=1),
+        help="processes on this machine (default: 1; the recipe's GPUs in a dry run)",
     )
     parser.add_argument("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")
     parser.add_argument(
@@ -304,21 +302,19 @@ def main(arguments: list[str] | None = None) -> int:
     launcher = shlex.split(options.launcher) if options.launcher else [sys.executable]
     if options.torchrun or (options.nproc or 1) > 1:
         given = options.torchrun or f"--standalone --nproc_per_node {options.nproc}"
-        launcher += ["-m", "torch.distributed.run", *shlex.split(given)]
+        launcher += ["-m", "launch.torchrun", *shlex.split(given)]
     if options.launcher and (options.torchrun or options.nproc):
         parser.error("--launcher starts all ranks itself: leave out --nproc and --torchrun")
-    try:
-        recipe, stages = load_recipe(options.recipe, parse_options(rest))
-        if options.dry_run:
-            processes = recipe.gpus if options.nproc is None else options.nproc
-            check_stages(stages, processes)
-            print(plan_table(stages, processes))
-            return 0
+    recipe, stages = load_recipe(options.recipe, parse_options(rest))
+    if options.dry_run:
+        processes = recipe.gpus if options.nproc is None else options.nproc
+        check_stages(stages, processes)
+        print(plan_text(stages, processes), flush=True)
+    else:
         check_stages(stages, None if options.torchrun or options.launcher else options.nproc or 1)
-        return run_recipe(recipe, stages, launcher)
-    except ValueError as error:  # ConfigError and DataError
-        logger.error(str(error))
-        return 2
+    if wrong := missing(recipe, stages):
+        raise ConfigError("\n".join(["The recipe can't run yet:", *wrong]))
+    return 0 if options.dry_run else run_recipe(recipe, stages, launcher)
 
 
 if __name__ == "__main__":

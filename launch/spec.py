@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
 
+from checkpoints.manager import on_rank_zero
 from configs.load import ConfigError
 from configs.schema import JobConfig
 from data.loader import build_loader
@@ -22,7 +22,6 @@ from launch.tokenizer import chosen_tokenizer, prepare_tokenizer
 from launch.validation import Validator
 from model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from model.flops import batch_flops
-from parallel.device import wait_for_rank_zero
 from parallel.parallelize import parallelize
 from parallel.pipeline import ShareOfLoss, pipeline
 from parallel.zero import ZeroOptimizer
@@ -89,9 +88,7 @@ def build_tokenizer(config: JobConfig) -> Tokenizer:
     """
     trained = Path(config.job.dump_folder) / "tokenizer"
     config.tokenizer = chosen_tokenizer(config)
-    if dist.get_rank() == 0:
-        prepare_tokenizer(config, trained)
-    wait_for_rank_zero()
+    on_rank_zero(lambda: prepare_tokenizer(config, trained), for_hours=True)
     if not config.tokenizer.path and config.tokenizer.kind != "bytes":
         config.tokenizer = replace(config.tokenizer, path=str(trained))
     tokenizer = load_tokenizer(config.tokenizer)

@@ -17,6 +17,7 @@ from data.tokenizer import load_tokenizer_dir
 from evals.perplexity import perplexity_by_length
 from evals.texts import encode_file
 from farsight.files import write_text
+from launch.metrics import row_of
 from parallel.device import default_device
 
 if TYPE_CHECKING:
@@ -83,8 +84,8 @@ def run_summary(name: str, folder: Path, seq_len: int, steps: int) -> dict[str, 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's `metrics.jsonl`, of one that is being written too."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]  # what follows the last newline was cut off
+    lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off
+    return [row for row in map(row_of, lines) if "step" in row]
 
 
 def loss_points(folder: Path, before: float = 0.0) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:

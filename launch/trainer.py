@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchtitan.components.checkpoint import MODEL
@@ -23,10 +24,11 @@ from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enabl
 from torchtitan.train import Trainer as TitanTrainer
 
 from checkpoints.convert import checkpoint_to_model_dir
-from checkpoints.manager import RunCheckpoints
-from configs.load import to_toml
+from checkpoints.manager import RunCheckpoints, SaveError, on_rank_zero
+from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
 from farsight.files import write_text
+from launch import process
 from launch.metrics import RunMetrics
 from launch.out_of_memory import Phase
 from launch.plasticity_metrics import PlasticityMetrics
@@ -34,7 +36,7 @@ from launch.spec import register
 from model.build import ModelConfig, trained_layers
 from model.flops import Adapters, batch_flops
 from parallel.batch import model_inputs, sum_of_losses
-from parallel.device import prepare_device, wait_for_rank_zero
+from parallel.device import prepare_device
 from parallel.gradients import clip_gradients
 from parallel.halo import Context
 from parallel.pipeline import Pipeline, ShareOfLoss
@@ -252,11 +254,15 @@ class Trainer(TitanTrainer):
         alike = any(mesh is not None and mesh.get_local_rank() for mesh in meshes)  # another rank has the same batch
         if (bad and not alike) or rank == 0:
             folder = Path(self.job_config.job.dump_folder) / "non_finite"
-            folder.mkdir(parents=True, exist_ok=True)
             inputs, labels = micro_batches[bad[0] if bad else 0]
             path = folder / f"step-{self.step}-rank-{rank}.safetensors"
-            save_file({**{k: v.contiguous() for k, v in inputs.items()}, "labels": labels.contiguous()}, path)
-            logger.error(f"step {self.step}: not finite in {where}; the batch is kept in {path}")
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                save_file({**{k: v.contiguous() for k, v in inputs.items()}, "labels": labels.contiguous()}, path)
+                kept = f"is kept in {path}"
+            except (OSError, SafetensorError) as error:
+                kept = f"can't be kept in {path}: {error}"
+            logger.error(f"step {self.step}: not finite in {where}; the batch {kept}")
         raise NonFiniteError(
             f"step {self.step}: loss {loss}, gradient norm {grad_norm}: stopped before the optimizer step. "
             "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or look at the batch that was kept."
@@ -273,6 +279,7 @@ class Trainer(TitanTrainer):
         config, metrics = self.job_config, self.metrics_processor
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        process.hand_over()
         self.checkpointer.load(step=config.checkpoint.load_step)
         self.tokens_logged = self.ntokens_seen * self._data_ranks()
         self._save_run_files()
@@ -306,7 +313,7 @@ class Trainer(TitanTrainer):
                     if profiler:
                         profiler.step()
                 if stopping and not last:
-                    raise Interrupted
+                    raise Interrupted(self._where_it_stopped())
                 if first and dist.get_world_size() > 1:
                     # The first step compiles and connects; from here on a silent rank shows sooner.
                     first, timeout = False, timedelta(seconds=config.comm.train_timeout_seconds)
@@ -314,6 +321,11 @@ class Trainer(TitanTrainer):
         for source, reasons in self.dataloader.skipped.items():  # type: ignore[attr-defined]  # our loader's, beyond torchtitan's protocol
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self._export()
+
+    def _where_it_stopped(self) -> str:
+        goes_on = self.checkpointer.saved(self.step) is not None
+        rest = "the same command goes on from there" if goes_on else "nothing was saved (see [checkpoint])"
+        return f"stopped after step {self.step}; {rest}"
 
     def _validate(self) -> float:
         """The loss of held-out data, where it is asked for."""
@@ -351,26 +363,52 @@ class Trainer(TitanTrainer):
         return bool(flag)
 
     def _save_run_files(self) -> None:
-        if dist.get_rank() != 0:
-            return
         folder = Path(self.job_config.job.dump_folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_text(folder / "config.toml", to_toml(self.job_config))
-        tokenizer = folder / "tokenizer"
-        if tokenizer != Path(self.job_config.tokenizer.path):
-            part = folder / "tokenizer.part"
-            shutil.rmtree(part, ignore_errors=True)
-            self.tokenizer.save(part)  # type: ignore[union-attr]  # None only for specs without a tokenizer
-            shutil.rmtree(tokenizer, ignore_errors=True)
-            part.rename(tokenizer)
+
+        def write() -> None:
+            write_text(folder / "config.toml", to_toml(self.job_config))
+            tokenizer = folder / "tokenizer"
+            if tokenizer != Path(self.job_config.tokenizer.path):
+                part = folder / "tokenizer.part"
+                shutil.rmtree(part, ignore_errors=True)
+                self.tokenizer.save(part)  # type: ignore[union-attr]  # None only for specs without a tokenizer
+                shutil.rmtree(tokenizer, ignore_errors=True)
+                part.rename(tokenizer)
+
+        try:
+            on_rank_zero(write)
+        except OSError as error:
+            raise ConfigError(f"The run folder {folder} can't be written: {error}.") from error
+
+    def _on_rank_zero(self, work: Callable[[], None]) -> None:
+        """Writes on rank 0, however long it takes.
+
+        Raises:
+            SaveError: on all ranks.
+        """
+
+        def write() -> None:
+            try:
+                work()
+            except (OSError, SafetensorError) as error:
+                folder = self.job_config.job.dump_folder
+                raise SaveError(
+                    f"{folder} can't be written: {error}. With room there, the same command goes on from the newest checkpoint."
+                ) from error
+
+        on_rank_zero(write, for_hours=True)
 
     def _export(self) -> None:
         """Writes the run's model directory from its last checkpoint, which works the same under every layout."""
-        saved = self.checkpointer.saved(self.step)
-        if saved is None:
-            logger.warning(f"step {self.step} has no checkpoint, so no model directory is written (see [checkpoint])")
-        elif dist.get_rank() == 0:
-            out = Path(self.job_config.job.dump_folder) / "model"
+
+        def write() -> None:
+            saved, out = self.checkpointer.saved(self.step), Path(self.job_config.job.dump_folder) / "model"
+            if saved is None:
+                logger.warning(
+                    f"step {self.step} has no checkpoint, so no model directory is written (see [checkpoint])"
+                )
+                return
             checkpoint_to_model_dir(saved, out)
             logger.info(f"model directory: {out}")
-        wait_for_rank_zero()
+
+        self._on_rank_zero(write)

@@ -157,8 +157,8 @@ def test_what_crashes_or_does_not_start_is_a_failure(faked, tmp_path, monkeypatc
         "B": {},
     }
     first, *others = figures["failures"]
-    assert first == "training B ended with status -9"
-    starts = ["killed of base ended with status -11: ", "killed of A ended with status -11: "]
+    assert first.startswith("training B was killed by SIGKILL")
+    starts = ["killed of base was killed by SIGSEGV", "killed of A was killed by SIGSEGV"]
     starts += ["mistyped of base did not start: ", "mistyped of A did not start: "]
     assert len(others) == len(starts)
     assert all(line.startswith(start) for line, start in zip(others, starts, strict=True))
@@ -219,9 +219,15 @@ def test_dry_run_prints_commands_and_runs_none(faked, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_used_is_said(faked, tmp_path, caplog, monkeypatch):
-    assert main([faked[0], faked[0]]) == 2
-    assert "would both be experiment A" in caplog.text
+def test_what_cannot_be_used_is_said(faked, tmp_path, capsys, monkeypatch):
+    def refused(*arguments):
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments])
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    assert "would both be experiment A" in refused(faked[0], faked[0])
+    assert "is a folder" in refused(*faked, "--json", str(tmp_path))
     other = tmp_path / "ablation_x.toml"
     other.write_text('[base_model]\npath = "elsewhere"\n')
     with pytest.raises(ConfigError, match="different bases"):
@@ -240,8 +246,8 @@ def test_what_cannot_be_used_is_said(faked, tmp_path, caplog, monkeypatch):
         with pytest.raises(ConfigError, match=message):
             read_evaluations(wrong)
     for name in ("dump_folder", "config_file"):
-        assert main([*faked, f"--job.{name}", str(other), "--dry-run"]) == 2
-        assert f"--job.{name} would be the same for all experiments" in caplog.text
+        said = refused(*faked, f"--job.{name}", str(other), "--dry-run")
+        assert f"--job.{name} would be the same for all experiments" in said
     for text_, message in (
         (None, "was not written"),
         ({"a": {"c": 1}}, "where 'b' should be there is c"),

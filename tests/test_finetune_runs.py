@@ -280,8 +280,8 @@ def test_memory_that_runs_out_is_explained(config, tmp_path, monkeypatch):
     monkeypatch.setattr("launch.finetuner.Finetuner", Full)
     monkeypatch.setattr(train.logger, "error", said.append)
     monkeypatch.setattr(train.logger, "info", lambda line: None)
-    status = train.finetune(["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run")])
-    assert status == train.EXIT_MEMORY
+    status = train.main(["finetune", "--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run")])
+    assert status == 5
     assert "loading" in said[0]
     assert "Tried to allocate 2.00 GiB" in said[0]
 

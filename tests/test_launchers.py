@@ -155,7 +155,7 @@ def torchrun(tmp_path, *arguments, **variables):
 
 def test_torchrun(tmp_path):
     done = torchrun(tmp_path, "train", "--job.config_file", "a b.toml", PROCESSES="3")
-    launcher = ["-m", "torch.distributed.run", "--nnodes", "1", "--nproc_per_node", "3", "--standalone"]
+    launcher = ["-m", "launch.torchrun", "--nnodes", "1", "--nproc_per_node", "3", "--standalone"]
     assert done.stdout.splitlines() == [*launcher, "train.py", "--job.config_file", "a b.toml"]
     done = torchrun(tmp_path, "recipe", "X.toml", NODES="4", PROCESSES="8", HEAD="node0:29500")
     ranks = "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint node0:29500 --rdzv_id farsight"

@@ -389,16 +389,21 @@ def test_vocabulary_is_that_of_the_weights_a_run_starts_from(tmp_path):
         make_plan("start", small(**settings), 1, GPUS["h100-80g"], Efficiency())
 
 
-def test_what_cannot_be_planned_is_said(caplog):
-    assert main([str(ROOT / "configs/tiny.toml"), "--gpu", "h100"]) == 2
-    assert "--gpu h100 is not in launch/hardware.py. Did you mean 'h100-80g'?" in caplog.text
-    assert main([str(ROOT / "configs/tiny.toml"), "--windows", "2"]) == 2
-    assert "--windows 2 is a share" in caplog.text
-    assert main([str(RECIPES / "scope_llama3_8b.toml"), "--stage", "none"]) == 2
-    for gpus in ("0", "-8"):
-        assert main([str(ROOT / "configs/tiny.toml"), "--gpus", gpus]) == 2
-        assert f"--gpus {gpus}: set 1 or more" in caplog.text
-    assert main([str(ROOT / "configs/tiny.toml"), "--engine", "deepspeed"]) == 2
-    assert 'engine = "deepspeed" is not planned' in caplog.text
+def test_what_cannot_be_planned_is_said(capsys):
+    tiny, recipe = str(ROOT / "configs/tiny.toml"), str(RECIPES / "scope_llama3_8b.toml")
+    for arguments, says in (
+        ([tiny, "--gpu", "h100"], "--gpu h100 is not in launch/hardware.py. Did you mean 'h100-80g'?"),
+        ([tiny, "--windows", "2"], "--windows: 2 must be more than 0 and at most 1"),
+        ([tiny, "--matmul", "0"], "--matmul: 0 must be more than 0 and at most 1"),
+        ([tiny, "--overlap", "nan"], "--overlap: nan must be a finite number"),
+        ([recipe, "--stage", "none"], "has no stage 'none'"),
+        ([tiny, "--gpus", "0"], "--gpus: 0 must be at least 1"),
+        ([tiny, "--gpus", "-8"], "--gpus: -8 must be at least 1"),
+        ([tiny, "--engine", "deepspeed"], 'engine = "deepspeed" is not planned'),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+        assert says in capsys.readouterr().err
     with pytest.raises(ConfigError, match="Did you mean"):
         find_gpu("b200")

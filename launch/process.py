@@ -1,0 +1,231 @@
+"""How a process of a run starts, is stopped, and ends.
+
+The standard library alone: this works before torch is loaded, which takes seconds.
+"""
+
+import json
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farsight.errors import UserError
+
+EXIT_UNEXPECTED = 1
+"""A fault in Farsight, or another rank that is gone."""
+EXIT_CONFIG = 2
+"""The configuration or the data can't be used, or the run folder can't be written."""
+EXIT_NON_FINITE = 3
+"""The loss or the gradients were not finite; the weights are those before the step."""
+EXIT_SAVE = 4
+"""A checkpoint or the model directory could not be written; the newest complete checkpoint is kept."""
+EXIT_MEMORY = 5
+"""A GPU had too little memory."""
+EXIT_INTERRUPTED = 75
+"""SIGTERM or SIGINT: the same command goes on."""
+EXIT_CTRL_C = 130
+"""Ctrl-C a second time: stopped at once, without a checkpoint."""
+
+TO_STOP = (signal.SIGTERM, signal.SIGINT)
+
+BEFORE_TRAINING = "stopped before training began; nothing was lost, and the same command starts again"
+BETWEEN_STEPS = "stopped; the same command goes on from here"
+
+_at_once: str | None = None
+"""What to say when a signal ends the process at once; None while something else handles signals."""
+
+
+# ── Ranks ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run, as launchers tell it."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+
+
+def ranks() -> Ranks:
+    """Reads RANK, LOCAL_RANK and WORLD_SIZE; without them the run is this process.
+
+    Raises:
+        UserError: values that contradict each other or are no numbers.
+    """
+    given = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    shown = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+    hint = "torchrun and launch/rank.sh set them; without a launcher, unset all three."
+    rank, local_rank, world_size = (
+        _number(name, default, hint) for name, default in zip(given, (0, 0, 1), strict=True)
+    )
+    if not (0 <= rank < world_size and 0 <= local_rank < world_size):
+        raise UserError(f"The environment has {shown}: a rank must be from 0 to WORLD_SIZE - 1. {hint}")
+    if world_size > 1:
+        missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise UserError(f"The environment has {shown}, but not {', '.join(missing)}. {hint}")
+    _number("MASTER_PORT", 0, "It is the port at which ranks meet.")
+    return Ranks(rank, local_rank, world_size)
+
+
+def _number(name: str, default: int, hint: str) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise UserError(f"The environment has {name}={text!r}, which must be a whole number. {hint}")
+    return int(text)
+
+
+# ── Signals ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def begin(stopped: str = BEFORE_TRAINING, what: str = "loading libraries") -> None:
+    """To be called first, before libraries load. Says that the process has started; from here on SIGTERM and Ctrl-C end it
+    with a sentence and status 75, and ranks stop when their torchrun is gone.
+
+    Args:
+        stopped: the sentence.
+        what: what takes time now.
+    """
+    global _at_once
+    _at_once = stopped
+    # Python runs its handlers between steps of the main thread, which may be in a library's call for minutes: a thread
+    # reads the signals' numbers from a pipe.
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in TO_STOP:
+        signal.signal(number, lambda number, frame: None)
+    launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    threading.Thread(target=_watch, args=(read, launcher), name="signals", daemon=True).start()
+    if os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & {*sys.argv}:
+        _say(f"farsight: starting ({what})")
+
+
+def hand_over() -> None:
+    """From here on signals are their handlers' alone."""
+    global _at_once
+    _at_once = None
+
+
+@contextmanager
+def signals_to(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
+    """Has other handlers take the signals for a while."""
+    global _at_once
+    said = _at_once
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    _at_once = None
+    try:
+        yield
+    finally:
+        _at_once = said
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(signals: int, launcher: int | None) -> None:
+    """Ends the process at a signal until that is handed over; and when the launcher dies, has the process stop."""
+    deadline: float | None = None
+    while True:
+        if select.select([signals], [], [], None if launcher is None else 1.0)[0]:
+            numbers = {*os.read(signals, 64)}
+            if _at_once is not None and numbers & {*TO_STOP}:
+                leave_note(EXIT_INTERRUPTED, _at_once)
+                if os.environ.get("RANK", "0") == "0":
+                    _say(_at_once)
+                os._exit(EXIT_INTERRUPTED)
+        if launcher is None or os.getppid() == launcher:
+            continue
+        if deadline is None:
+            # As long as torchrun itself would wait after a signal.
+            seconds = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+            deadline = time.monotonic() + seconds
+            _say(f"torchrun (process {launcher}) is gone: rank {os.environ.get('RANK')} stops, within {seconds} s")
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif time.monotonic() > deadline:
+            _say(f"rank {os.environ.get('RANK')} could not stop by itself, and is ended")
+            os._exit(EXIT_UNEXPECTED)
+
+
+def killed_by(number: int) -> str:
+    """What to say of a process that a signal ended."""
+    reason = {
+        signal.SIGKILL: " (the kernel's out-of-memory killer does that: look in dmesg)",
+        signal.SIGSEGV: " (a crash inside a library)",
+        signal.SIGABRT: " (a library gave up: its message is above)",
+        signal.SIGBUS: " (often a full /dev/shm, or a file that was cut while it was read)",
+    }
+    return f"was killed by {signal.Signals(number).name}{reason.get(signal.Signals(number), '')}"
+
+
+def _say(line: str) -> None:
+    """Prints without a lock that another thread may hold."""
+    with suppress(OSError):  # nobody reads any more
+        os.write(2, f"{line}\n".encode())
+
+
+# ── What a rank leaves for its launcher ───────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Note:
+    """How a rank ended."""
+
+    rank: int
+    status: int
+    sentence: str
+    follows: bool
+    """It ended because another rank had."""
+    time: float
+
+
+def leave_note(status: int, sentence: str, follows: bool = False) -> None:
+    """Writes how this rank ends where torchrun looks for it; torchrun prints the sentence as the failure's traceback."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    now = time.time()
+    own = {"rank": int(os.environ.get("RANK", "0")), "status": status, "follows": follows, "time": now}
+    note = {"message": {"message": sentence, "extraInfo": {"timestamp": str(int(now)), "farsight": own}}}
+    part = Path(f"{path}.part")
+    with suppress(OSError):  # the sentence is printed as well
+        part.write_text(json.dumps(note), encoding="utf-8")
+        part.replace(path)
+
+
+def read_note(path: Path) -> Note | None:
+    """A rank's note, or None where there is none of ours."""
+    try:
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        return Note(sentence=message["message"], **message["extraInfo"]["farsight"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def first_rank_says(sentence: str) -> bool:
+    """Whether the first rank of this machine ends with the same sentence, for which other ranks wait a moment."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return False
+    # torchrun sends SIGTERM to all ranks as soon as one has ended.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hand_over()
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        return False
+    for _ in range(20):
+        if (note := read_note(Path(path).parent.parent / "0" / "error.json")) is not None:
+            return _what(note.sentence) == _what(sentence)
+        time.sleep(0.1)
+    return False
+
+
+def _what(sentence: str) -> str:
+    """Without the name of the file to report, which each rank has for itself."""
+    return sentence.partition("please report")[0]

@@ -1,0 +1,90 @@
+"""What a recipe needs before it runs: layouts that can be, and files and folders that are there."""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from configs.check import check_processes
+from configs.load import ConfigError
+from configs.schema import HubSource, StdlibSource
+from data.documents import DataError
+from data.sources import open_sources
+from data.tokenizer import load_tokenizer
+from launch.files import check_run_folder, is_run
+from model.build import ModelConfig, trained_layers
+
+if TYPE_CHECKING:
+    from launch.recipe import Recipe, Stage
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def check_stages(stages: Sequence["Stage"], processes: int | None) -> None:
+    """Refuses layers that a stage's model lacks, and batches that do not divide over the processes, where known.
+
+    Raises:
+        ConfigError: naming the stage and what is wrong.
+    """
+    for stage in stages:
+        try:
+            if processes is not None:
+                check_processes(stage.config, processes)
+            ModelConfig.from_job(stage.config).layers()
+            trained_layers(stage.config)
+        except ConfigError as error:
+            raise ConfigError(f"stage {stage.name}: {error}") from error
+
+
+def missing(recipe: "Recipe", stages: Sequence["Stage"]) -> list[str]:
+    """What would stop a recipe on its way: one sentence for each thing that is not there."""
+    root, wrong = stages[0].folder.parent, []
+    if is_run(root):
+        wrong.append(f"{root} is a run itself: set another recipe.name or recipe.folder.")
+    if recipe.perplexity_lengths and recipe.perplexity_data and not Path(recipe.perplexity_data).is_file():
+        wrong.append(f"recipe.perplexity_data = {recipe.perplexity_data!r} is not a file.")
+    if recipe.start and not stages[0].finished and not Path(recipe.start).is_dir():
+        wrong.append(no_start(recipe.start))
+    found: dict[str, list[str]] = {}
+    for stage in stages:
+        for sentence in [] if stage.finished else _missing_of(stage, root / "tokenizer"):
+            found.setdefault(sentence, []).append(stage.name)
+    return wrong + [f"{', '.join(names)}: {sentence}" for sentence, names in found.items()]
+
+
+def _missing_of(stage: "Stage", trained_here: Path) -> Iterator[str]:
+    config = stage.config
+    local = tuple(source for source in config.data.sources if not isinstance(source, HubSource | StdlibSource))
+    try:
+        check_run_folder(stage.folder)
+        if local:
+            open_sources(dataclasses.replace(config.data, sources=local), "train")
+    except (ConfigError, DataError) as error:
+        yield str(error)
+    try:
+        if Path(config.tokenizer.path) != trained_here:
+            load_tokenizer(config.tokenizer)
+    except DataError as error:
+        yield str(error)
+
+
+def no_start(start: str) -> str:
+    """What to say of weights to start from that are not there; where a recipe that ships makes them, its command."""
+    from launch.recipe import load_recipe
+
+    for path in sorted(CONFIGS.rglob("*.toml")):
+        if path.stem in Path(start).parts:
+            with suppress(ConfigError):  # it is no recipe
+                if any(Path(start).is_relative_to(stage.folder) for stage in load_recipe(path, {})[1]):
+                    shown = path.relative_to(CONFIGS.parent)
+                    return f"recipe.start = {start!r} is not there yet: run python -m launch.recipe {shown} first."
+    return f"recipe.start = {start!r} does not exist: name a model directory or a checkpoint."
+
+
+def free_bytes(folder: Path) -> int:
+    """Free on the disk on which a folder is, or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

@@ -1,0 +1,75 @@
+"""torchrun, whose last line is one that a person can use: which rank ended the run, why, and with that rank's exit status.
+
+python -m launch.torchrun --standalone --nproc_per_node 8 train.py --job.config_file configs/X.toml
+"""
+
+import sys
+
+from launch import process
+
+if __name__ == "__main__":
+    process.begin(what="torchrun")
+
+import logging
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.run import parse_args
+from torch.distributed.run import run as torchrun
+
+from farsight.cli import command, refuse
+from launch.process import EXIT_INTERRUPTED, Note, read_note
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_args(arguments)
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)  # what it reports of ranks is said below
+    with tempfile.TemporaryDirectory(prefix="farsight-ranks-") as folder:
+        options.log_dir = options.log_dir or folder
+        for number in process.TO_STOP:
+            signal.signal(number, signal.SIG_DFL)
+        process.hand_over()
+        try:
+            torchrun(options)
+        except SignalException as error:
+            notes = [note for path in Path(options.log_dir).rglob("error.json") if (note := read_note(path))]
+            return _say_first(notes) if notes else 128 + error.sigval
+        except ChildFailedError as error:
+            return _say_first([_ended(*item) for item in error.failures.items()])
+        except (DistError, RendezvousError) as error:
+            first = str(error).strip().partition("\n")[0]
+            refuse(f"the ranks can't meet: {first} (another program may have the port, or a machine is not there)")
+    return 0
+
+
+def _ended(rank: int, failure: ProcessFailure) -> Note:
+    """How a rank ended, by its own note if it could leave one."""
+    note = read_note(Path(failure.error_file))
+    return note or Note(rank, failure.exitcode, "", failure.exitcode == -signal.SIGTERM, failure.timestamp)
+
+
+def _say_first(ended: list[Note]) -> int:
+    """Says why the run ended, and returns its status: the failure that came first, of those that others did not cause."""
+    # torchrun stops the others when one has failed.
+    first = min(ended, key=lambda note: (note.follows, note.status == EXIT_INTERRUPTED, note.time))
+    if first.status == EXIT_INTERRUPTED:
+        return EXIT_INTERRUPTED  # rank 0 has said it
+    if first.status < 0:
+        cause = process.killed_by(-first.status)
+    else:
+        cause = f"ended with status {first.status}{first.sentence and ': '}{first.sentence}"
+    print(f"rank {first.rank} {cause}", file=sys.stderr, flush=True)
+    return first.status if first.status > 0 else 128 - first.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
