@@ -16,6 +16,23 @@ def write_text(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def check_new_file(path: Path) -> None:
+    """Refuses a file that could not be written, or written over; long work calls it before it starts.
+
+    Folders above it need not be there: `write_text` makes them.
+
+    Raises:
+        UserError: it is a folder, or lies where nothing can be written.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file.")
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if not above.is_dir():
+        raise UserError(f"{path}: {above} is a file, and no folder.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"{path}: nothing can be written into {above}.")
+
+
 def check_new_folder(out: Path) -> None:
     """Refuses a folder to write that already holds something.
 

@@ -1,5 +1,6 @@
 """Progress of work that takes more than a few seconds: a bar on a terminal, and lines in a log."""
 
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -32,7 +33,7 @@ def progress(
         unit: of the total, singular.
         unit_scale: write 5.2M for 5,200,000.
         leave: keep a finished bar on the terminal.
-        disable: show nothing, as all ranks but one do.
+        disable: show nothing. Of several ranks only the first shows anything.
     """
     kind = tqdm if sys.stderr.isatty() else _Lines
     return kind(
@@ -42,7 +43,7 @@ def progress(
         unit=unit,
         unit_scale=unit_scale,
         leave=leave,
-        disable=disable,
+        disable=disable or os.environ.get("RANK", "0") != "0",
         file=sys.stderr,
     )
 
