@@ -341,13 +341,12 @@ def _from_marker(directory: Path, marker: dict[str, Any], path: Path) -> Adapter
         tuple(checked_history(marker["training"], path)),
     )
     ModelConfig(adapter.architecture, adapter.position, adapter.trained_length).checked(path)
-    learned = from_dict(GarfaTraining, garfa, f"{path}: garfa") if garfa else None
-    for setting in filter(None, (adapter.lora, learned)):
-        numbers = range(adapter.architecture.n_layers)
-        if isinstance(setting.layers, str) or any(layer not in numbers for layer in setting.layers):
-            raise ConfigError(
-                f"{path} has layers = {setting.layers!r}, and its base has layers 0 to {len(numbers) - 1}."
-            )
+    chosen = [] if adapter.lora is None else [adapter.lora.layers]
+    chosen += [from_dict(GarfaTraining, garfa, f"{path}: garfa").layers] if garfa else []
+    numbers = range(adapter.architecture.n_layers)
+    for layers in chosen:
+        if isinstance(layers, str) or any(layer not in numbers for layer in layers):
+            raise ConfigError(f"{path} has layers = {layers!r}, and its base has layers 0 to {len(numbers) - 1}.")
     return adapter
 
 

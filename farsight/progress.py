@@ -51,6 +51,8 @@ def progress(
 class _Lines(tqdm):
     """tqdm for logs, where a bar that is drawn over itself would be one endless line."""
 
+    disable: bool
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._printed = time.monotonic()
         layout = "{desc}: {n_fmt} of {total_fmt} ({unit}), {rate_fmt}, {remaining} left{postfix}"
