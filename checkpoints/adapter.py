@@ -224,7 +224,11 @@ class Adapter:
         with torch.device("meta"):
             model = build_model(self.config(garfa=False))
             if self.lora is not None:
-                add_lora(model, self.lora, _numbers(self.lora), self.base)
+                try:
+                    add_lora(model, self.lora, _numbers(self.lora), self.base)
+                except (ValueError, TypeError, AttributeError) as error:  # peft's own among them
+                    path = self.directory / ADAPTER_MARKER
+                    raise ConfigError(f"{path}: its LoRA settings can't be used: {error}.") from error
         return model
 
     @cached_property
@@ -317,6 +321,8 @@ def read_adapter(directory: Path) -> Adapter:
 
 
 def _from_marker(directory: Path, marker: dict[str, Any], path: Path) -> Adapter:
+    if not isinstance(marker["needs"], list) or not set(marker["needs"]) <= set(FILES):
+        raise ConfigError(f"{path} needs {marker['needs']!r}; what an adapter may consist of is {', '.join(FILES)}.")
     for name, file in FILES.items():
         if name in marker["needs"] and not (directory / file).is_file():
             raise ConfigError(f"{directory} lacks {file}: without it this is another model. Copy the directory again.")
@@ -324,7 +330,10 @@ def _from_marker(directory: Path, marker: dict[str, Any], path: Path) -> Adapter
             raise ConfigError(
                 f"{directory} has {file}, which {ADAPTER_MARKER} does not name: it is of another adapter."
             )
-    entry = dict(marker["adapter"])
+    entry = {**marker["adapter"]}
+    for name in ("lora", "garfa"):
+        if (name in marker["needs"]) != bool(entry.get(name)):
+            raise ConfigError(f"{path}: what it needs and the settings of {name} that it has contradict each other.")
     lora, garfa = entry.pop("lora", None), entry.pop("garfa", {})
     adapter = Adapter(
         directory,
@@ -345,7 +354,7 @@ def _from_marker(directory: Path, marker: dict[str, Any], path: Path) -> Adapter
     chosen += [from_dict(GarfaTraining, garfa, f"{path}: garfa").layers] if garfa else []
     numbers = range(adapter.architecture.n_layers)
     for layers in chosen:
-        if isinstance(layers, str) or any(layer not in numbers for layer in layers):
+        if not layers or isinstance(layers, str) or any(layer not in numbers for layer in layers):
             raise ConfigError(f"{path} has layers = {layers!r}, and its base has layers 0 to {len(numbers) - 1}.")
     return adapter
 
@@ -378,6 +387,7 @@ def load_adapter(
         ConfigError: as `read_adapter`, and for a base or tensors that do not fit.
     """
     adapter = read_adapter(directory)
+    own = adapter.lora_tensors | adapter.layer_tensors
     config, read = config or adapter.config(garfa), TensorReader(adapter.base_files(base, other_base))
     trained = getattr(torch, adapter.base.dtype)
     kept = adapter.base if dtype is None else replace(adapter.base, dtype=_DTYPES[dtype])
@@ -387,7 +397,7 @@ def load_adapter(
         if adapter.lora is not None:
             add_lora(model, adapter.lora, _numbers(adapter.lora), kept)
         unpack_parameters(model)
-    own, modules = adapter.lora_tensors | adapter.layer_tensors, dict(model.named_modules())
+    modules = dict(model.named_modules())
     model.to_empty(device=device)
     parameters = {name.replace(".base_layer.", "."): (name, p) for name, p in model.named_parameters()}
     order = sorted(parameters, key=lambda name: str(read.files.get(name, "")))  # one file of the base after the other

@@ -245,7 +245,10 @@ def _rope_parameters(rotary: Rotary, head_dim: int, trained_length: int) -> tupl
 
 
 def _rotary(values: dict[str, Any], length: int, path: Path) -> Rotary:
-    given = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: its rope settings are {given!r}, and no JSON object.")
+    given = dict(given)
     given.setdefault("rope_theta", values.get("rope_theta") or 10000.0)
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
