@@ -303,8 +303,6 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--lengths is for RULER's prompts, and --tasks names none; --max-length cuts texts")
     options.lengths = options.lengths or list(RULER_LENGTHS)
     check_outputs(parser, options, "cache")
-    if options.cache and not options.cache.parent.is_dir():
-        parser.error(f"--cache {options.cache}: there is no folder {options.cache.parent}")
     if options.cache and len(options.model_dir) > 1:
         parser.error("--cache: answers of several models can't share one; measure them one by one")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)

@@ -26,7 +26,6 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     first = next(iter(results.values()))
     extend = f", {first['extend']}" if first["extend"] else ""
     figure.suptitle(f"{first['task']}{extend}: accuracy, {first['trials']} trials a cell", fontsize="medium")
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -55,7 +55,6 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
             title=f"all tokens of a window of {lengths[-1]:,}",
         )
     figure.legend(loc="outside lower center", ncols=1 + by_position, fontsize="small", frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -53,6 +53,5 @@ def draw(result: dict[str, Any], path: Path) -> None:
         )
         axes.locator_params(integer=True)
         figure.colorbar(image, ax=axes, shrink=0.8)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

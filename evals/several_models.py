@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farsight.errors import UserError
-from farsight.files import check_new_file, write_text
+from farsight.files import prepare_file, write_text
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 """Told apart by colour-blind people too (Okabe and Ito, 2008)."""
@@ -22,7 +22,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace, *more: str) -> None:
-    """Refuses files that could not be written in the end.
+    """Makes the folders of files that will be written, and refuses those that could not be in the end.
 
     Args:
         more: options that name a file to write, beside --json and --picture.
@@ -32,7 +32,7 @@ def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace, 
         if path is None:
             continue
         try:
-            check_new_file(path)
+            prepare_file(path)
         except UserError as error:
             parser.error(f"--{name}: {error}")
         if name == "picture" and path.suffix not in (".png", ".svg", ".pdf"):

@@ -16,21 +16,20 @@ def write_text(path: Path, text: str) -> None:
     part.replace(path)
 
 
-def check_new_file(path: Path) -> None:
-    """Refuses a file that could not be written, or written over; long work calls it before it starts.
-
-    Folders above it need not be there: `write_text` makes them.
+def prepare_file(path: Path) -> None:
+    """Makes the folder of a file that will be written, and refuses one that could not be; long work calls it before it starts.
 
     Raises:
         UserError: it is a folder, or lies where nothing can be written.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a file.")
-    above = next(parent for parent in path.absolute().parents if parent.exists())
-    if not above.is_dir():
-        raise UserError(f"{path}: {above} is a file, and no folder.")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise UserError(f"{path}: nothing can be written into {above}.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: its folder can't be made: {error.strerror}.") from None
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"{path}: nothing can be written into {path.parent}.")
 
 
 def check_new_folder(out: Path) -> None:
