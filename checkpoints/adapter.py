@@ -12,7 +12,6 @@ be there, and what is missing is an error. Queries and keys need no permutation:
 
 import json
 import logging
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -20,27 +19,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from checkpoints.adapter_card import adapter_card
-from checkpoints.card import CARD, adapter_entry
-from checkpoints.fingerprint import fingerprint
+from checkpoints.card import CARD, adapter_entry, checked_history
+from checkpoints.fingerprint import checksum, fingerprint
+from checkpoints.hf_config import uniform_rotary
 from checkpoints.model_dir import (
     ADAPTER_CONFIG,
     ADAPTER_MARKER,
     GARFA_FILE,
-    TensorReader,
+    TOKENIZER_FILES,
     check_tensors,
     read_model_config,
 )
 from checkpoints.names import from_hf_name, to_hf_name, to_peft_name
-from configs.finetuning import Base, FinetuneConfig, Lora
+from checkpoints.safetensors_files import TensorReader, read_tensors, refuse_non_finite
+from configs.finetuning import Base, FinetuneConfig, GarfaTraining, Lora
+from configs.json_files import fields_of, read_object
 from configs.load import ConfigError, from_dict, to_dict
 from configs.schema import Architecture, Garfa, Position
 from data.chat import chat_template
 from data.tokenizer import load_tokenizer
+from farsight.new_folder import check_new, holds_only, new_folder
+from farsight.progress import progress
 from model.adapted_layers import adapted
 from model.build import ModelConfig, build_model
 from model.garfa import garfa_of_tensors
@@ -65,6 +68,19 @@ logger = logging.getLogger("farsight")
 # ── Writing ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+def check_adapter_out(out: Path) -> None:
+    """Refuses a place that `write_adapter` would refuse; long work calls it before it starts.
+
+    Raises:
+        UserError: what is there is no adapter of ours, or somebody has added files to it.
+    """
+    check_new(out, _is_ours)
+
+
+def _is_ours(folder: Path) -> bool:
+    return holds_only(folder, (ADAPTER_MARKER,), (ADAPTER_CONFIG, *FILES.values(), CARD, *TOKENIZER_FILES))
+
+
 def write_adapter(
     out: Path,
     config: FinetuneConfig,
@@ -72,18 +88,32 @@ def write_adapter(
     base: dict[str, Any],
     history: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """Writes an adapter directory with its card; it appears whole or not at all.
+    """Writes an adapter directory with its card; it appears whole or not at all, in place of an older one of ours.
 
     Args:
         weights: what was trained, whole tensors by our names.
         base: from `base_entry`, as the base was when its weights were read.
         history: the runs that trained the base's weights, and this one.
+
+    Raises:
+        ConfigError: weights that are not finite.
+        UserError: as `check_adapter_out`.
     """
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    with new_folder(out, _is_ours) as part:
+        _write(part, out.resolve().name, config, weights, base, history)
+
+
+def _write(
+    part: Path,
+    title: str,
+    config: FinetuneConfig,
+    weights: Mapping[str, Tensor],
+    base: dict[str, Any],
+    history: Sequence[dict[str, Any]],
+) -> None:
     parts: dict[str, dict[str, Tensor]] = {"lora": {}, "garfa": {}, "layers": {}}
     for name, tensor in weights.items():
+        refuse_non_finite(name, tensor)
         if is_lora(name):
             parts["lora"][to_peft_name(name)] = tensor.contiguous()
         elif name.endswith("garfa.raw"):
@@ -111,10 +141,9 @@ def write_adapter(
     tokenizer.save(part)
     chat_template(config.data, tokenizer).save(part)
     learned = garfa_of_tensors(weights, config.garfa.equation, config.garfa.queries)
-    card = adapter_card(out.resolve().name, base["path"], adapter_entry(config), needs, learned, history)
+    own_type = uniform_rotary(from_dict(Position, base["position"], "the base's position")) is None
+    card = adapter_card(title, base["path"], own_type, adapter_entry(config), needs, learned, history)
     (part / CARD).write_text(card, encoding="utf-8")
-    shutil.rmtree(out, ignore_errors=True)
-    part.rename(out)
 
 
 def _write_peft_config(directory: Path, config: FinetuneConfig, base: str) -> None:
@@ -150,6 +179,8 @@ class Adapter:
     base: Base
     fingerprint: str
     """Of the base's weights."""
+    checksum: str | None
+    """Of all their bytes; None of adapters that older versions wrote."""
     base_position: Position
     """The base's own."""
     architecture: Architecture
@@ -182,7 +213,7 @@ class Adapter:
     @cached_property
     def garfa_tensors(self) -> dict[str, Tensor]:
         """w by layer, fp32 [K]."""
-        tensors = load_file(self.directory / GARFA_FILE)
+        tensors = read_tensors(self.directory / GARFA_FILE)
         shapes = {f"layers.{layer}.garfa.raw": (self.architecture.n_kv_heads,) for layer in self.garfa["layers"]}
         _check_same(self.directory / GARFA_FILE, tensors, shapes)
         return tensors
@@ -193,7 +224,11 @@ class Adapter:
         with torch.device("meta"):
             model = build_model(self.config(garfa=False))
             if self.lora is not None:
-                add_lora(model, self.lora, _numbers(self.lora), self.base)
+                try:
+                    add_lora(model, self.lora, _numbers(self.lora), self.base)
+                except (ValueError, TypeError, AttributeError) as error:  # peft's own among them
+                    path = self.directory / ADAPTER_MARKER
+                    raise ConfigError(f"{path}: its LoRA settings can't be used: {error}.") from error
         return model
 
     @cached_property
@@ -202,7 +237,7 @@ class Adapter:
         if self.lora is None:
             return {}
         shapes = {name: tuple(p.shape) for name, p in self.lora_model.named_parameters() if is_lora(name)}
-        tensors, path = load_file(self.directory / LORA_FILE), self.directory / LORA_FILE
+        tensors, path = read_tensors(self.directory / LORA_FILE), self.directory / LORA_FILE
         _check_same(path, tensors, {to_peft_name(name): shape for name, shape in shapes.items()})
         return {name: tensors[to_peft_name(name)] for name in shapes}
 
@@ -212,7 +247,7 @@ class Adapter:
         if "layers" not in self.needs:
             return {}
         path, known = self.directory / LAYERS_FILE, dict(self.lora_model.named_parameters())
-        tensors = {from_hf_name(key) or key: tensor for key, tensor in load_file(path).items()}
+        tensors = {from_hf_name(key) or key: tensor for key, tensor in read_tensors(path).items()}
         layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
         whole = {n: tuple(p.shape) for n, p in known.items() if n.startswith("layers.") and n.split(".")[1] in layers}
         _check_same(path, tensors, whole)
@@ -244,7 +279,10 @@ class Adapter:
                 f"  adapter: {self.architecture}"
             )
         files = check_tensors(directory, config)
-        other = ["weights"] * (fingerprint(files) != self.fingerprint)
+        same = fingerprint(files) == self.fingerprint
+        if same and self.checksum is not None and not other_base:
+            same = checksum(files) == self.checksum
+        other = ["weights"] * (not same)
         other += ["positions"] * (config.position != self.base_position)
         if other and not other_base:
             raise ConfigError(
@@ -275,9 +313,16 @@ def read_adapter(directory: Path) -> Adapter:
             "and how its base was kept: copy the whole directory again. (An adapter of LoRA alone that Farsight did not "
             "write is loaded by peft.)"
         )
-    marker = json.loads(path.read_text(encoding="utf-8"))
+    marker = read_object(path)
     if marker.get("format") != FORMAT:
         raise ConfigError(f"{path} has format {marker.get('format')!r}; this version of Farsight reads {FORMAT}.")
+    with fields_of(path):
+        return _from_marker(directory, marker, path)
+
+
+def _from_marker(directory: Path, marker: dict[str, Any], path: Path) -> Adapter:
+    if not isinstance(marker["needs"], list) or not set(marker["needs"]) <= set(FILES):
+        raise ConfigError(f"{path} needs {marker['needs']!r}; what an adapter may consist of is {', '.join(FILES)}.")
     for name, file in FILES.items():
         if name in marker["needs"] and not (directory / file).is_file():
             raise ConfigError(f"{directory} lacks {file}: without it this is another model. Copy the directory again.")
@@ -285,21 +330,33 @@ def read_adapter(directory: Path) -> Adapter:
             raise ConfigError(
                 f"{directory} has {file}, which {ADAPTER_MARKER} does not name: it is of another adapter."
             )
-    entry = dict(marker["adapter"])
+    entry = {**marker["adapter"]}
+    for name in ("lora", "garfa"):
+        if (name in marker["needs"]) != bool(entry.get(name)):
+            raise ConfigError(f"{path}: what it needs and the settings of {name} that it has contradict each other.")
     lora, garfa = entry.pop("lora", None), entry.pop("garfa", {})
-    return Adapter(
+    adapter = Adapter(
         directory,
         tuple(marker["needs"]),
         from_dict(Base, {"path": marker["base"]["path"], **entry}, str(path)),
         marker["base"]["fingerprint"],
+        marker["base"].get("checksum"),
         from_dict(Position, marker["base"]["position"], str(path)),
         from_dict(Architecture, marker["architecture"], str(path)),
         from_dict(Position, marker["position"], str(path)),
         marker["trained_length"],
         None if lora is None else from_dict(Lora, lora, str(path)),
         garfa,
-        tuple(marker["training"]),
+        tuple(checked_history(marker["training"], path)),
     )
+    ModelConfig(adapter.architecture, adapter.position, adapter.trained_length).checked(path)
+    chosen = [] if adapter.lora is None else [adapter.lora.layers]
+    chosen += [from_dict(GarfaTraining, garfa, f"{path}: garfa").layers] if garfa else []
+    numbers = range(adapter.architecture.n_layers)
+    for layers in chosen:
+        if not layers or isinstance(layers, str) or any(layer not in numbers for layer in layers):
+            raise ConfigError(f"{path} has layers = {layers!r}, and its base has layers 0 to {len(numbers) - 1}.")
+    return adapter
 
 
 def load_adapter(
@@ -330,6 +387,7 @@ def load_adapter(
         ConfigError: as `read_adapter`, and for a base or tensors that do not fit.
     """
     adapter = read_adapter(directory)
+    own = adapter.lora_tensors | adapter.layer_tensors
     config, read = config or adapter.config(garfa), TensorReader(adapter.base_files(base, other_base))
     trained = getattr(torch, adapter.base.dtype)
     kept = adapter.base if dtype is None else replace(adapter.base, dtype=_DTYPES[dtype])
@@ -339,12 +397,12 @@ def load_adapter(
         if adapter.lora is not None:
             add_lora(model, adapter.lora, _numbers(adapter.lora), kept)
         unpack_parameters(model)
+    modules = dict(model.named_modules())
     model.to_empty(device=device)
-    own, modules = adapter.lora_tensors | adapter.layer_tensors, dict(model.named_modules())
     parameters = {name.replace(".base_layer.", "."): (name, p) for name, p in model.named_parameters()}
     order = sorted(parameters, key=lambda name: str(read.files.get(name, "")))  # one file of the base after the other
     with torch.no_grad():
-        for plain in tqdm(order, desc="load", unit="tensor", disable=None, leave=False):
+        for plain in progress(order, desc="load", unit="tensor"):
             name, parameter = parameters[plain]
             module = modules[name.rpartition(".")[0]]
             if plain in own:

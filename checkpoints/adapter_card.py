@@ -1,5 +1,6 @@
 """The card (README.md) of an adapter directory: what is in it, beside which base, and how to load or merge it."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from model.layers import layer_selection
 def adapter_card(
     name: str,
     base: str,
+    own_type: bool,
     entry: dict[str, Any],
     needs: Sequence[str],
     garfa: Garfa | None,
@@ -22,6 +24,7 @@ def adapter_card(
     Args:
         name: of the adapter.
         base: the base's directory.
+        own_type: whether the base carries our modelling file.
         entry: from `checkpoints.card.adapter_entry`.
         needs: the adapter's parts: "lora", "garfa", "layers".
         garfa: what GARFA learned.
@@ -50,19 +53,21 @@ def adapter_card(
         "```\n",
     ]
     if "lora" in needs:
+        # As Python writes them: a path may hold quotes.
+        options = f'{json.dumps(base)}, dtype="{entry["dtype"]}"' + ", trust_remote_code=True" * own_type
         lines += [
             f"LoRA{' alone, without GARFA,' * (garfa is not None)} with `peft`:\n",
             "```python",
             "from peft import PeftModel",
             "from transformers import AutoModelForCausalLM\n",
-            f'base = AutoModelForCausalLM.from_pretrained("{base}", dtype="{entry["dtype"]}")',
+            f"base = AutoModelForCausalLM.from_pretrained({options})",
             'model = PeftModel.from_pretrained(base, ".")',
             "```\n",
         ]
     lines += [
         "Merged into a model directory, which `transformers` loads:\n",
         "```",
-        "python -m checkpoints.merge . --out merged",
+        "python -m checkpoints.merge . --out ../merged",
         "```",
     ]
     return "\n".join(lines) + "\n"

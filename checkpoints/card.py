@@ -3,12 +3,13 @@
 `farsight.json` keeps an entry for each run that trained the weights, oldest first; the card is written from them.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from configs.check import ConfigError
 from configs.finetuning import FinetuneConfig, InstructionHub
+from configs.json_files import fields_of, read_object
 from configs.load import to_dict
 from configs.schema import HubSource, JobConfig, NoRotary, Source, StdlibSource
 from model.adapted_layers import adapted
@@ -91,9 +92,27 @@ def _hub_name(source: HubSource | InstructionHub) -> str:
 
 
 def read_history(directory: Path) -> list[dict[str, Any]]:
-    """The runs that trained the weights of a checkpoint or model directory; none where that is not known."""
+    """The runs that trained the weights of a checkpoint or model directory; none where that is not known.
+
+    Raises:
+        ConfigError: a damaged file.
+    """
     path = directory / CONFIG
-    return json.loads(path.read_text(encoding="utf-8")).get("training", []) if path.is_file() else []
+    return checked_history(read_object(path).get("training", []), path) if path.is_file() else []
+
+
+def checked_history(history: Any, path: Path) -> list[dict[str, Any]]:
+    """The history that a file gives, if it is one.
+
+    Raises:
+        ConfigError: what cards and reports could not be written from.
+    """
+    with fields_of(path):
+        try:
+            training_rows(history)
+        except ValueError as error:
+            raise ConfigError(f"{path}: its history of training is damaged ({error}).") from error
+    return list(history)
 
 
 def model_card(
@@ -129,7 +148,11 @@ def model_card(
         "## How it was trained\n",
         *training_table(history),
         "## How to load it\n",
-        *(["`modeling_farsight.py` in this directory needs `torch` and `transformers` alone.\n"] if own_type else []),
+        *(
+            ["`modeling_farsight.py` in this directory needs `torch` and `transformers` >= 5, and nothing else.\n"]
+            if own_type
+            else []
+        ),
         "```python",
         f"from transformers import AutoModelForCausalLM{', AutoTokenizer' * tokenizer}\n",
         'path = "."  # this directory, or its name on a hub',

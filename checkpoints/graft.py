@@ -15,7 +15,6 @@ scopes and trained lengths; analysis.graft_sweep measures all depths without wri
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,16 +30,19 @@ from checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes,
 from checkpoints.convert import DTYPES
 from checkpoints.intact import faults, is_complete
 from checkpoints.model_dir import (
-    TensorReader,
     check_tensors,
     is_adapter,
     read_model_config,
     tensor_dtypes,
     write_model_dir,
 )
+from checkpoints.safetensors_files import TensorReader
+from configs.json_files import fields_of, read_object
 from configs.load import ConfigError
 from data.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
-from farsight.files import write_text
+from evals.several_models import check_outputs
+from farsight.cli import command, number
+from farsight.files import check_new_folder, write_text
 from model.build import ModelConfig
 from model.graft import grafted_config, source
 from model.layers import describe, layer_selection
@@ -79,9 +81,10 @@ def open_stock(directory: Path) -> Stock:
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
         return Stock(directory, config, dtypes, partial(read_tensor, directory, tensors), str, lambda: None)
     config = read_model_config(directory)
-    values = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    if quantized := values.get("quantization_config"):
-        method = quantized.get("quant_method", "an unnamed method")
+    path = directory / "config.json"
+    if path.is_file() and (quantized := read_object(path).get("quantization_config")):
+        with fields_of(path):
+            method = quantized.get("quant_method", "an unnamed method")
         raise ConfigError(f"{directory} holds quantised weights ({method}); graft the model that they were made from.")
     files = check_tensors(directory, config)
     reader = TensorReader(files)
@@ -102,10 +105,10 @@ def graft(
         The graft's config, and remarks on what the two models do not have in common.
 
     Raises:
-        ConfigError: models that do not fit, or `out` exists.
+        ConfigError: models that do not fit, or weights that are not finite.
+        UserError: `out` is there, and is not an empty folder.
     """
-    if out.exists():
-        raise ConfigError(f"--out {out} exists; name a new folder.")
+    check_new_folder(out)
     stocks = {True: open_stock(front), False: open_stock(back)}
     config = grafted_config(stocks[True].config, stocks[False].config, layers, partial(_same_embeddings, stocks), untie)
     tokenizer, remarks = common_tokenizer(front, back)
@@ -224,6 +227,7 @@ def _notes(front: Path, back: Path, layers: int, config: ModelConfig) -> str:
     return "\n".join(lines)
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -236,7 +240,11 @@ def main(arguments: list[str] | None = None) -> None:
         "--back", type=Path, required=True, metavar="B", help="model of the other layers, norm and head"
     )
     parser.add_argument(
-        "--layers", type=int, required=True, metavar="K", help="how many layers A gives: 0 to all of them"
+        "--layers",
+        type=number(int, least=0),
+        required=True,
+        metavar="K",
+        help="how many layers A gives: 0 to all of them",
     )
     parser.add_argument("--out", type=Path, required=True, help="model directory to write; must not exist")
     parser.add_argument(
@@ -247,14 +255,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write what was done here too")
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
-    try:
-        config, remarks = graft(
-            options.front, options.back, options.layers, options.out, DTYPES.get(options.dtype), options.untie
-        )
-    except (ValueError, OSError) as error:  # ConfigError, the tokenizer's, and a file system's
-        sys.exit(str(error))
+    check_outputs(parser, options)
+    config, remarks = graft(
+        options.front, options.back, options.layers, options.out, DTYPES.get(options.dtype), options.untie
+    )
     n_layers = config.architecture.n_layers
     said = parts(options.front, options.back, options.layers, n_layers)
     print(describe(config.layers()), f"{said[0].upper()}{said[1:]}.", *remarks, options.out, sep="\n")

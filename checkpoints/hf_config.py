@@ -5,8 +5,11 @@ one has its own model type and carries `modeling_farsight.py`, for which `config
 """
 
 import dataclasses
+import math
+from pathlib import Path
 from typing import Any
 
+from configs.json_files import fields_of
 from configs.load import ConfigError, from_dict, to_dict
 from configs.schema import (
     Architecture,
@@ -30,6 +33,8 @@ from model.scope import DENSE_SCOPE
 MODEL_TYPE = "farsight"
 MODELING = "modeling_farsight"
 """Module that goes with a model of that type: a file without our packages."""
+TRANSFORMERS = "5.0.0"
+"""The first version that the module runs with."""
 
 
 def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
@@ -66,6 +71,7 @@ def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: in
                 "AutoModelForCausalLM": f"{MODELING}.FarsightForCausalLM",
             },
             **values,
+            "transformers_version": TRANSFORMERS,
             "qk_norm": a.qk_norm,
             "sinusoidal": config.position.embedding == "sinusoidal",
             "trained_length": config.trained_length,
@@ -144,28 +150,40 @@ def uniform_rotary(position: Position) -> Rotary | None:
     return position.rotary
 
 
-def from_hf_config(values: dict[str, Any]) -> ModelConfig:
+def from_hf_config(values: dict[str, Any], path: Path = Path("config.json")) -> ModelConfig:
     """A Llama-family `config.json` → our config.
 
+    Args:
+        path: where the values are from, for errors.
+
     Raises:
-        ConfigError: a model or a setting that this code does not build, named.
+        ConfigError: values that no model has, or a model or a setting that this code does not build, named.
     """
+    with fields_of(path):
+        return _from_values(values, path).checked(path)
+
+
+def _from_values(values: dict[str, Any], path: Path) -> ModelConfig:
     family = values.get("model_type")
     if family == MODEL_TYPE and "farsight" in values:
-        return from_dict(ModelConfig, values["farsight"], "config.json: farsight")
+        return from_dict(ModelConfig, values["farsight"], f"{path}: farsight")
     if family not in ("llama", "qwen3", "mistral"):
-        raise ConfigError(f"config.json has model_type {family!r}; llama, mistral and qwen3 models can be read.")
+        raise ConfigError(f"{path} has model_type {family!r}; llama, mistral and qwen3 models can be read.")
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
-            raise ConfigError(f"config.json has {name} = true; layers with biases are not supported.")
+            raise ConfigError(f"{path} has {name} = true; layers with biases are not supported.")
     if values.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"config.json has hidden_act {values['hidden_act']!r}; only silu is supported.")
+        raise ConfigError(f"{path} has hidden_act {values['hidden_act']!r}; only silu is supported.")
     # A family's own default stands where its config is silent.
     window = values.get("sliding_window", 4096 if family == "mistral" else None)
     if window and values.get("use_sliding_window", family == "mistral"):
-        raise ConfigError(f"config.json has sliding_window {window}; only dense attention can be read.")
+        raise ConfigError(f"{path} has sliding_window {window}; only dense attention can be read.")
     if missing := [name for name in _REQUIRED if name not in values]:
-        raise ConfigError(f"config.json lacks {', '.join(missing)}.")
+        raise ConfigError(f"{path} lacks {', '.join(missing)}.")
+    for name in (*_REQUIRED, "num_key_value_heads", "head_dim"):
+        value = values.get(name)
+        if (type(value) is not int or value < 1) and not (value is None and name not in _REQUIRED):
+            raise ConfigError(f"{path} has {name} = {value!r}; it must be a whole number of 1 or more.")
     heads, dim = values["num_attention_heads"], values["hidden_size"]
     architecture = Architecture(
         vocab_size=values["vocab_size"],
@@ -175,12 +193,12 @@ def from_hf_config(values: dict[str, Any]) -> ModelConfig:
         n_kv_heads=values.get("num_key_value_heads") or heads,
         head_dim=values.get("head_dim") or (128 if family == "qwen3" else dim // heads),
         ffn_dim=values["intermediate_size"],
-        norm_eps=values.get("rms_norm_eps", 1e-6),
+        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
         qk_norm=family == "qwen3",
-        tie_embeddings=values.get("tie_word_embeddings", False),
+        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
     )
     length = values["max_position_embeddings"]
-    return ModelConfig(architecture, Position(rotary=_rotary(values, length)), trained_length=length)
+    return ModelConfig(architecture, Position(rotary=_rotary(values, length, path)), trained_length=length)
 
 
 _REQUIRED = (
@@ -226,13 +244,16 @@ def _rope_parameters(rotary: Rotary, head_dim: int, trained_length: int) -> tupl
     return {"rope_type": names[type(rotary)], **fields}, length
 
 
-def _rotary(values: dict[str, Any], length: int) -> Rotary:
-    given = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+def _rotary(values: dict[str, Any], length: int, path: Path) -> Rotary:
+    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path}: its rope settings are {given!r}, and no JSON object.")
+    given = dict(given)
     given.setdefault("rope_theta", values.get("rope_theta") or 10000.0)
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
     given.pop("type", None)
     if kind not in _TYPES:
-        raise ConfigError(f"config.json has rope_type {kind!r}; known: {', '.join(_TYPES)}.")
+        raise ConfigError(f"{path} has rope_type {kind!r}; known: {', '.join(_TYPES)}.")
     if "original_max_position_embeddings" in values:  # Phi-3 keeps it outside
         given.setdefault("original_max_position_embeddings", values["original_max_position_embeddings"])
     ours = {theirs: name for name, theirs in _FIELDS.items()}
@@ -241,15 +262,19 @@ def _rotary(values: dict[str, Any], length: int) -> Rotary:
         given["original_max_position_embeddings"] = length
     elif "original_length" in fields and kind != "llama3":
         given.setdefault("original_max_position_embeddings", length)
-    if kind == "longrope" and given.get("factor") is None:  # Phi-3 leaves it to the two lengths
-        given["factor"] = length / given["original_max_position_embeddings"]
-    unknown = [name for name in given if ours.get(name) not in fields and given[name] is not None]
-    if unknown:
-        raise ConfigError(f"config.json's rope settings have {', '.join(unknown)}, which {kind} scaling does not take.")
-    floats = {"theta", "factor", "beta_fast", "beta_slow", "attention_factor", "low_freq_factor", "high_freq_factor"}
-    settings: dict[str, Any] = {}
+    given = {name: value for name, value in given.items() if value is not None}
     for name, value in given.items():
-        field = ours[name]
-        if value is not None and field in fields:
-            settings[field] = float(value) if field in floats else tuple(value) if isinstance(value, list) else value
-    return _TYPES[kind](**settings)
+        for number in value if isinstance(value, list) else [value]:
+            if not isinstance(number, int | float) or not 0 <= number < math.inf:
+                raise ConfigError(
+                    f"{path}: {name} = {value!r} of its rope settings must be a finite number, 0 or more."
+                )
+    for name in ("rope_theta", "factor", "original_max_position_embeddings"):
+        if given.get(name) == 0:
+            raise ConfigError(f"{path}: {name} = 0 of its rope settings must be more than 0.")
+    if kind == "longrope" and "factor" not in given:  # Phi-3 leaves it to the two lengths
+        given["factor"] = length / given["original_max_position_embeddings"]
+    if unknown := [name for name in given if ours.get(name) not in fields]:
+        raise ConfigError(f"{path}: its rope settings have {', '.join(unknown)}, which {kind} scaling does not take.")
+    settings = {ours[name]: value for name, value in given.items()}
+    return from_dict(_TYPES[kind], settings, f"{path}: rope settings")

@@ -14,7 +14,6 @@ The weights pass one at a time. Afterwards the merged model is compared with the
 import argparse
 import gc
 import json
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -23,15 +22,21 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from checkpoints.adapter import load_adapter, read_adapter
-from checkpoints.card import CARD, CONFIG
-from checkpoints.model_dir import TensorReader, load_model, write_model_dir
+from checkpoints.card import CARD
+from checkpoints.model_dir import check_model_out, load_model, write_model_dir
+from checkpoints.safetensors_files import TensorReader
+from configs.json_files import read_object
 from configs.load import ConfigError
 from data.files import stdlib_files
 from data.tokenizer import load_tokenizer_dir
-from evals.texts import encode_file
+from evals.model_options import add_device_option
+from evals.several_models import check_outputs
+from evals.texts import encode_file, read_texts
+from farsight.cli import command
+from farsight.files import check_new_folder, write_text
+from farsight.progress import progress
 from model.build import build_model
 from model.llama import Llama
 from model.lora import ADAPTER, merged_weight
@@ -54,7 +59,7 @@ def merge_adapter(
     device: torch.device | str = "cpu",
     other_base: bool = False,
 ) -> None:
-    """Writes the model directory; it appears whole or not at all.
+    """Writes the model directory; it appears whole or not at all, in place of an older one of ours.
 
     Args:
         base: the base's directory, in place of the one that the adapter was trained beside.
@@ -65,10 +70,10 @@ def merge_adapter(
         other_base: take a base that it was not trained beside, too.
 
     Raises:
-        ConfigError: an adapter or base that does not fit, or `out` holds something else.
+        ConfigError: an adapter or base that does not fit, or weights that are not finite.
+        UserError: as `check_model_out`.
     """
-    if out.exists() and not (out / CONFIG).is_file() and any(out.iterdir()):
-        raise ConfigError(f"{out} exists and is no model directory of ours; name a new folder.")
+    check_model_out(out)
     adapter = read_adapter(directory)
     if out.resolve() in (directory.resolve(), Path(base or adapter.base.path).resolve()):
         raise ConfigError(f"{out} is what is read here; name a new folder.")
@@ -140,7 +145,7 @@ def logits_of(load: Callable[[], tuple[Llama, Any]], rows_BL: Tensor) -> Tensor:
     model, _ = load()
     device = next(model.parameters()).device
     with torch.no_grad():
-        rows = tqdm(rows_BL, desc="compare", unit="sequence", disable=None, leave=False)
+        rows = progress(rows_BL, desc="compare", unit="sequence")
         logits = torch.cat([model(row[None].to(device)).float().cpu() for row in rows])
     del model
     gc.collect()
@@ -196,7 +201,7 @@ def compare(
 
 
 def _written(out: Path) -> torch.dtype:
-    return getattr(torch, json.loads((out / "config.json").read_text(encoding="utf-8"))["dtype"])
+    return getattr(torch, read_object(out / "config.json")["dtype"])
 
 
 def report(figures: dict[str, Any]) -> list[str]:
@@ -213,6 +218,7 @@ def report(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m checkpoints.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -233,34 +239,35 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--drop-garfa", action="store_true", help="leave out GARFA, the base's own too: another model")
     parser.add_argument("--data", type=Path, metavar="FILE", help="text to compare on (default: the standard library)")
     parser.add_argument("--no-check", action="store_true", help="do not compare")
-    parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")
+    add_device_option(parser)
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     options = parser.parse_args(arguments)
     device = options.device or default_device()
     if options.no_check and (options.data or options.drop_garfa):
         parser.error("--no-check does not go with --data, and --drop-garfa has to say what it changed")
+    check_new_folder(options.out)
+    check_outputs(parser, options)
+    if options.data is not None:
+        read_texts(options.data)  # before the weights are
     figures: dict[str, Any] = {
         "adapter": str(options.adapter), "out": str(options.out), "into": options.into,
         "garfa": "dropped" if options.drop_garfa else "kept",
     }  # fmt: skip
-    try:
-        merge_adapter(
-            options.adapter, options.out, options.base, options.into, DTYPES.get(options.dtype), options.drop_garfa, device,
-            options.other_base,
-        )  # fmt: skip
-        if not options.no_check:
-            figures |= compare(
-                options.adapter, options.out, options.base, options.data, options.drop_garfa, device, options.other_base
-            )
-    except (ValueError, OSError) as error:  # ConfigError, the tokenizer's, and a file system's
-        sys.exit(str(error))
+    merge_adapter(
+        options.adapter, options.out, options.base, options.into, DTYPES.get(options.dtype), options.drop_garfa, device,
+        options.other_base,
+    )  # fmt: skip
+    if not options.no_check:
+        figures |= compare(
+            options.adapter, options.out, options.base, options.data, options.drop_garfa, device, options.other_base
+        )
     said = report(figures)
     if said:
         with (options.out / CARD).open("a", encoding="utf-8") as card:
             card.write("\n## What merging changed\n\n" + "\n\n".join(said) + "\n")
     print(*said, options.out, sep="\n")
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

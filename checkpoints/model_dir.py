@@ -2,23 +2,25 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from tqdm import tqdm
 
 from checkpoints.card import CARD, CONFIG, model_card
 from checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
 from checkpoints.hf_config import MODEL_TYPE, MODELING, from_hf_config, to_hf_config
-from checkpoints.intact import is_complete
+from checkpoints.intact import COMPLETE, is_complete
 from checkpoints.names import from_hf_name, to_hf_name
+from checkpoints.safetensors_files import TensorReader, kept_dtype, opened, write_tensors
+from configs.json_files import read_object
 from configs.load import ConfigError
 from data.tokenizer import load_tokenizer_dir
+from farsight.files import inside
+from farsight.new_folder import check_new, holds_only, new_folder
+from farsight.progress import progress
 from model.build import ModelConfig, build_model
 from model.llama import Llama, copy_whole
 
@@ -26,6 +28,25 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 ADAPTER_MARKER, ADAPTER_CONFIG, GARFA_FILE = "farsight_adapter.json", "adapter_config.json", "garfa.safetensors"
 """Files that tell an adapter's directory: `checkpoints/adapter.py`."""
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+"""What `Tokenizer.save` writes."""
+
+
+def check_model_out(out: Path) -> None:
+    """Refuses a place that `write_model_dir` would refuse; long work calls it before it starts.
+
+    Raises:
+        UserError: what is there is no model directory of ours, or somebody has added files to it.
+    """
+    check_new(out, _is_ours)
+
+
+def _is_ours(folder: Path) -> bool:
+    names = ("model*.safetensors", INDEX, f"{MODELING}.py", CARD, *TOKENIZER_FILES)
+    return holds_only(folder, (CONFIG, "config.json"), names)
 
 
 def write_model_dir(
@@ -39,25 +60,42 @@ def write_model_dir(
     history: Sequence[dict[str, Any]] = (),
     notes: str = "",
 ) -> None:
-    """Writes a model directory with its model card; it appears whole or not at all.
+    """Writes a model directory with its model card; it appears whole or not at all, in place of an older one of ours.
 
     Args:
         tensors: parameters by our names, in the order they are written.
         read: where `tensors` are on the meta device, gives their values, one after the other: no more than one tensor
             is held.
-        tokenizer_dir: files to copy beside the weights.
+        tokenizer_dir: whose tokenizer goes beside the weights.
         dtype: of the weights written; None keeps each tensor's own.
         shard_bytes: a file grows no larger, unless one tensor is.
         history: the runs that trained the weights, from `read_history`.
         notes: Markdown to end the card with.
+
+    Raises:
+        ConfigError: weights that are not finite, or of another shape than `tensors` say.
+        UserError: as `check_model_out`.
     """
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    with new_folder(out, _is_ours) as part:
+        _write(part, out, config, tensors, read, tokenizer_dir, dtype, shard_bytes, history, notes)
+
+
+def _write(
+    part: Path,
+    out: Path,
+    config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    read: Callable[[str], Tensor] | None,
+    tokenizer_dir: Path | None,
+    dtype: torch.dtype | None,
+    shard_bytes: int,
+    history: Sequence[dict[str, Any]],
+    notes: str,
+) -> None:
     bos_id = eos_id = None
     if tokenizer_dir is not None:
-        shutil.copytree(tokenizer_dir, part, dirs_exist_ok=True)
         tokenizer = load_tokenizer_dir(tokenizer_dir)
+        tokenizer.save(part)
         bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
 
     read = read or tensors.__getitem__
@@ -74,11 +112,9 @@ def write_model_dir(
         weight_map = {to_hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    with tqdm(
-        total=sum(sizes.values()), unit="B", unit_scale=True, desc="write", disable=not sys.stderr.isatty(), leave=False
-    ) as bar:
+    with progress(total=sum(sizes.values()), unit="B", unit_scale=True, desc="write") as bar:
         for file, names in zip(files, shards, strict=True):
-            _write_safetensors(part / file, {n: tensors[n] for n in names}, read, bar.update)
+            write_tensors(part / file, {n: tensors[n] for n in names}, read, bar.update)
 
     written = next(reversed(tensors.values())).dtype
     hf_config = to_hf_config(config, str(written).removeprefix("torch."), bos_id, eos_id)
@@ -89,36 +125,6 @@ def write_model_dir(
     tokenizer_file = (part / "tokenizer.json").is_file()
     card = model_card(out.resolve().name, config, hf_config, history, tokenizer_file)
     (part / CARD).write_text(card + notes, encoding="utf-8")
-    shutil.rmtree(out, ignore_errors=True)
-    part.rename(out)
-
-
-_SAFETENSORS_DTYPES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-}  # fmt: skip
-
-
-def _write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], progress: Callable[[int], Any]
-) -> None:
-    """One safetensors file, a tensor at a time: safetensors' own `save_file` takes them all at once."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[to_hf_name(name)] = {
-            "dtype": _SAFETENSORS_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end],
-        }  # fmt: skip
-    encoded = json.dumps(header).encode("utf-8")
-    encoded += b" " * (-len(encoded) % 8)  # the format wants the data aligned
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for name, tensor in tensors.items():
-            value = read(name).detach().to(device="cpu", dtype=tensor.dtype).contiguous()
-            if value.shape != tensor.shape:
-                raise ConfigError(f"{name} has shape {tuple(value.shape)}, expected {tuple(tensor.shape)}.")
-            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
-            progress(value.nbytes)
 
 
 def read_model_config(directory: Path) -> ModelConfig:
@@ -134,9 +140,27 @@ def read_model_config(directory: Path) -> ModelConfig:
     if (directory / CONFIG).is_file():
         return ModelConfig.load(directory / CONFIG)
     path = directory / "config.json"
+    if not directory.is_dir():
+        raise ConfigError(f"{directory} is not a model directory: there is no such folder.")
     if not path.is_file():
-        raise ConfigError(f"{directory} is not a model directory: it has no config.json.")
-    return from_hf_config(json.loads(path.read_text(encoding="utf-8")))
+        inner = _model_within(directory)
+        hint = f" Did you mean {inner}?" if inner is not None else ""
+        raise ConfigError(f"{directory} is not a model directory: it has no config.json.{hint}")
+    return from_hf_config(read_object(path), path)
+
+
+def _model_within(folder: Path) -> Path | None:
+    """What a run folder, or the latest stage in a recipe's, has left: its model, its adapter, or its newest checkpoint."""
+    for pattern in (
+        "model/config.json",
+        f"adapter/{ADAPTER_MARKER}",
+        f"checkpoint/step-*/{COMPLETE}",
+        f"step-*/{COMPLETE}",
+    ):
+        for found in (folder.glob(pattern), folder.glob(f"*/{pattern}")):
+            if newest := max(found, key=lambda path: path.stat().st_mtime, default=None):
+                return newest.parent
+    return None
 
 
 def is_adapter(directory: Path) -> bool:
@@ -161,14 +185,18 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         raise ConfigError(f"{directory} holds no *.safetensors. Other weight formats (pickles) are not read.")
     index = directory / INDEX
     if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        paths = sorted({directory / file for file in weight_map.values()})
+        weight_map = read_object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ConfigError(f"{index} has no weight_map, which says in which file each tensor is. Copy it again.")
+        # A cache of the hub holds links to files elsewhere; names that lead elsewhere are another matter.
+        named = dict.fromkeys(inside(directory, file, f"{index}, weight_map,") for file in weight_map.values())
+        paths = sorted(named)
         if missing := [p.name for p in paths if not p.is_file()]:
             raise ConfigError(
                 f"{index} names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} missing."
             )
     for path in paths:
-        with _open_safetensors(path) as file:
+        with opened(path) as file:
             for key in file.keys():  # noqa: SIM118  safe_open is not a dict
                 if key.endswith("rotary_emb.inv_freq"):
                     continue  # older exports carry it; the config says the same
@@ -184,37 +212,20 @@ def tensor_dtypes(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
 
     Args:
         files: from `check_tensors`.
-
-    Raises:
-        ConfigError: one that no weights of ours have, as those of quantised models.
     """
-    known = {name: dtype for dtype, name in _SAFETENSORS_DTYPES.items()}
     dtypes = {}
     for path in sorted(set(files.values())):
-        with _open_safetensors(path) as file:
+        with opened(path) as file:
             for name in (name for name in files if files[name] == path):
-                kept = file.get_slice(to_hf_name(name)).get_dtype()
-                if kept not in known:
-                    raise ConfigError(
-                        f"{path} keeps {to_hf_name(name)} as {kept}; weights are read as {', '.join(known)}."
-                    )
-                dtypes[name] = known[kept]
+                dtypes[name] = kept_dtype(file, to_hf_name(name), path)
     return dtypes
 
 
-def _open_safetensors(path: Path) -> Any:
-    """`safe_open`, whose own error of a damaged file does not name it."""
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise ConfigError(f"{path} is damaged ({path.stat().st_size:,} bytes): {error}. Copy it again.") from None
-
-
 def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Path]:
-    """`tensor_files`, compared with what the config asks for.
+    """`tensor_files`, compared with what the config asks for. No weights are read, and no memory is taken for them.
 
     Raises:
-        ConfigError: missing tensors, surplus ones, or other shapes, each named.
+        ConfigError: missing tensors, surplus ones, other shapes, or dtypes that no weights have, each named.
     """
     expected = {name: tuple(shape) for name, shape in parameter_shapes(config).items()}
     files = tensor_files(directory)
@@ -225,38 +236,15 @@ def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Path]:
     if surplus := sorted(set(files) - set(expected)):
         raise ConfigError(f"{directory} holds {to_hf_name(surplus[0])}, which its config.json leaves no room for.")
     for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as file:
+        with opened(path) as file:
             for key in file.keys():  # noqa: SIM118
                 name = from_hf_name(key)
-                if name in files and (shape := tuple(file.get_slice(key).get_shape())) != expected[name]:
-                    raise ConfigError(f"{path.name}: {key} has shape {shape}, config.json makes it {expected[name]}.")
+                if name not in files:
+                    continue
+                if (shape := tuple(file.get_slice(key).get_shape())) != expected[name]:
+                    raise ConfigError(f"{path}: {key} has shape {shape}, config.json makes it {expected[name]}.")
+                kept_dtype(file, key, path)
     return files
-
-
-class TensorReader:
-    """Reads a model directory's tensors by our names, with one file open at a time.
-
-    Args:
-        files: from `check_tensors`.
-    """
-
-    def __init__(self, files: Mapping[str, Path]) -> None:
-        self.files = files
-        self._path: Path | None = None
-        self._file: Any = None
-
-    def __call__(self, name: str) -> Tensor:
-        if self.files[name] != self._path:
-            self.close()
-            self._path = self.files[name]
-            self._file = safe_open(self._path, framework="pt").__enter__()
-        return self._file.get_tensor(to_hf_name(name))
-
-    def close(self) -> None:
-        """Lets the open file go, and with it the pages that were read."""
-        if self._file is not None:
-            self._file.__exit__(None, None, None)
-        self._path = self._file = None
 
 
 def load_model(
@@ -277,6 +265,9 @@ def load_model(
 
     Returns:
         The model in evaluation mode, and its config.
+
+    Raises:
+        ConfigError: as `read_model_config` and `saved_tensors`; nothing is allocated before files and config agree.
     """
     if is_adapter(directory):
         from checkpoints.adapter import load_adapter
@@ -285,6 +276,7 @@ def load_model(
             raise ConfigError(f"{directory} is an adapter; merge it first, to divide its model over several processes.")
         return load_adapter(directory, device=device, dtype=dtype, length=length, config=config)
     config = config or read_model_config(directory)
+    tensors = saved_tensors(directory, config)
     with torch.device("meta"):
         model = build_model(config, length)
     if divide is not None:
@@ -294,7 +286,7 @@ def load_model(
     model.to_empty(device=device)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, tensor in saved_tensors(directory, config):
+        for name, tensor in progress(tensors, total=len(parameters), desc="load", unit="tensor"):
             copy_whole(parameters[name], tensor)
     model.set_position(model.positions, model.length)
     return model.eval(), config
@@ -308,11 +300,13 @@ def saved_tensors(directory: Path, config: ModelConfig) -> Iterator[tuple[str, T
     """
     if is_complete(directory):
         tensors = checkpoint_tensors(directory, config)
-        for name in tensors:
-            yield name, read_tensor(directory, tensors, name)
-        return
-    files = check_tensors(directory, config)
+        return ((name, read_tensor(directory, tensors, name)) for name in tensors)
+    return _read_in_order(check_tensors(directory, config))
+
+
+def _read_in_order(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors by our names, one file after the other."""
     read = TensorReader(files)
-    for name in sorted(parameter_shapes(config), key=lambda name: files[name]):
+    for name in sorted(files, key=lambda name: files[name]):
         yield name, read(name)
     read.close()

@@ -2,7 +2,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
-Needs `torch` and `transformers` and nothing else. `config.json` holds what each layer does, resolved to numbers: how many
+Needs `torch` and `transformers` >= 5 and nothing else. `config.json` holds what each layer does, resolved to numbers: how many
 tokens a head sees (its scope), its ALiBi slope, and how fast a layer's queries and keys turn (RoPE, if any).
 
 Attention goes through the queries in blocks and gives each group of heads of equal scope the keys within its reach, so
@@ -16,8 +16,16 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+
+try:
+    from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+except ImportError as error:
+    raise ImportError(
+        f"This model needs transformers 5 or later, and {transformers.__version__} is installed: "
+        'pip install -U "transformers>=5"'
+    ) from error
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -245,7 +253,13 @@ class FarsightAttention(nn.Module):
         if self.kind["rotary"] is not None:
             q, k = turns[self.kind["rotary"]](q, k, self.kind.get("garfa"))
         if past_key_values is not None:
+            total = past_key_values.get_seq_length(self.layer) + k.shape[2]
             k, v = past_key_values.update(k, v, self.layer)
+            if k.shape[2] != total:  # a StaticCache gives its empty slots too, one with windows leaves keys out
+                raise ValueError(
+                    f"{type(past_key_values).__name__} gives {k.shape[2]} keys for {total} tokens: this model takes a "
+                    "DynamicCache, which keeps every token and nothing else"
+                )
         scopes = head_scopes(self.kind, self.trained_length, length)
         out = attend(q, k, v, scopes, self.kind["alibi_slopes"], valid)
         return self.o_proj(out.transpose(1, 2).flatten(-2))
@@ -305,8 +319,15 @@ class FarsightModel(FarsightPreTrainedModel):
         past_key_values=None,
         inputs_embeds=None,
         use_cache=None,
+        output_hidden_states=None,
+        output_attentions=None,
         **_,
     ):
+        config: FarsightConfig = self.config
+        if config.output_attentions if output_attentions is None else output_attentions:
+            raise ValueError("output_attentions is not supported: whole matrices of attention weights never exist here")
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass input_ids or inputs_embeds, one of the two")
         if attention_mask is not None and attention_mask.dim() != 2:
@@ -314,7 +335,6 @@ class FarsightModel(FarsightPreTrainedModel):
                 f"attention_mask has {attention_mask.dim()} dimensions; pass [batch, tokens], 1 for a token"
             )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        config: FarsightConfig = self.config
         use_cache = config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None and not (self.gradient_checkpointing and self.training):
             past_key_values = DynamicCache()
@@ -333,9 +353,16 @@ class FarsightModel(FarsightPreTrainedModel):
         if config.sinusoidal:
             x = x + sinusoidal_embedding(position_ids, x.shape[-1]).to(x.dtype)
         turns = [Turn.of(rotary, config.head_dim, length, position_ids) for rotary in config.rotaries]
+        hidden_states = ()
         for layer in self.layers:
+            hidden_states += (x,) if output_hidden_states else ()
             x = layer(x, turns, valid, length, past_key_values=past_key_values)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), past_key_values=past_key_values)
+        x = self.norm(x)
+        return BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=past_key_values,
+            hidden_states=(*hidden_states, x) if output_hidden_states else None,
+        )
 
 
 class FarsightForCausalLM(FarsightPreTrainedModel, GenerationMixin):
@@ -356,6 +383,8 @@ class FarsightForCausalLM(FarsightPreTrainedModel, GenerationMixin):
         inputs_embeds=None,
         labels=None,
         use_cache=None,
+        output_hidden_states=None,
+        output_attentions=None,
         logits_to_keep=0,
         **more,
     ):
@@ -366,6 +395,8 @@ class FarsightForCausalLM(FarsightPreTrainedModel, GenerationMixin):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
         )
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, keep])
@@ -373,4 +404,6 @@ class FarsightForCausalLM(FarsightPreTrainedModel, GenerationMixin):
         if labels is not None:
             counted = {name: more[name] for name in ("num_items_in_batch",) if name in more}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **counted)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=outputs.past_key_values)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )

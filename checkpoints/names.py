@@ -33,6 +33,14 @@ def to_hf_name(name: str) -> str:
     return f"model.layers.{layer}.{_LAYER[rest]}"
 
 
+def readable_name(name: str) -> str:
+    """`to_hf_name` where Hugging Face has such a tensor, as it has not of an adapter's; for messages."""
+    try:
+        return to_hf_name(name)
+    except KeyError:
+        return name
+
+
 def to_peft_name(name: str) -> str:
     """An adapter's tensor by PEFT's name in a file: `layers.3.attention.wq.lora_A.default.weight` →
     `base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight`."""
@@ -46,6 +54,6 @@ def from_hf_name(name: str) -> str | None:
     """The reverse; None for a tensor that a Llama of ours does not have."""
     if not name.startswith("model.layers."):
         return _MODEL_BACK.get(name)
-    _, _, layer, rest = name.split(".", 3)
+    layer, _, rest = name.removeprefix("model.layers.").partition(".")
     ours = _LAYER_BACK.get(rest)
     return None if ours is None else f"layers.{layer}.{ours}"

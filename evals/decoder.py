@@ -18,6 +18,7 @@ from torch import Tensor
 
 from configs.schema import NoRotary
 from evals.extensions import Extension
+from evals.finite import check_finite
 from evals.kv_cache import Batch, LayerCache, dense_bytes, rolling_layers
 from model.build import ModelConfig
 from model.llama import Llama
@@ -51,14 +52,20 @@ class Decoder:
         config: the model's, as `extension.change` left it.
         extension: training-free way to read further than the model was trained, which keeps and turns keys itself.
         chunk: tokens of a prompt that are read at once. It changes memory and speed, and nothing else.
+        name: for errors.
     """
 
     def __init__(
-        self, model: Llama, config: ModelConfig, extension: Extension | None = None, chunk: int = CHUNK
+        self,
+        model: Llama,
+        config: ModelConfig,
+        extension: Extension | None = None,
+        chunk: int = CHUNK,
+        name: str = "the model",
     ) -> None:
         if chunk < 1:
             raise ValueError(f"chunk is {chunk}: set the tokens of a prompt to read at once, 1 or more")
-        self.model, self.config, self.extension, self.chunk = model, config, extension, chunk
+        self.model, self.config, self.extension, self.chunk, self.name = model, config, extension, chunk, name
         self.usage = Usage()
 
     @property
@@ -91,8 +98,14 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, h_BLD: Tensor) -> Tensor:
-        """fp32 [B, L, V] of what `Rows.read` returned."""
-        return self.model.head(h_BLD).float()
+        """fp32 [B, L, V] of what `Rows.read` returned.
+
+        Raises:
+            ConfigError: logits that are not finite, as a damaged model gives them.
+        """
+        logits_BLV = self.model.head(h_BLD).float()
+        check_finite(logits_BLV, self.model, self.name)
+        return logits_BLV
 
     @torch.no_grad()
     def hidden_states(self, tokens_L: Tensor, progress: Callable[[int], object] | None = None) -> Tensor:

@@ -14,14 +14,17 @@ import json
 import logging
 import math
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from configs.check import ConfigError
+from configs.json_files import fields_of
 from evals.harness import table
+from evals.several_models import check_outputs
+from farsight.cli import command
+from farsight.files import write_text
 
 logger = logging.getLogger("farsight")
 
@@ -128,7 +131,7 @@ def _kind_of(path: Path) -> str | None:
         return "L-Eval" if "begin evaluating:" in text else None
     try:
         content = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(content, dict):
         return None
@@ -145,16 +148,22 @@ def read_file(path: Path) -> list[Figure]:
     Raises:
         ConfigError: a file of no known kind, or of a task whose figure is not known.
     """
-    match _kind_of(path):
-        case "HELMET":
-            return _helmet(path)
-        case "LOFT":
-            return _loft(path)
-        case "LongBench-Pro":
-            return _longbench_pro(path)
-        case "L-Eval":
-            return _leval(path)
-    raise ConfigError(f"{path} is no result file of these kinds:\n{KINDS}")
+    with fields_of(path):
+        match _kind_of(path):
+            case "HELMET":
+                figures = _helmet(path)
+            case "LOFT":
+                figures = _loft(path)
+            case "LongBench-Pro":
+                figures = _longbench_pro(path)
+            case "L-Eval":
+                figures = _leval(path)
+            case _:
+                raise ConfigError(f"{path} is no result file of these kinds:\n{KINDS}")
+    for figure in figures:
+        if not isinstance(figure.value, int | float):
+            raise ConfigError(f"{path}: {figure.metric} of {figure.name} is {figure.value!r}, and no number.")
+    return figures
 
 
 def _helmet(path: Path) -> list[Figure]:
@@ -285,6 +294,7 @@ def figures_of(found: Sequence[Figure]) -> dict[str, Any]:
     }
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m evals.external",
@@ -294,15 +304,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("results", type=Path, nargs="+", metavar="FILE_OR_DIR")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     options = parser.parse_args(arguments)
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
-    try:
-        figures: Mapping[str, Any] = figures_of(read(options.results))
-    except ConfigError as error:
-        sys.exit(str(error))
+    check_outputs(parser, options)
+    figures: Mapping[str, Any] = figures_of(read(options.results))
     print(table(figures))
     if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -33,11 +33,14 @@ from data.chat import chat_template
 from data.conversations import UnusableRow
 from data.tokenizer import Tokenizer
 from evals.decoder import Decoder, Rows, Usage
-from evals.model_options import OUT_OF_MEMORY, add_model_options, load
+from evals.model_options import LoadedModel, add_model_options, load, positive
 from evals.sampling import GREEDY, Sampling, choose
 from evals.several_models import check_outputs
 from evals.text_stream import TextStream
 from evals.texts import read_texts
+from farsight.cli import command, number
+from farsight.files import write_text
+from farsight.progress import progress
 from parallel.device import default_device
 from parallel.tensor import divide_to_decode
 
@@ -62,7 +65,7 @@ def generate(
     stop: Sequence[str] = (),
     rows_at_once: int = 8,
     on_text: Callable[[int, str], None] | None = None,
-    progress: bool = False,
+    bar: tqdm | None = None,
     end_tokens: Collection[int | None] | None = None,
 ) -> list[Completion]:
     """Goes on after each prompt until an end token, a stop string, or `new_tokens` tokens.
@@ -71,15 +74,15 @@ def generate(
         prompts: token ids, one or more each.
         rows_at_once: prompts that are read together, those of like length.
         on_text: called with a prompt's number and each piece of its text, as soon as it is certain.
-        progress: show a bar on a terminal.
+        bar: moved on by the tokens of prompts that are read; closed when `on_text` is called first.
         end_tokens: in place of the tokenizer's.
 
     Raises:
-        ConfigError: an empty prompt.
+        ConfigError: an empty prompt, or a model whose logits are not finite.
     """
-    for number, prompt in enumerate(prompts):
+    for n, prompt in enumerate(prompts):
         if not len(prompt):
-            raise ConfigError(f"prompt {number} has no tokens; write at least one character.")
+            raise ConfigError(f"prompt {n} has no tokens; write at least one character.")
     streams = [TextStream(tokenizer, prompt, stop, end_tokens) for prompt in prompts]
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     batches = [
@@ -87,32 +90,30 @@ def generate(
         for numbers in decoder.alike(order, [len(prompts[n]) + new_tokens for n in order])
         for i in range(0, len(numbers), rows_at_once)
     ]
-    padded = sum(len(numbers) * max(len(prompts[n]) for n in numbers) for numbers in batches)
-    with tqdm(total=padded, unit="token", desc="read", leave=False, disable=None if progress else True) as bar:
-        for numbers in batches:
-            rows, started = decoder.start([len(prompts[n]) for n in numbers], new_tokens), time.perf_counter()
-            logits_BV = _read(rows, [prompts[n] for n in numbers], bar)
-            if on_text is not None:
-                bar.close()  # the line is the text's from here on
-            generators, usage = sampling.generators(numbers), decoder.usage
-            for step in range(new_tokens):
-                # A model's vocabulary may be rounded up; there is no text for the rest of it.
-                tokens_B = choose(logits_BV[:, : tokenizer.vocab_size], sampling, generators)
-                if step == 0:  # the first choice waited for the prompt
-                    usage.seconds_reading += time.perf_counter() - started
-                    started = time.perf_counter()
-                for n, token in zip(numbers, tokens_B.tolist(), strict=True):
-                    piece = streams[n].push(token)
-                    if piece and on_text is not None:
-                        on_text(n, piece)
-                if step % 16 == 0:
-                    bar.set_postfix_str(f"{step + 1:,} tokens written")
-                if all(streams[n].ended for n in numbers) or step == new_tokens - 1:
-                    break
-                logits_BV = decoder.logits(rows.read(tokens_B[:, None].to(logits_BV.device)))[:, -1]
-            usage.seconds_writing += time.perf_counter() - started
-            usage.cache_bytes = max(usage.cache_bytes, rows.nbytes)
-            usage.dense_cache_bytes = max(usage.dense_cache_bytes, rows.dense_nbytes)
+    for numbers in batches:
+        rows, started = decoder.start([len(prompts[n]) for n in numbers], new_tokens), time.perf_counter()
+        logits_BV = _read(rows, [prompts[n] for n in numbers], bar)
+        if on_text is not None and bar is not None:
+            bar.close()  # the line is the text's from here on
+        generators, usage = sampling.generators(numbers), decoder.usage
+        for step in range(new_tokens):
+            # A model's vocabulary may be rounded up; there is no text for the rest of it.
+            tokens_B = choose(logits_BV[:, : tokenizer.vocab_size], sampling, generators)
+            if step == 0:  # the first choice waited for the prompt
+                usage.seconds_reading += time.perf_counter() - started
+                started = time.perf_counter()
+            for n, token in zip(numbers, tokens_B.tolist(), strict=True):
+                piece = streams[n].push(token)
+                if piece and on_text is not None:
+                    on_text(n, piece)
+            if step % 16 == 0 and bar is not None:
+                bar.set_postfix_str(f"{step + 1:,} tokens written")
+            if all(streams[n].ended for n in numbers) or step == new_tokens - 1:
+                break
+            logits_BV = decoder.logits(rows.read(tokens_B[:, None].to(logits_BV.device)))[:, -1]
+        usage.seconds_writing += time.perf_counter() - started
+        usage.cache_bytes = max(usage.cache_bytes, rows.nbytes)
+        usage.dense_cache_bytes = max(usage.dense_cache_bytes, rows.dense_nbytes)
     decoder.usage.tokens_read += sum(map(len, prompts))
     # Reading a prompt gives the first token.
     decoder.usage.tokens_written += sum(max(len(stream.tokens) - 1, 0) for stream in streams)
@@ -125,7 +126,7 @@ def generate(
     return completions
 
 
-def _read(rows: Rows, prompts: Sequence[Sequence[int]], bar: tqdm) -> Tensor:
+def _read(rows: Rows, prompts: Sequence[Sequence[int]], bar: tqdm | None) -> Tensor:
     """Reads the prompts of a batch; fp32 [B, V], the logits of the first new token."""
     longest = max(map(len, prompts))
     tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -133,7 +134,8 @@ def _read(rows: Rows, prompts: Sequence[Sequence[int]], bar: tqdm) -> Tensor:
         tokens_BL[row, longest - len(prompt) :] = torch.as_tensor(prompt)
     h_BLD = None
     for h_BLD in rows.chunks(tokens_BL.to(rows.batch.device)):
-        bar.update(h_BLD.shape[1] * len(prompts))
+        if bar is not None:  # padding, on the left, was read and does not count
+            bar.update(sum(min(h_BLD.shape[1], max(0, rows.tokens - start)) for start in rows.batch.starts))
     assert h_BLD is not None
     return rows.decoder.logits(h_BLD[:, -1:])[:, -1]
 
@@ -141,12 +143,30 @@ def _read(rows: Rows, prompts: Sequence[Sequence[int]], bar: tqdm) -> Tensor:
 def encode_prompt(tokenizer: Tokenizer, text: str, chat: bool = False) -> list[int]:
     """A prompt's tokens as the model knows them from training: after the start token, if the tokenizer has one; or, with
     `chat`, as a user's message in the tokenizer's chat template (Llama 3's, if it has none).
+
+    Raises:
+        ConfigError: a message that the template refuses.
     """
     if chat:
-        return chat_template(InstructionData(), tokenizer).prompt_tokens([{"role": "user", "content": text}])
+        try:
+            return chat_template(InstructionData(), tokenizer).prompt_tokens([{"role": "user", "content": text}])
+        except UnusableRow as error:
+            raise ConfigError(f"The chat template does not take this prompt: {error}.") from error
     return ([] if tokenizer.bos_id is None else [tokenizer.bos_id]) + tokenizer.encode(text)
 
 
+def warn_of_long_prompts(loaded: LoadedModel, prompts: Sequence[Sequence[int]]) -> None:
+    """Says so on stderr where prompts are longer than what the model was trained on, and nothing extends it."""
+    longest, trained = max(map(len, prompts), default=0), loaded.trained_length
+    if longest > trained and loaded.decoder.extension is None:
+        print(
+            f"warning: a prompt has {longest:,} tokens, and {loaded.path} was trained on sequences of {trained:,}: expect "
+            "worse text past that length, or set --extend (docs/extensions.md)",
+            file=sys.stderr,
+        )
+
+
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m evals.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -159,26 +179,27 @@ def main(arguments: list[str] | None = None) -> None:
     )
     prompts.add_argument("--prompts", type=Path, metavar="FILE", help='.jsonl, a "prompt" a line')
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message: use the chat template")
-    parser.add_argument("--new-tokens", type=int, default=128, help="most tokens to write (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 (default) takes the most likely token")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest tokens of this sum (1: all)")
-    parser.add_argument("--seed", type=int, default=0, help="prompt n draws from seed + n (%(default)s)")
+    parser.add_argument("--new-tokens", type=positive, default=128, help="most tokens to write (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=number(float, least=0), default=0.0, help="0 (default) takes the most likely token"
+    )
+    parser.add_argument(
+        "--top-p",
+        type=number(float, above=0, most=1),
+        default=1.0,
+        help="draw from the likeliest tokens of this sum (1: all)",
+    )
+    parser.add_argument(
+        "--seed", type=number(int, least=0, most=2**62), default=0, help="prompt n draws from seed + n (%(default)s)"
+    )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end where this is written")
-    parser.add_argument("--rows", type=int, default=8, help="prompts read together (%(default)s)")
+    parser.add_argument("--rows", type=positive, default=8, help="prompts read together (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="F", help="write completions and figures here too")
     add_model_options(parser)
     options = parser.parse_args(arguments)
     check_outputs(parser, options)
-    for name in ("new_tokens", "rows"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} must be 1 or more")
-    world = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        _run(options, world)
-    except (ValueError, UnusableRow) as error:
-        sys.exit(str(error))
-    except torch.OutOfMemoryError:
-        sys.exit(OUT_OF_MEMORY)
+        _run(options, int(os.environ.get("WORLD_SIZE", "1")))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -200,19 +221,22 @@ def _run(options: argparse.Namespace, world: int) -> None:
     def stream(number: int, piece: str) -> None:
         print(piece, end="", flush=True)
 
-    completions = generate(
-        loaded.decoder,
-        loaded.tokenizer,
-        prompts,
-        options.new_tokens,
-        sampling,
-        options.stop,
-        options.rows,
-        on_text=stream if alone and first else None,
-        progress=first,
-        end_tokens=loaded.end_tokens
-        | ({chat_template(InstructionData(), loaded.tokenizer).turn_end()} if options.chat else set()),
-    )
+    if first:
+        warn_of_long_prompts(loaded, prompts)
+    turn_end = {chat_template(InstructionData(), loaded.tokenizer).turn_end()} if options.chat else set()
+    with progress(total=sum(map(len, prompts)), desc="read", unit="token") as bar:
+        completions = generate(
+            loaded.decoder,
+            loaded.tokenizer,
+            prompts,
+            options.new_tokens,
+            sampling,
+            options.stop,
+            options.rows,
+            on_text=stream if alone and first else None,
+            bar=bar,
+            end_tokens=loaded.end_tokens | turn_end,
+        )
     usage = loaded.decoder.usage
     if mesh is not None:  # every rank has a part of the heads
         held = torch.tensor([usage.cache_bytes, usage.dense_cache_bytes], device=mesh.device_type)
@@ -222,8 +246,8 @@ def _run(options: argparse.Namespace, world: int) -> None:
         return
     if alone:
         print()
-    for number, completion in enumerate(() if alone else completions):
-        print(f"── {number} · {completion.ended} ──\n{completion.text}")
+    for n, completion in enumerate(() if alone else completions):
+        print(f"── {n} · {completion.ended} ──\n{completion.text}")
     print(_summary(usage), file=sys.stderr)
     if options.json:
         rows = [
@@ -231,7 +255,7 @@ def _run(options: argparse.Namespace, world: int) -> None:
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         content = {"model": str(options.model_dir), "completions": rows, "usage": dataclasses.asdict(usage)}
-        options.json.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:

@@ -21,7 +21,6 @@ import logging
 import math
 import os
 import random
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +30,14 @@ import torch
 
 from checkpoints import hf_config
 from configs.check import ConfigError
-from data.documents import DataError
 from data.tokenizer import find_tokenizer_dir
 from data.tokenizer_files import parse_json
 from evals.harness_data import EXAMPLES, LocalData, local_data, use_local_data
 from evals.harness_tasks import RULER_LENGTHS, Benchmark, benchmarks, leaves, named_groups
-from evals.model_options import add_model_options, load
+from evals.model_options import add_model_options, load, positive
+from evals.several_models import check_outputs
+from farsight.cli import command, number
+from farsight.files import write_text
 
 if TYPE_CHECKING:
     from evals.harness_model import HarnessModel
@@ -261,23 +262,26 @@ def table(figures: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m evals.harness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_dir", type=Path, nargs="+")
     parser.add_argument("--tasks", nargs="+", required=True, metavar="NAME", help="groups and tasks")
-    parser.add_argument("--limit", type=int, help="at most this many questions of each task and length, for a try")
-    parser.add_argument("--shots", type=int, help="examples before each question, for tasks of no group named above")
-    parser.add_argument("--lengths", type=int, nargs="+", help="of RULER's prompts (4096)")
+    parser.add_argument("--limit", type=positive, help="at most this many questions of each task and length, for a try")
+    parser.add_argument(
+        "--shots", type=number(int, least=0), help="examples before each question, for tasks of no group named above"
+    )
+    parser.add_argument("--lengths", type=positive, nargs="+", help="of RULER's prompts (4096)")
     parser.add_argument("--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="rows of a task")
     parser.add_argument("--data-dir", type=Path, metavar="DIR", help="folder with TASK.jsonl and TASK.fewshot.jsonl")
     parser.add_argument("--include-path", type=Path, metavar="DIR", help="folder of your own tasks, as lm-eval's YAML")
     parser.add_argument(
-        "--max-length", type=int, help="most tokens of a text (default: the trained length, or --lengths)"
+        "--max-length", type=positive, help="most tokens of a text (default: the trained length, or --lengths)"
     )
     parser.add_argument("--truncate", choices=["left", "middle"], default="left", help="what goes of a longer one")
-    parser.add_argument("--batch-size", type=int, default=8, help="texts that are read together (%(default)s)")
+    parser.add_argument("--batch-size", type=positive, default=8, help="texts that are read together (%(default)s)")
     parser.add_argument(
         "--bos", choices=["auto", "yes", "no"], default="auto", help="bos first (auto: as the tokenizer has it)"
     )
@@ -298,21 +302,11 @@ def main(arguments: list[str] | None = None) -> None:
     if options.lengths and not any(name.partition("/")[0] == "ruler" for name in options.tasks):
         parser.error("--lengths is for RULER's prompts, and --tasks names none; --max-length cuts texts")
     options.lengths = options.lengths or list(RULER_LENGTHS)
-    for name in ("limit", "max_length", "batch_size"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value} must be 1 or more")
-    for name in ("json", "cache"):
-        path = getattr(options, name)
-        if path and not path.parent.is_dir():
-            parser.error(f"--{name} {path}: there is no folder {path.parent}")
+    check_outputs(parser, options, "cache")
     if options.cache and len(options.model_dir) > 1:
         parser.error("--cache: answers of several models can't share one; measure them one by one")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    try:
-        results = {str(folder): _measure(folder, options) for folder in options.model_dir}
-    except (ConfigError, DataError) as error:
-        sys.exit(str(error))
+    results = {str(folder): _measure(folder, options) for folder in options.model_dir}
     for folder, figures in results.items():
         if len(results) > 1:
             print(folder)
@@ -323,7 +317,7 @@ def main(arguments: list[str] | None = None) -> None:
             )
     if options.json:
         content = {"models": results} if len(results) > 1 else next(iter(results.values()))
-        options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps(content, indent=2) + "\n")
 
 
 def _measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
-from tqdm import tqdm
 
 from configs.check import ConfigError
 from data.chat import ChatTemplate
 from evals.generate import generate
 from evals.model_options import LoadedModel
 from evals.sampling import Sampling
+from farsight.progress import progress
 
 logger = logging.getLogger("farsight")
 
@@ -68,6 +68,7 @@ class HarnessModel(TemplateLM):
             if tokenizer.chat_template is None:
                 raise ConfigError(f"--chat: the tokenizer of {model.path} has no chat template; leave --chat out.")
             self.template = ChatTemplate(tokenizer.chat_template, "the tokenizer's chat template", tokenizer)
+        self.end_tokens = model.end_tokens | ({self.template.turn_end()} if self.template is not None else set())
 
     @property
     def truncated(self) -> int:
@@ -135,7 +136,7 @@ class HarnessModel(TemplateLM):
             asked.setdefault((*context, *continuation[:-1]), []).append(number)
         texts = list(asked)
         answers: dict[int, tuple[float, bool]] = {}
-        with _bar(len(requests), "score", disable_tqdm) as bar:
+        with progress(total=len(requests), desc="score", unit="request", disable=disable_tqdm) as bar:
             for rows in self._batches([len(text) for text in texts]):
                 longest = max(len(requests[number][2]) for row in rows for number in asked[texts[row]])
                 h_BLD = self._last_hidden_states([texts[row] for row in rows], longest)
@@ -194,12 +195,13 @@ class HarnessModel(TemplateLM):
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         texts: dict[int, str] = {}
-        with _bar(len(requests), "generate", disable_tqdm) as bar:
+        with progress(total=0, desc="generate", unit="token", unit_scale=True, disable=disable_tqdm) as bar:
             for numbers in alike.values():
                 settings = self._settings(requests[numbers[0]].args[1])
                 new_tokens = settings["max_gen_toks"]
                 sampled = settings["do_sample"] and settings["temperature"] > 0
                 prompts = [self._prompt(requests[number].args[0], new_tokens) for number in numbers]
+                bar.total += sum(map(len, prompts))
                 for rows in self._batches([len(prompt) + new_tokens for prompt in prompts]):
                     sampling = Sampling(
                         settings["temperature"] if sampled else 0.0, settings.get("top_p", 1.0), SEED + len(texts)
@@ -212,11 +214,12 @@ class HarnessModel(TemplateLM):
                         sampling,
                         settings["until"],
                         self.reading.rows_at_once,
+                        bar=bar,
+                        end_tokens=self.end_tokens,
                     )
                     for row, completion in zip(rows, completions, strict=True):
                         texts[numbers[row]] = completion.text
                         self.cache_hook.add_partial("generate_until", requests[numbers[row]].args, completion.text)
-                    bar.update(len(rows))
         return [texts[number] for number in range(len(requests))]
 
     def _settings(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -252,7 +255,3 @@ class HarnessModel(TemplateLM):
             rows.sort(key=lambda row: -lengths[row])
             for i in range(0, len(rows), self.reading.rows_at_once):
                 yield rows[i : i + self.reading.rows_at_once]
-
-
-def _bar(total: int, what: str, disable: bool) -> tqdm:
-    return tqdm(total=total, desc=what, unit="request", leave=False, disable=True if disable else None)

@@ -12,15 +12,17 @@ import argparse
 import ast
 import csv
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from configs.check import ConfigError
-from data.documents import DataError
-from evals.generate import generate
-from evals.model_options import add_model_options, load
+from evals.generate import generate, warn_of_long_prompts
+from evals.model_options import add_model_options, load, positive
+from evals.several_models import check_outputs
+from farsight.cli import command
+from farsight.files import write_text
+from farsight.progress import progress
 
 
 def read_prompts(path: Path) -> dict[str, str]:
@@ -32,8 +34,11 @@ def read_prompts(path: Path) -> dict[str, str]:
     if not path.is_file():
         raise ConfigError(f"--prompts {path}: there is no such file.")
     csv.field_size_limit(1 << 30)  # a prompt may have a million tokens
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"--prompts {path} is no CSV in UTF-8 ({error}).") from None
     if not rows or not {"prompt_id", "prompt"} <= rows[0].keys():
         raise ConfigError(
             f"--prompts {path}: no rows with prompt_id and prompt; dump_prompts.py --output_format=csv writes them."
@@ -50,11 +55,11 @@ def read_corpus(path: Path) -> list[str]:
     if not path.is_file():
         raise ConfigError(f"--corpus {path}: there is no such file.")
     names = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                names.append(json.loads(line)["pid"])
-            except (ValueError, KeyError, TypeError):
+                names.append(json.loads(line.decode("utf-8"))["pid"])
+            except (ValueError, KeyError, TypeError, RecursionError):
                 raise ConfigError(f'--corpus {path}, line {number}: not an object with a "pid".') from None
     return names
 
@@ -95,6 +100,7 @@ def _plain(answer: Any) -> Any:
     return answer
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m evals.loft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -104,32 +110,29 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="predictions, a line a question")
     parser.add_argument("--corpus", type=Path, metavar="FILE", help="corpus.jsonl, for retrieval")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=1024, help="of an answer with its reasoning (%(default)s)"
+        "--max-new-tokens", type=positive, default=1024, help="of an answer with its reasoning (%(default)s)"
     )
-    parser.add_argument("--batch-size", type=int, default=1, help="prompts that are read together (%(default)s)")
+    parser.add_argument("--batch-size", type=positive, default=1, help="prompts that are read together (%(default)s)")
     add_model_options(parser)
     options = parser.parse_args(arguments)
-    for name in ("max_new_tokens", "batch_size"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)} must be 1 or more")
-    if not options.out.parent.is_dir():
-        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
-    try:
-        prompts = read_prompts(options.prompts)
-        corpus = read_corpus(options.corpus) if options.corpus else None
-        model = load(options.model_dir, options)
-        tokenizer = model.tokenizer
-        bos = [tokenizer.bos_id] if tokenizer.begins_with_bos and tokenizer.bos_id is not None else []
+    check_outputs(parser, options, "out")
+    prompts = read_prompts(options.prompts)
+    corpus = read_corpus(options.corpus) if options.corpus else None
+    model = load(options.model_dir, options)
+    tokenizer = model.tokenizer
+    bos = [tokenizer.bos_id] if tokenizer.begins_with_bos and tokenizer.bos_id is not None else []
+    encoded = [bos + tokenizer.encode(prompt) for prompt in prompts.values()]
+    warn_of_long_prompts(model, encoded)
+    with progress(total=sum(map(len, encoded)), desc="read", unit="token") as bar:
         completions = generate(
             model.decoder,
             tokenizer,
-            [bos + tokenizer.encode(prompt) for prompt in prompts.values()],
+            encoded,
             options.max_new_tokens,
             rows_at_once=options.batch_size,
-            progress=True,
+            bar=bar,
+            end_tokens=model.end_tokens,
         )
-    except (ConfigError, DataError) as error:
-        sys.exit(str(error))
     answered, lines = 0, []
     for question, completion in zip(prompts, completions, strict=True):
         answers = answers_in(completion.text, corpus)
@@ -137,7 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
         row = {"qid": question, "num_turns": 1, "model_outputs": [answers], "metadata": {"text": completion.text}}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
     # Half of a surrogate pair, which UTF-8 does not have, is written as JSON's own escape of it.
-    options.out.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    write_text(options.out, "".join(lines).encode("utf-8", "backslashreplace").decode("utf-8"))
     print(f"{options.out}: {answered} of {len(prompts)} questions have an answer")
 
 

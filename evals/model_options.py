@@ -1,7 +1,6 @@
 """The options that say which model a tool reads and how, the same for all of them."""
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +9,12 @@ from pathlib import Path
 import torch
 
 from checkpoints.model_dir import load_model, read_model_config
+from configs.check import ConfigError
+from configs.json_files import read_object
 from data.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
 from evals.decoder import CHUNK, Decoder
 from evals.extensions import EXTENSIONS_HELP, parse_extension
+from farsight.cli import number
 from model.build import ModelConfig
 from model.llama import Llama
 from parallel.device import default_device
@@ -35,26 +37,58 @@ class LoadedModel:
 
     @property
     def end_tokens(self) -> set[int | None]:
-        """What may end a text: the tokenizer's end token, and those of a generation_config.json."""
-        path = self.path / "generation_config.json"
-        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-        return {self.tokenizer.eos_id, *(ends if isinstance(ends, list) else [ends])}
+        """What may end a text: the tokenizer's end token and those of generation_config.json, or of config.json without
+        one, as in `transformers`.
+
+        Raises:
+            ConfigError: a file whose eos_token_id is no token's number.
+        """
+        folders = (self.path, find_tokenizer_dir(self.path) or self.path)
+        paths = (folder / name for name in ("generation_config.json", "config.json") for folder in folders)
+        path = next((path for path in paths if path.is_file()), None)
+        given = None if path is None else read_object(path).get("eos_token_id")
+        ends = given if isinstance(given, list) else [given]
+        if any(end is not None and type(end) is not int for end in ends):
+            raise ConfigError(
+                f"{path} has eos_token_id {given!r}; it must be the number of a token, or a list of them."
+            )
+        return {self.tokenizer.eos_id, *ends}
 
     @property
     def config(self) -> ModelConfig:
         return self.decoder.config
 
 
-def positive(text: str) -> int:
-    """An option's whole number of 1 or more."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
-    return int(text)
+positive = number(int, least=1)
+"""An option's whole number of 1 or more."""
+
+
+def device(text: str) -> str:
+    """An argparse type for a device that this machine has."""
+    try:
+        asked = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no device; write cpu, cuda, or cuda:1 for the second GPU"
+        ) from None
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if here is not None else 0
+    if asked.type != "cpu" and (here is None or asked.type != here.type or (asked.index or 0) >= count):
+        there = f"{count} of type {here.type}" if here is not None else "no accelerator"
+        raise argparse.ArgumentTypeError(
+            f"{text}: this machine has {there}, as torch {torch.__version__} sees it; use cpu"
+        )
+    return text
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --device."""
+    parser.add_argument("--device", type=device, help="default: the accelerator if there is one, else cpu")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds --device, --dtype, --extend and --chunk."""
-    parser.add_argument("--device", help="default: the accelerator if there is one, else cpu")
+    add_device_option(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: float32 on a CPU)")
     parser.add_argument("--extend", metavar="METHOD[:KEY=VALUE,…]", help=EXTENSIONS_HELP)
     parser.add_argument(
@@ -82,4 +116,4 @@ def load(path: Path, options: argparse.Namespace, divide: Callable[[Llama], None
         config = extension.change(config)
     model, config = load_model(path, device=device, dtype=dtype, config=config, divide=divide)
     tokenizer = load_tokenizer_dir(find_tokenizer_dir(path) or path)
-    return LoadedModel(path, Decoder(model, config, extension, options.chunk), tokenizer, trained_length)
+    return LoadedModel(path, Decoder(model, config, extension, options.chunk, str(path)), tokenizer, trained_length)

@@ -14,14 +14,12 @@ length ("length"). docs/needle.md describes tasks, scores and the JSON file.
 
 import argparse
 import dataclasses
-import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
@@ -32,12 +30,14 @@ from data.retrieval_tasks import TASKS, Task, parse_task
 from data.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
 from evals.decoder import Decoder
 from evals.generate import encode_prompt, generate
-from evals.model_options import OUT_OF_MEMORY, LoadedModel, add_model_options, load
+from evals.model_options import LoadedModel, add_model_options, load, positive
 from evals.needle_picture import draw
 from evals.ranks import sharing_processes
 from evals.scope_growth import with_growing_scopes
 from evals.several_models import add_output_options, check_outputs, write_figures
 from evals.texts import read_texts
+from farsight.cli import command, number
+from farsight.progress import progress
 from model.build import set_length
 
 WRONG_KEPT = 20
@@ -121,7 +121,7 @@ def measure(
     readings = {"": decoder}
     grown = with_growing_scopes(config)
     if grown is not None and max(grid.lengths) > loaded.trained_length:
-        readings["_scope_length"] = Decoder(decoder.model, grown, decoder.extension, decoder.chunk)
+        readings["_scope_length"] = Decoder(decoder.model, grown, decoder.extension, decoder.chunk, decoder.name)
     # Up to the trained length the scopes are the same.
     measured = {
         length: [reading for reading in readings if not reading or length > loaded.trained_length]
@@ -129,13 +129,18 @@ def measure(
     }
     shares = {length: grid.questions(length)[rank::world] for length in grid.lengths}
     answers: dict[str, list[Answer]] = {reading: [] for reading in readings}
-    total = sum(len(shares[length]) * len(measured[length]) for length in grid.lengths)
-    with tqdm(total=total, unit="sample", desc=loaded.path.name, leave=False, disable=True if rank else None) as bar:
+    total = sum(length * len(shares[length]) * len(measured[length]) for length in grid.lengths)
+    done = 0
+    with progress(total=total, unit="token", unit_scale=True, desc=f"needles, {loaded.path.name}") as bar:
         for length in grid.lengths:
-            questions = tqdm(shares[length], unit="prompt", desc=f"{length:,} tokens", leave=False, disable=bar.disable)
+            questions = progress(shares[length], unit="prompt", desc=f"prompts of {length:,} tokens")
             samples = [grid.sample(question, loaded.tokenizer) for question in questions]
             for reading in measured[length]:
-                texts = complete(readings[reading], loaded.tokenizer, samples, rows_at_once, new_tokens, bar)
+                texts = complete(
+                    readings[reading], loaded.tokenizer, samples, rows_at_once, new_tokens, bar, loaded.end_tokens
+                )
+                done += length * len(samples)
+                bar.update(done - bar.n)  # a prompt leaves room for its answer
                 answers[reading] += [
                     Answer(question, grid.task.score(text, sample.answers), sample.answers, text)
                     for question, sample, text in zip(shares[length], samples, texts, strict=True)
@@ -160,12 +165,14 @@ def complete(
     rows_at_once: int = 8,
     new_tokens: int | None = None,
     bar: tqdm | None = None,
+    end_tokens: Collection[int | None] | None = None,
 ) -> list[str]:
     """What a model writes after each prompt, greedily.
 
     Args:
         new_tokens: of each; None for as many as the right answer takes.
-        bar: moves on by each sample.
+        bar: moved on by the tokens of prompts.
+        end_tokens: in place of the tokenizer's.
     """
     budgets = [new_tokens or answer_tokens(sample, tokenizer) for sample in samples]
     texts = [""] * len(samples)
@@ -173,11 +180,11 @@ def complete(
         numbers = [n for n in range(len(samples)) if budgets[n] == budget]
         for batch in (numbers[i : i + rows_at_once] for i in range(0, len(numbers), rows_at_once)):
             prompts = [encode_prompt(tokenizer, samples[n].prompt) for n in batch]
-            completions = generate(decoder, tokenizer, prompts, budget, rows_at_once=rows_at_once)
+            completions = generate(
+                decoder, tokenizer, prompts, budget, rows_at_once=rows_at_once, bar=bar, end_tokens=end_tokens
+            )
             for n, completion in zip(batch, completions, strict=True):
                 texts[n] = completion.text
-            if bar is not None:
-                bar.update(len(batch))
     return texts
 
 
@@ -236,47 +243,43 @@ def parse_depths(values: Sequence[str]) -> tuple[float, ...]:
     return tuple(sorted(set(depths)))
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m evals.needle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
-    parser.add_argument("--lengths", type=int, nargs="+", required=True, help="of prompt and answer, in tokens")
+    parser.add_argument("--lengths", type=positive, nargs="+", required=True, help="of prompt and answer, in tokens")
     parser.add_argument(
         "--depths", nargs="+", default=["10"], metavar="D", help="how many, evenly spaced (default: 10), or the depths"
     )
     parser.add_argument(
         "--task", default="passkey", metavar="TASK[:KEY=N,…]", help=f"{', '.join(TASKS)} (default: %(default)s)"
     )
-    parser.add_argument("--trials", type=int, default=10, help="prompts at each length and depth (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="makes up the prompts (%(default)s)")
+    parser.add_argument("--trials", type=positive, default=10, help="prompts at each length and depth (%(default)s)")
+    parser.add_argument(
+        "--seed", type=number(int, least=0, most=2**62), default=0, help="makes up the prompts (%(default)s)"
+    )
     parser.add_argument("--haystack", type=Path, metavar="FILE", help="UTF-8 text or .jsonl to hide needles in")
-    parser.add_argument("--rows", type=int, default=8, help="prompts read together (%(default)s)")
-    parser.add_argument("--new-tokens", type=int, metavar="N", help="of an answer (default: what the right one takes)")
+    parser.add_argument("--rows", type=positive, default=8, help="prompts read together (%(default)s)")
+    parser.add_argument(
+        "--new-tokens", type=positive, metavar="N", help="of an answer (default: what the right one takes)"
+    )
     parser.add_argument("--show", action="store_true", help="print the first prompt with its answer, and stop")
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    for name in ("trials", "rows", "new_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            parser.error(f"--{name.replace('_', '-')} {value} must be 1 or more")
     check_outputs(parser, options)
-    try:
-        grid = _grid(options)
-        if options.show:
-            _show(grid, options.model_dir[0])
-            return
-        with sharing_processes() as (rank, world):
-            results = {}
-            for folder in options.model_dir:
-                loaded = load(folder, options)
-                figures = measure(loaded, grid, options.rows, options.new_tokens, rank, world)
-                results[str(folder)] = {**_about(loaded, grid, options), **figures}
-    except ValueError as error:
-        sys.exit(str(error))
-    except torch.OutOfMemoryError:
-        sys.exit(OUT_OF_MEMORY)
+    grid = _grid(options)
+    if options.show:
+        _show(grid, options.model_dir[0])
+        return
+    with sharing_processes() as (rank, world):
+        results = {}
+        for folder in options.model_dir:
+            loaded = load(folder, options)
+            figures = measure(loaded, grid, options.rows, options.new_tokens, rank, world)
+            results[str(folder)] = {**_about(loaded, grid, options), **figures}
     if rank:
         return
     for folder, figures in results.items():

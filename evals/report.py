@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from configs.load import ConfigError
 from evals.page import Part, command, missing, note, page, section, table, tag
 from evals.report_benchmarks import harness_section
 from evals.report_cost import DEFAULT_LENGTHS, ModelCost, bytes_text, cost_section, model_costs, percent
@@ -32,6 +31,8 @@ from evals.report_needles import needle_section
 from evals.report_perplexity import perplexity_section, perplexity_text
 from evals.report_results import Kind, Result, collect, of_kind
 from evals.report_training import losses_section, models_section, named, stages, trained_tokens
+from evals.several_models import check_outputs
+from farsight import cli
 from farsight.files import write_text
 from model.build import count_parameters
 
@@ -157,6 +158,7 @@ def figures(models: Sequence[ReportedModel], costs: Sequence[ModelCost]) -> dict
     }
 
 
+@cli.command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m evals.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -165,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write (.html)")
     parser.add_argument("--results", type=Path, nargs="+", default=[], metavar="FILE", help="JSON files of our tools")
     parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[], metavar="L",
+        "--lengths", type=cli.number(int, least=1), nargs="+", default=[], metavar="L",
         help="context lengths to measure at (default: 1, 2 and 4 times each model's trained length), and to add to the cost's 1k to 128k",
     )  # fmt: skip
     parser.add_argument(
@@ -178,23 +180,15 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.measure and not options.data:
         parser.error("--measure needs --data FILE, the text to measure perplexity on")
-    if any(length < 1 for length in options.lengths):
-        parser.error(f"--lengths {min(options.lengths)}: context lengths are 1 token or more")
-    for name in ("out", "json"):
-        path = getattr(options, name)
-        if path and not path.parent.is_dir():
-            parser.error(f"--{name} {path}: there is no folder {path.parent}")
-    try:
-        models = find_models(options.models)
+    check_outputs(parser, options, "out")
+    models = find_models(options.models)
+    results = collect(models, options.results)
+    if options.measure:
+        measure(models, results, options.data, options.lengths)
         results = collect(models, options.results)
-        if options.measure:
-            measure(models, results, options.data, options.lengths)
-            results = collect(models, options.results)
-        costs = model_costs(models, sorted({*DEFAULT_LENGTHS, *options.lengths}))
-        made_by = shlex.join(["python", "-m", "evals.report", *(sys.argv[1:] if arguments is None else arguments)])
-        write_text(options.out, report(models, results, costs, made_by, options.data, options.lengths))
-    except ConfigError as error:
-        sys.exit(str(error))
+    costs = model_costs(models, sorted({*DEFAULT_LENGTHS, *options.lengths}))
+    made_by = shlex.join(["python", "-m", "evals.report", *(sys.argv[1:] if arguments is None else arguments)])
+    write_text(options.out, report(models, results, costs, made_by, options.data, options.lengths))
     if options.json:
         write_text(options.json, json.dumps(figures(models, costs), indent=2) + "\n")
     print(options.out)

@@ -3,11 +3,13 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from configs.json_files import fields_of, read_object
 from configs.load import ConfigError
+from evals.decoder import Usage
 from evals.report_models import ReportedModel
 
 FOLDER = "evals"
@@ -152,7 +154,7 @@ def _entries(file: Path, source: Source) -> Iterator[tuple[Path | None, str | No
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"There is no file {file}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is no JSON ({error}).") from None
     several = content.get("models") if isinstance(content, dict) else None
     for path, values in (several if isinstance(several, dict) else {"": content}).items():
@@ -163,15 +165,33 @@ def _entries(file: Path, source: Source) -> Iterator[tuple[Path | None, str | No
 
 def _kind(values: Mapping[str, Any]) -> Kind | None:
     match values:
-        case {"lengths": dict()}:
+        case {"lengths": dict(lengths)} if all(n.isdecimal() and _is_number(x) for n, x in lengths.items()):
             return "perplexity"
-        case {"cells": list()}:
+        case {"cells": list(cells), "mean": float() | int()} if all(_is_cell(cell) for cell in cells):
             return "needle"
-        case {"results": dict(tasks)} if all(isinstance(task, dict) and "value" in task for task in tasks.values()):
+        case {"results": dict(tasks)} if all(_is_score(task) for task in tasks.values()):
             return "harness"
-        case {"usage": {"tokens_read": int()}}:
+        case {"usage": dict(usage)} if all(_is_number(usage.get(field.name)) for field in fields(Usage)):
             return "generate"
     return None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_cell(value: Any) -> bool:
+    match value:
+        case {"length": int(), "depth": None | int() | float(), "accuracy": int() | float()}:
+            return True
+    return False
+
+
+def _is_score(value: Any) -> bool:
+    match value:
+        case {"value": None | int() | float()}:
+            return True
+    return False
 
 
 EVALS = Source(FOLDER, _kind, "evals.perplexity, evals.needle, evals.harness or evals.generate")
@@ -192,13 +212,14 @@ def _recipe_summary(model: ReportedModel) -> list[Result]:
     file = model.path / "summary.json"
     if not file.is_file() or not model.runs:
         return []
-    stages = json.loads(file.read_text(encoding="utf-8"))["stages"]
-    last: dict[str, Any] = next((stage for stage in stages if stage["name"] == model.runs[-1].name), {})
-    if not last.get("perplexity"):
-        return []
-    data, _, tokens = last["perplexity_of"]
-    text = f"the first {tokens:,} tokens of {data}" if tokens else data
-    values = {"lengths": last["perplexity"], "data": [text], "trained_length": last["seq_len"]}
-    if "perplexity_scope_length" in last:
-        values["lengths_scope_length"] = last["perplexity_scope_length"]
+    stages = read_object(file).get("stages")
+    with fields_of(file):
+        last: dict[str, Any] = next((stage for stage in stages or () if stage["name"] == model.runs[-1].name), {})
+        if not last.get("perplexity"):
+            return []
+        data, _, tokens = last["perplexity_of"]
+        text = f"the first {tokens:,} tokens of {data}" if tokens else data
+        values = {"lengths": last["perplexity"], "data": [text], "trained_length": last["seq_len"]}
+        if "perplexity_scope_length" in last:
+            values["lengths_scope_length"] = last["perplexity_scope_length"]
     return [Result(model, "perplexity", file, values)]

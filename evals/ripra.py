@@ -21,14 +21,12 @@ The method itself is evals/extensions/ripra.py, and --extend ripra:KEY=VALUE,…
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from tqdm import tqdm
 
 from configs.load import ConfigError
 from data.needles import Haystack, passkey
@@ -37,8 +35,12 @@ from evals.decoder import Decoder, Rows
 from evals.extensions.remapped import RemappedLayer
 from evals.extensions.ripra import Allocation, Ripra, chunk_scores, relevance_landscape
 from evals.generate import encode_prompt
-from evals.model_options import LoadedModel, add_model_options, load
+from evals.model_options import LoadedModel, add_model_options, load, positive
+from evals.several_models import add_output_options, check_outputs
 from evals.texts import encode_file
+from farsight import cli
+from farsight.files import write_text
+from farsight.progress import progress
 
 NEIGHBOURS = 10
 """Chunks on each side of the evidence that are shown."""
@@ -83,7 +85,7 @@ def read(decoder: Decoder, tokens_L: Tensor) -> tuple[dict[int, Observed], Tenso
         assert isinstance(cache, RemappedLayer)
         observed[int(name)] = rows.caches[name] = Observed(cache)
     device = rows.batch.device
-    bar = tqdm(total=len(tokens_L), unit="token", desc="read", leave=False, disable=None)
+    bar = progress(total=len(tokens_L), unit="token", desc="read")
     parts = []
     for h_BLD in rows.chunks(tokens_L[None].to(device)):
         parts.append(h_BLD[0])
@@ -148,7 +150,7 @@ def block_error(loaded: LoadedModel, tokens_L: Tensor) -> dict[str, Any]:
                 differences.append((own_T - block_T).abs()[: query - allocation.near])
             every = torch.cat(differences)
             by_anchor[str(anchor)] = {"mean": float(every.mean()), "max": float(every.max())}
-    exact = Decoder(decoder.model, decoder.config, dataclasses.replace(method, block=1), decoder.chunk)
+    exact = Decoder(decoder.model, decoder.config, dataclasses.replace(method, block=1), decoder.chunk, decoder.name)
     _, exact_LD = read(exact, tokens_L)
     with torch.no_grad():
         ours, theirs = decoder.logits(h_LD[None, samples])[0], decoder.logits(exact_LD[None, samples])[0]
@@ -221,6 +223,7 @@ def _method(loaded: LoadedModel) -> Ripra:
     return extension
 
 
+@cli.command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m evals.ripra", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -228,39 +231,34 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model_dir", type=Path)
     texts = parser.add_mutually_exclusive_group(required=True)
     texts.add_argument("--data", type=Path, metavar="FILE", help='UTF-8 text, or .jsonl with a "text"')
-    texts.add_argument("--passkeys", type=int, metavar="N", help="this many prompts of --length tokens with a passkey")
-    parser.add_argument("--length", type=int, default=0, help="tokens of each document that are read; 0 reads all")
+    texts.add_argument(
+        "--passkeys", type=positive, metavar="N", help="this many prompts of --length tokens with a passkey"
+    )
+    parser.add_argument(
+        "--length", type=cli.number(int, least=0), default=0, help="tokens of each document that are read; 0 reads all"
+    )
     parser.add_argument(
         "--evidence", nargs="+", default=[], metavar="START:END", help="tokens of each document that hold its evidence"
     )
     add_model_options(parser)
     parser.set_defaults(extend="ripra")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
-    parser.add_argument("--picture", type=Path, metavar="F", help="draw the figures (.png, .svg, .pdf)")
+    add_output_options(parser)
     options = parser.parse_args(arguments)
-    for name in ("json", "picture"):
-        path = getattr(options, name)
-        if path and not path.parent.is_dir():
-            parser.error(f"--{name} {path}: there is no folder {path.parent}")
-    if options.length < 0:
-        parser.error(f"--length {options.length} must be 0 or more")
-    if options.passkeys is not None and (options.passkeys < 1 or options.length < 1 or options.evidence):
-        parser.error("--passkeys takes 1 or more, with --length, and knows its evidence")
-    try:
-        loaded = load(options.model_dir, options)
-        _method(loaded)
-        if options.passkeys is not None:
-            documents, evidence = passkey_prompts(loaded.tokenizer, options.passkeys, options.length)
-        else:
-            documents = encode_file(options.data, loaded.tokenizer)[: len(options.evidence) or 1]
-            documents = [document[: options.length] if options.length else document for document in documents]
-            evidence = _spans(options.evidence, documents)
-        result = diagnose(loaded, documents, evidence)
-    except ValueError as error:
-        sys.exit(str(error))
+    check_outputs(parser, options)
+    if options.passkeys is not None and (options.length < 1 or options.evidence):
+        parser.error("--passkeys goes with --length, and knows its evidence")
+    loaded = load(options.model_dir, options)
+    _method(loaded)
+    if options.passkeys is not None:
+        documents, evidence = passkey_prompts(loaded.tokenizer, options.passkeys, options.length)
+    else:
+        documents = encode_file(options.data, loaded.tokenizer)[: len(options.evidence) or 1]
+        documents = [document[: options.length] if options.length else document for document in documents]
+        evidence = _spans(options.evidence, documents)
+    result = diagnose(loaded, documents, evidence)
     print(table(result))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_text(options.json, json.dumps(result, indent=2) + "\n")
     if options.picture:
         from evals.ripra_picture import draw
 

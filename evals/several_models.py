@@ -7,6 +7,9 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from farsight.errors import UserError
+from farsight.files import prepare_file, write_text
+
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 """Told apart by colour-blind people too (Okabe and Ito, 2008)."""
 _MARKERS = "osD^v<>"
@@ -18,20 +21,28 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--picture", type=Path, metavar="F", help="draw the figures (.png, .svg, .pdf)")
 
 
-def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuses files that could not be written in the end."""
-    for name in ("json", "picture"):
+def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace, *more: str) -> None:
+    """Makes the folders of files that will be written, and refuses those that could not be in the end.
+
+    Args:
+        more: options that name a file to write, beside --json and --picture.
+    """
+    for name in ("json", "picture", *more):
         path = getattr(options, name, None)
-        if path and not path.parent.is_dir():
-            parser.error(f"--{name} {path}: there is no folder {path.parent}")
-        if path and name == "picture" and path.suffix not in (".png", ".svg", ".pdf"):
+        if path is None:
+            continue
+        try:
+            prepare_file(path)
+        except UserError as error:
+            parser.error(f"--{name}: {error}")
+        if name == "picture" and path.suffix not in (".png", ".svg", ".pdf"):
             parser.error(f"--picture {path} must end with .png, .svg or .pdf")
 
 
 def write_figures(path: Path, results: Mapping[str, dict[str, Any]]) -> None:
     """Writes the figures of one model, or {"models": {path: figures}} of several."""
     content = next(iter(results.values())) if len(results) == 1 else {"models": dict(results)}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def short_names(folders: Collection[str]) -> list[str]:

@@ -16,6 +16,22 @@ def write_text(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def prepare_file(path: Path) -> None:
+    """Makes the folder of a file that will be written, and refuses one that could not be; long work calls it before it starts.
+
+    Raises:
+        UserError: it is a folder, or lies where nothing can be written.
+    """
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: its folder can't be made: {error.strerror}.") from None
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"{path}: nothing can be written into {path.parent}.")
+
+
 def check_new_folder(out: Path) -> None:
     """Refuses a folder to write that already holds something.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from configs.json_files import fields_of, read_object
 from configs.load import ConfigError, from_dict, to_dict
 from configs.schema import Architecture, Attention, JobConfig, Loss, Position
 from model.layers import LayerPosition, resolve_layers, select_layers
@@ -15,6 +16,11 @@ from model.llama import Llama
 
 FORMAT = 1
 """Version of `farsight.json`."""
+
+_MOST = {
+    "vocab_size": 2**26, "dim": 2**20, "n_layers": 4096, "n_heads": 2**14, "n_kv_heads": 2**14, "head_dim": 2**14, "ffn_dim": 2**24,
+}  # fmt: skip
+"""Larger than any model. A shape beyond these is a damaged file's, and would take all memory before its tensors are looked at."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +44,37 @@ class ModelConfig:
         """Reads `farsight.json`.
 
         Raises:
-            ConfigError: a version this code does not know, or fields that do not fit.
+            ConfigError: a damaged file, a version this code does not know, or fields that do not fit.
         """
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_object(path)
         version = values.get("format")
         if version != FORMAT:
             raise ConfigError(f"{path} has format {version!r}; this version of Farsight reads {FORMAT}.")
-        return from_dict(cls, values["model"], "model")
+        with fields_of(path):
+            return from_dict(cls, values["model"], f"{path}: model").checked(path)
+
+    def checked(self, place: Path) -> "ModelConfig":
+        """This config, if a model of its sizes can exist.
+
+        Args:
+            place: the file that gives them, for the message.
+
+        Raises:
+            ConfigError: sizes that are no model's.
+        """
+        a = self.architecture
+        for name, most in _MOST.items():
+            if not 1 <= getattr(a, name) <= most:
+                raise ConfigError(f"{place}: {name} = {getattr(a, name)} must be from 1 to {most:,}.")
+        if a.n_heads % a.n_kv_heads:
+            raise ConfigError(f"{place}: n_heads = {a.n_heads} is not a multiple of n_kv_heads = {a.n_kv_heads}.")
+        if a.head_dim % 2:
+            raise ConfigError(f"{place}: head_dim = {a.head_dim} must be even: RoPE rotates pairs.")
+        if not 0 < a.norm_eps < 1:
+            raise ConfigError(f"{place}: norm_eps = {a.norm_eps} must be more than 0 and less than 1.")
+        if not 1 <= self.trained_length <= 2**40:
+            raise ConfigError(f"{place}: trained_length = {self.trained_length} must be from 1 to {2**40:,}.")
+        return self
 
     def save(self, path: Path, **more: Any) -> None:
         """Writes `farsight.json`; `more` (the training config, say) goes beside the model's own part."""

@@ -284,3 +284,66 @@ def test_a_plain_trainer_takes_the_steps_that_the_equations_give(tmp_path, name)
         moved = value - start.state_dict()[key]
         expected = model.state_dict()[key] - start.state_dict()[key]
         torch.testing.assert_close(moved, expected, atol=2e-6, rtol=1e-3, msg=lambda text, key=key: f"{key}: {text}")
+
+
+ASKED_FOR = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
+directory, out = sys.argv[1:]
+shape = dict(vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=8, head_dim=8,
+             num_key_value_heads=4, max_position_embeddings=64)
+torch.manual_seed(0)
+llama = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=dict(rope_type="default", rope_theta=500.0))).eval()
+inv_freq = [500.0 ** (-i / 4) for i in range(4)]
+kind = dict(rotary=0, scopes=None, scope_ranks=None, alibi_slopes=None)
+own = type(AutoConfig.from_pretrained(directory, trust_remote_code=True))
+ours = AutoModelForCausalLM.from_config(
+    own(**shape, rms_norm_eps=llama.config.rms_norm_eps, layer_kinds=[0] * 3, kinds=[kind], trained_length=64,
+        rotaries=[dict(inv_freq=inv_freq, attention_factor=1.0)],
+        auto_map=dict(AutoModelForCausalLM=directory + "--modeling_farsight.FarsightForCausalLM")), trust_remote_code=True
+).eval()
+ours.load_state_dict(llama.state_dict())
+tokens = torch.randint(96, (2, 20), generator=torch.Generator().manual_seed(1))
+result = {}
+with torch.no_grad():
+    for name, model in (("ours", ours), ("llama", llama)):
+        given = model(tokens, output_hidden_states=True)
+        result[name] = torch.stack(given.hidden_states)
+        result[name + "_last"] = model.model(tokens, output_hidden_states=True).hidden_states[-1].contiguous()
+        assert model(tokens).hidden_states is None
+    ours.config.output_hidden_states = True
+    result["by_config"] = torch.stack(ours(tokens).hidden_states)
+    ours.config.output_hidden_states = False
+    def refused(**more):
+        try:
+            ours(tokens, **more)
+        except ValueError as error:
+            return str(error)
+    message = refused(past_key_values=StaticCache(config=ours.config, max_cache_len=64))
+    assert "StaticCache gives 64 keys for 20 tokens: this model takes a DynamicCache" in message, message
+    assert "output_attentions is not supported" in refused(output_attentions=True)
+save_file(result, out)
+"""
+
+
+def test_hidden_states_are_llama_s_and_what_is_not_supported_is_said(tmp_path):
+    """The same weights in `transformers`' Llama and in our modelling file, which is given dense heads and one RoPE."""
+    export(tmp_path / "model", POSITIONS["nope"])
+    result = run_elsewhere(tmp_path / "model", ASKED_FOR)
+    assert result["ours"].shape == (4, 2, 20, 64)  # the embedding's, and each layer's
+    torch.testing.assert_close(result["ours"], result["llama"], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(result["ours_last"], result["llama_last"], atol=1e-5, rtol=1e-4)
+    assert torch.equal(result["by_config"], result["ours"])
+
+
+def test_an_older_transformers_is_told_which_one_it_takes(tmp_path):
+    export(tmp_path / "model", POSITIONS["nope"])
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["transformers_version"] == "5.0.0"
+    assert "`transformers` >= 5" in (tmp_path / "model" / "README.md").read_text()
+    (tmp_path / "transformers.py").write_text('__version__ = "4.57.1"\nGenerationMixin = PreTrainedModel = object\n')
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.path[:0] = ['.', 'model']; import modeling_farsight"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "ImportError: This model needs transformers 5 or later, and 4.57.1 is installed: pip install" in done.stderr

@@ -1,10 +1,13 @@
 """Generating with a cache: every token against the model's own forward over the whole sequence, without one."""
 
 import json
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -293,6 +296,91 @@ def test_a_chat_ends_where_its_turns_do(tmp_path):
     stream = TextStream(tokenizer, [1], (), {tokenizer.eos_id, template.turn_end()})
     assert [stream.push(token) for token in (1, template.turn_end(), 1)] == [" Hi", "", ""]
     assert stream.ended == "end token"
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run folder with its model, and in a recipe's folder a stage like it."""
+    folder = tmp_path_factory.mktemp("runs")
+    model, config = make_model({})
+    BytesTokenizer().save(folder / "tokenizer")
+    for name in ("run", "recipe/long"):
+        (folder / name).mkdir(parents=True)
+        write_model_dir(folder / name / "model", config, model.state_dict(), tokenizer_dir=folder / "tokenizer")
+    model_dir_to_checkpoint(folder / "run" / "model", folder / "other" / "checkpoint" / "step-7")
+    return folder
+
+
+def ends_with_2(capsys, *arguments: str) -> str:
+    """What the command says."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        generate_module.main([*arguments, "--prompt", "x"])
+    assert stopped.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_folders_above_a_model_lead_to_it(run_folder, capsys):
+    for folder, model in (("run", "run/model"), ("recipe", "recipe/long/model"), ("other", "other/checkpoint/step-7")):
+        said = ends_with_2(capsys, str(run_folder / folder))
+        assert f"is not a model directory: it has no config.json. Did you mean {run_folder / model}?" in said
+    assert "Did you mean" not in ends_with_2(capsys, str(run_folder / "tokenizer"))
+
+
+def test_options_that_cannot_be_used(run_folder, capsys):
+    model = str(run_folder / "run" / "model")
+    for option, value, says in (
+        ("--device", "gpu", "'gpu' is no device; write cpu, cuda"),
+        ("--temperature", "nan", "nan must be a finite number"),
+        ("--top-p", "0", "0 must be more than 0 and at most 1"),
+        ("--new-tokens", "0", "0 must be at least 1"),
+        ("--rows", "2.5", "'2.5' is not a whole number"),
+        ("--json", str(run_folder), "is a folder; name a file"),
+        ("--json", f"{run_folder}/run/model/config.json/f.json", "its folder can't be made"),
+        ("--extend", "nothing", "nothing"),
+    ):
+        assert says in ends_with_2(capsys, model, option, value), option
+    if not torch.accelerator.is_available():
+        assert "cuda: this machine has no accelerator" in ends_with_2(capsys, model, "--device", "cuda")
+
+
+def test_a_prompt_longer_than_the_training_is_said_to_be(run_folder, tmp_path, capsys):
+    command = [str(run_folder / "run" / "model"), "--new-tokens", "1", "--device", "cpu", "--prompt"]
+    generate_module.main([*command, "x" * (TRAINED - 1)])
+    assert "warning" not in capsys.readouterr().err
+    generate_module.main([*command, "x" * TRAINED, "--json", str(tmp_path / "new" / "f.json")])
+    assert (
+        f"has {TRAINED + 1} tokens, and {command[0]} was trained on sequences of {TRAINED}" in capsys.readouterr().err
+    )
+    assert (tmp_path / "new" / "f.json").is_file()
+    generate_module.main([*command, "x" * TRAINED, "--extend", "yarn:2"])
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_broken_weight_is_named(value, run_folder, tmp_path, capsys):
+    """And not an empty text with status 0. In float16, weights that are finite may give logits that are not."""
+    path = shutil.copytree(run_folder / "run" / "model", tmp_path / "model")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = value
+    save_file(tensors, path / "model.safetensors")
+    said = ends_with_2(capsys, str(path), "--device", "cpu")
+    assert f"{path} gives logits that are infinite or not a number" in said
+    assert "its tensor model.layers.1.mlp.up_proj.weight" in said
+    model, config = make_model({})
+    with torch.no_grad():
+        model.output.weight.mul_(1e38).mul_(1e3).clamp_(-3e38, 3e38)
+    with pytest.raises(ConfigError, match="though its weights are finite: they overflow in float32"):
+        generate(Decoder(model, config), BytesTokenizer(), [[1, 2]], 2)
+
+
+def test_progress_in_a_log(run_folder, monkeypatch, capsys):
+    monkeypatch.setattr("farsight.progress.INTERVAL", 0.0)
+    prompts = ["--prompt", "a prompt", "--prompt", "another one"]
+    generate_module.main([str(run_folder / "run" / "model"), *prompts, "--new-tokens", "3", "--device", "cpu"])
+    assert re.search(
+        r"^read: 21 of 21 \(token\), .+token/s, .+ left, 1 tokens written$", capsys.readouterr().err, re.MULTILINE
+    )
 
 
 def test_what_cannot_be_generated_from():

@@ -31,6 +31,7 @@ from configs.schema import (
 )
 from data.sentencepiece_model import EOS
 from data.tokenizer import BytesTokenizer, HuggingFaceTokenizer
+from farsight.errors import UserError
 from model.build import ModelConfig
 from model.garfa import HeadRope
 from model.graft import grafted_config
@@ -255,7 +256,7 @@ def test_other_refusals(pair, tmp_path):
     for layers in (-1, N + 1):
         with pytest.raises(ConfigError, match=f"--layers {layers}: the models have 4 layers; set 0 to 4"):
             graft(a, b, layers, out)
-    with pytest.raises(ConfigError, match="exists; name a new folder"):
+    with pytest.raises(UserError, match="exists and is not empty; name a new folder"):
         graft(a, b, 2, a)
     with pytest.raises(SystemExit, match="is not a model directory"):
         main(["--front", str(a), "--back", str(tmp_path / "none"), "--layers", "1", "--out", str(out)])

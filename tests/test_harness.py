@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 
@@ -157,6 +158,42 @@ def test_answers_equal_greedy_ones_of_transformers(dense, twin):
     cut = model.generate_until(requests("generate_until", asked))
     assert cut == twin.generate_until(requests("generate_until", asked))
     assert cut == [text[: text.index(stop)] for text, stop in zip(whole, stops, strict=True)]
+
+
+def test_several_end_tokens_end_answers_as_in_transformers(dense, twin, tmp_path):
+    """A generation_config.json may list several, as that of Llama 3's chat models does. `HFLM` writes an ordinary end token's
+    text, as it leaves out special tokens alone."""
+    from lm_eval.models.huggingface import HFLM
+
+    plain = {"until": [], "max_gen_toks": 20, "do_sample": False}
+    asked = requests("generate_until", [(sentence(random.Random(2), n), plain) for n in (1, 7, 4)])
+    whole = ours(dense).generate_until(asked)
+    end = whole[0][8]
+    assert end not in whole[0][:8]
+    path = Path(shutil.copytree(dense, tmp_path / "model"))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, ord(end)]}))
+    theirs = HFLM(str(path), device="cpu", dtype="float32", batch_size=2).generate_until(asked)
+    found = ours(path).generate_until(asked)
+    assert found == [text.partition(end)[0] for text in whole]
+    assert [text.removesuffix(end) for text in theirs] == found
+    assert theirs[0] == found[0] + end
+    # Without that file transformers takes what config.json lists.
+    (path / "generation_config.json").unlink()
+    values = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**values, "eos_token_id": [257, ord(end)]}))
+    assert ours(path).generate_until(asked) == found
+
+
+def test_a_chat_s_answers_end_with_its_turns(tmp_path):
+    """The template's turn end is a token of its own where the tokenizer has it as one."""
+    tokenizer = load_tokenizer(Tokenizer(kind="bytes"))
+    turns = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    path = make_model(tmp_path, template=turns)
+    assert ours(path, chat=True).end_tokens == {tokenizer.eos_id}
+    ending = turns.replace("eos_token", "bos_token")  # a special token that ends no text by itself
+    path = make_model(tmp_path / "other", template=ending)
+    assert ours(path).end_tokens == {tokenizer.eos_id}
+    assert ours(path, chat=True).end_tokens == {tokenizer.eos_id, tokenizer.bos_id}
 
 
 def test_sampled_answers_follow_their_settings(dense, caplog):

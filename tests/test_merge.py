@@ -14,9 +14,9 @@ from checkpoints.adapter import load_adapter
 from checkpoints.merge import compare, difference, main, merge_adapter
 from checkpoints.model_dir import load_model, read_model_config
 from checkpoints.modeling_farsight import FarsightForCausalLM
-from configs.check import ConfigError
 from configs.finetuning import FinetuneTraining, GarfaTraining
 from configs.schema import Garfa, GarfaLayer, Lasp, Llama3Rope, Position, Scope
+from farsight.errors import UserError
 from model.garfa import garfa_of
 from tests.finetuned import ARCHITECTURE, tokens, write_base
 from tests.test_adapter import LORAS, NO_GARFA, NO_LORA, distance, logits, trained_adapter
@@ -162,6 +162,9 @@ def test_the_command_says_what_it_changed(base, tmp_path, capsys):
     assert read_model_config(out).position.garfa is None
     assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
     # The default text, and GARFA kept.
+    with pytest.raises(SystemExit, match="m exists and is not empty; name a new folder"):
+        main([str(tmp_path / "a"), "--out", str(out), "--json", str(figures), "--device", "cpu"])
+    out = tmp_path / "kept"
     main([str(tmp_path / "a"), "--out", str(out), "--json", str(figures), "--device", "cpu"])
     written = json.loads(figures.read_text())
     assert written["text"] == "standard library"
@@ -206,10 +209,10 @@ def test_what_is_refused(base, tmp_path):
     for arguments, message in (
         ({"drop_garfa": True}, "has no GARFA"),
         ({"out": base}, "is what is read here"),
-        ({"out": tmp_path / "a"}, "is no model directory of ours"),
+        ({"out": tmp_path / "a"}, "a holds files that Farsight did not write there"),
         ({"base": tmp_path / "none"}, "which is not there"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(UserError, match=message):
             merge_adapter(**{"directory": tmp_path / "a", "out": tmp_path / "m", **arguments})
     assert not (tmp_path / "m").exists()
     with pytest.raises(SystemExit, match="is no adapter directory"):

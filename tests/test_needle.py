@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -134,6 +135,19 @@ def test_answers_equal_a_loop_over_the_models_forward(position, tmp_path):
         set_length(own.decoder.model, config, len(prompt) + budget)
         assert text == greedy(own.decoder.model, prompt, budget)
     assert len(set(found)) > 2
+
+
+def test_answers_end_with_any_of_the_model_s_end_tokens(folder, tmp_path):
+    command = ["--lengths", "300", "--depths", "1", "--trials", "1", "--new-tokens", "20", "--device", "cpu"]
+    main([str(folder / "dense"), *command, "--json", str(tmp_path / "f.json")])
+    (wrong,) = json.loads((tmp_path / "f.json").read_text())["wrong"]
+    middle = next(n for n, letter in enumerate(wrong["found"]) if n and ord(letter) < 128)
+    end, before = wrong["found"][middle], wrong["found"][:middle]
+    assert end not in before
+    path = shutil.copytree(folder / "dense", tmp_path / "model")
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [257, ord(end)]}))
+    main([str(path), *command, "--json", str(tmp_path / "f.json")])
+    assert json.loads((tmp_path / "f.json").read_text())["wrong"][0]["found"] == before
 
 
 def test_cells_hold_the_share_of_right_answers(folder, monkeypatch, capsys):

@@ -422,8 +422,8 @@ def test_rows_of_a_recipe_and_a_capture(llama, tmp_path, capsys):
         ([str(llama / "llama")], "is no capture; to capture the model there, add --data FILE"),
         ([str(llama / "none"), "--data", data], "is no folder; name a model directory"),
         ([str(llama / "llama"), "--data", data, "--covariance", "half"], "invalid choice: 'half'"),
-        ([str(llama / "llama"), "--data", data, "--draws", "0"], "0 must be 1 or more"),
-        ([str(llama / "llama"), "--data", data, "--json", str(tmp_path / "no" / "f")], "there is no folder"),
+        ([str(llama / "llama"), "--data", data, "--draws", "0"], "0 must be at least 1"),
+        ([str(llama / "llama"), "--data", data, "--json", str(tmp_path)], "is a folder; name a file"),
     ):
         capsys.readouterr()
         with pytest.raises(SystemExit) as raised:

@@ -214,8 +214,8 @@ def test_command(tmp_path, theirs, capsys):
         assert says in str(error.value)
     for arguments, says in [
         ([str(folder)], "required: --data"),
-        ([str(folder), *common, "--json", str(tmp_path / "none" / "f.json")], "there is no folder"),
-        ([str(folder), *common, "--epochs", "0"], "0 must be 1 or more"),
+        ([str(folder), *common, "--json", str(tmp_path)], "is a folder; name a file"),
+        ([str(folder), *common, "--epochs", "0"], "0 must be at least 1"),
         ([str(folder), *common, "--held-out", "1"], "--held-out: 1 must be more than 0 and less than 1"),
         ([str(folder), *common, "--learning-rate", "0"], "--learning-rate: 0 must be more than 0"),
     ]:

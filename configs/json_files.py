@@ -1,0 +1,46 @@
+"""JSON files that others wrote: whatever is in them, an error is a sentence that names the file."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from configs.check import ConfigError
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A file's JSON object.
+
+    Raises:
+        ConfigError: no such file, one that can't be read, or one that holds something else.
+    """
+    try:
+        values = json.loads(path.read_bytes().decode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
+        raise ConfigError(f"{path} is not valid JSON ({error}). Copy it again.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} holds {_shown(values)}, and not a JSON object.")
+    return values
+
+
+@contextmanager
+def fields_of(path: Path) -> Iterator[None]:
+    """What is read from a file's object: fields that are missing or of another type become sentences.
+
+    Raises:
+        ConfigError: in place of the KeyError, TypeError or AttributeError that such a field causes.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise ConfigError(f"{path} lacks {error.args[0]!r}, or has it in the wrong place.") from error
+    except (TypeError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        raise ConfigError(f"{path} has a value of the wrong type ({error}).") from error
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 40 else f"{text[:40]}…"

@@ -1,0 +1,69 @@
+"""Progress of work that takes more than a few seconds: a bar on a terminal, and lines in a log."""
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from tqdm import tqdm
+
+INTERVAL = 20.0
+"""Seconds from one line to the next."""
+
+
+def progress(
+    iterable: Iterable[Any] | None = None,
+    *,
+    total: float | None = None,
+    desc: str,
+    unit: str,
+    unit_scale: bool = False,
+    leave: bool = False,
+    disable: bool = False,
+) -> tqdm:
+    """A tqdm that draws a bar on stderr if that is a terminal, and otherwise prints a line every INTERVAL seconds.
+
+    A line gives what is done of the total, the speed and the time left. Work that is done sooner prints none.
+
+    Args:
+        iterable: what to go through; None for a bar that `update` moves.
+        total: of the work; None takes the iterable's length.
+        desc: of the work, in a word or two.
+        unit: of the total, singular.
+        unit_scale: write 5.2M for 5,200,000.
+        leave: keep a finished bar on the terminal.
+        disable: show nothing. Of several ranks only the first shows anything.
+    """
+    kind = tqdm if sys.stderr.isatty() else _Lines
+    return kind(
+        iterable,
+        total=total,
+        desc=desc,
+        unit=unit,
+        unit_scale=unit_scale,
+        leave=leave,
+        disable=disable or os.environ.get("RANK", "0") != "0",
+        file=sys.stderr,
+    )
+
+
+class _Lines(tqdm):
+    """tqdm for logs, where a bar that is drawn over itself would be one endless line."""
+
+    disable: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._printed = time.monotonic()
+        layout = "{desc}: {n_fmt} of {total_fmt} ({unit}), {rate_fmt}, {remaining} left{postfix}"
+        super().__init__(*args, **kwargs, bar_format=layout, miniters=1)
+
+    def display(self, msg: str | None = None, pos: int | None = None) -> None:
+        if time.monotonic() - self._printed >= INTERVAL and msg != "":
+            self._printed = time.monotonic()
+            print(" ".join(str(self).split()), file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if not self.disable:
+            self.disable = True
+            self._decr_instances(self)
