@@ -27,7 +27,7 @@ from tqdm import tqdm
 from benchmarks import kills
 from benchmarks.faults import data, hostile, settings, tools
 from benchmarks.faults.runs import DISKS, Outcome, Runs, can_mount
-from benchmarks.faults.workshop import Case, Workshop
+from benchmarks.faults.workshop import Case, Workshop, fingerprint
 from farsight.cli import bounded, command
 
 T = TypeVar("T")
@@ -52,8 +52,14 @@ def side_by_side(work: Callable[..., T], items: Iterable[Any], what: str, worker
 
 def inputs(workshop: Workshop, name: str, workers: int) -> list[dict[str, Any]]:
     chosen = [(number, case) for number, case in enumerate(every_case()) if name in case.name]
+    before = fingerprint(workshop.folder)
     verdicts = side_by_side(lambda pair: workshop.check(pair[1], pair[0]), chosen, "inputs", workers)
-    return [
+    after = fingerprint(workshop.folder)
+    changed = [name for name, found in before.items() if after.get(name) != found]
+    rows: list[dict[str, Any]] = [
+        {"name": "what no case may touch", "wrong": tuple(f"lost data: {name}" for name in changed)}
+    ]
+    return rows + [
         {"name": v.case.name, "command": v.command, "seconds": round(v.seconds, 2), "wrong": v.wrong,
          "said": (v.done.stderr or v.done.stdout).strip()[-300:]}
         for v in verdicts

@@ -94,7 +94,7 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...]]] = {
     "a template that grows by and by": (
         "{% set n = namespace(s='a') %}{% for i in range(200) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}", ("t.jinja",),
     ),
-    "a template of a large power": ("{{ 10 ** 10 ** 10 }}", ("t.jinja",)),
+    "a template of a large power": ("{{ 10 ** (10 ** 10) }}", ("t.jinja",)),
     "a template that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", ("t.jinja",)),
     "a template that reaches for Python": (
         "{{ ''.__class__.__mro__[1].__subclasses__() }}{{ cycler.__init__.__globals__.os.system('touch executed') }}",
@@ -137,5 +137,5 @@ def cases() -> list[Case]:
         command = f"{TRAIN} --tokenizer.kind auto --tokenizer.path {{here}}/t"
         found.append(Case(name, command, says, {f"t/{file}": content}))
     vanished = Case("a document longer than nothing", f"{TRAIN} --data.sources.0.min_tokens 100000000", ("min_tokens",))
-    small = Case("a vocabulary too small", f"{TRAIN} --architecture.vocab_size 64", ("vocabulary",))
+    small = Case("a vocabulary too small", f"{TRAIN} --architecture.vocab_size 64", ("vocab_size",))
     return [*found, vanished, small]

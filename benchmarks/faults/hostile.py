@@ -1,5 +1,6 @@
 """Model directories, adapters and checkpoints that are broken or attack whoever opens them."""
 
+import io
 import json
 import os
 import pickle
@@ -7,8 +8,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from benchmarks.faults.settings import TRAIN
 from benchmarks.faults.workshop import EXECUTED, Case
+from checkpoints.checksums import MANIFEST, sums_of, write_manifest
 
 CONFIG_JSON = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -17,9 +21,9 @@ WEIGHTS = "model.safetensors"
 MODEL_TOOLS = (
     "evals.generate {it} --prompt x --new-tokens 2",
     "evals.perplexity {it} --data {text} --lengths 16 --windows 2",
-    "evals.needle {it} --lengths 64 --depths 1 --trials 1",
+    "evals.needle {it} --lengths 200 --depths 1 --trials 1",
     "evals.ripra {it} --data {text} --length 32",
-    "evals.loft {it} --prompts {rows} --out {here}/out.jsonl",
+    "evals.loft {it} --prompts {prompts} --out {here}/out.jsonl",
     "evals.report {it} --out {here}/r.html",
     "checkpoints.convert from-hf {it} {here}/out",
     "checkpoints.graft --front {it} --back {dense} --layers 1 --out {here}/out",
@@ -168,6 +172,31 @@ def metadata_that_leads_out(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def shard_that_runs(folder: Path) -> None:
+    """A command in place of an object that lies in a shard, such as the step."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    index = next(index for index in metadata.storage_data if index.fqn.startswith("train_state"))
+    place, saved = metadata.storage_data[index], io.BytesIO()
+    torch.save(_Command(_marker(folder)), saved)
+    with (folder / place.relative_path).open("ab") as shard:
+        offset = shard.tell()
+        shard.write(saved.getvalue())
+    metadata.storage_data[index] = type(place)(place.relative_path, offset, len(saved.getvalue()))
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _forged(spoil: Spoil) -> Spoil:
+    """Writes checksums that fit what was spoiled, as an attacker would."""
+
+    def forge(folder: Path) -> None:
+        spoil(folder)
+        (folder / MANIFEST).unlink()
+        (folder / ".spoil").unlink(missing_ok=True)
+        write_manifest(folder, {path.name: sums_of(path) for path in sorted(folder.iterdir()) if path.is_file()})
+
+    return forge
+
+
 HUGE_HEADER = (10 * 2**30).to_bytes(8, "little") + b'{"a": ' + b" " * 1000
 
 MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
@@ -198,7 +227,6 @@ MODELS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "an index that is []": (_write(INDEX, "[]"), (INDEX,)),
     "an index that is {}": (_write(INDEX, "{}"), (INDEX,)),
     "an index whose map is a list": (_write(INDEX, '{"weight_map": []}'), (INDEX,)),
-    "tokenizer.json that is []": (_write("tokenizer.json", "[]"), ("tokenizer",)),
 }  # fmt: skip
 OURS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "farsight.json that is []": (_write("farsight.json", "[]"), ("farsight.json",)),
@@ -220,14 +248,25 @@ ATTACKS = (
     "weights as a pickle",
 )
 """Tried on every command that opens a model directory."""
+FORGED: dict[str, tuple[Spoil, tuple[str, ...]]] = {
+    "a command in .metadata": (metadata_that_runs, (".metadata", "system")),
+    "a function in .metadata": (metadata_that_imports, (".metadata", "print")),
+    "a command hidden in .metadata": (metadata_with_more, (".metadata", "system")),
+    "a .metadata that leads out": (metadata_that_leads_out, (".metadata", "stolen")),
+}
+"""Attacks whose checksums are right; tried on every command that opens a checkpoint."""
+WHOLE = (
+    TRAIN + " --position.heads.kind dense --checkpoint.initial_load_path {it} --checkpoint.no_initial_load_model_only"
+)
+"""Loads more of a checkpoint than its weights."""
 CHECKPOINTS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
-    "a command in .metadata": (metadata_that_runs, (".metadata",)),
-    "a function in .metadata": (metadata_that_imports, (".metadata",)),
-    "a command hidden in .metadata": (metadata_with_more, (".metadata",)),
-    "a .metadata that leads out": (metadata_that_leads_out, (".metadata",)),
+    "another .metadata": (metadata_with_more, (".metadata",)),
     "a .metadata of 0 bytes": (_write(".metadata", b""), (".metadata",)),
     "a .metadata cut short": (_cut(".metadata", 0.5), (".metadata",)),
-    **{name: entry for name, entry in OURS.items() if "huge" not in name},
+    "checksums that are []": (_write("checksums.json", "[]"), ("checksums.json",)),
+    "checksums that are gone": (lambda folder: (folder / "checksums.json").unlink(), ("checksums.json",)),
+    "checksums of other files": (_write("checksums.json", '{"files": {"../x": {}}}'), ("checksums.json",)),
+    **{name: (spoil, says[:1]) for name, (spoil, says) in OURS.items()},
 }
 ADAPTERS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "LoRA cut short": (_cut("adapter_model.safetensors", 0.6), ("adapter_model.safetensors",)),
@@ -263,17 +302,24 @@ def _case(name: str, tool: str, kind: str, spoil: Spoil, says: tuple[str, ...], 
     return Case(f"{name}: {tool.split()[0]}", tool.replace("{it}", f"{{{kind}}}"), says, files, (kind,), status)
 
 
+def _status(tool: str) -> int:
+    """checkpoints.intact tells by its status that a checkpoint is damaged."""
+    return 1 if tool.startswith("checkpoints.intact") else 2
+
+
 def cases() -> list[Case]:
     found = []
     for name, (spoil, says) in MODELS.items():
         tools = [t for t in MODEL_TOOLS if not t.startswith(_WEIGHTLESS)] if name in ATTACKS else MODEL_TOOLS[:2]
-        if name.startswith("tokenizer"):
-            tools = MODEL_TOOLS[:1]
         found += [_case(name, tool, "dense_plain", spoil, says) for tool in tools]
     found += [_case(name, tool, "model", *entry) for name, entry in OURS.items() for tool in MODEL_TOOLS[:2]]
     found += [_case("code of its own", tool, "model", _own_code, (), 0) for tool in MODEL_TOOLS[:3]]
-    for number, (name, entry) in enumerate(CHECKPOINTS.items()):
-        for tool in CHECKPOINT_TOOLS if number < 4 else CHECKPOINT_TOOLS[:3]:
-            found.append(_case(name, tool, "checkpoint", *entry, 1 if tool.startswith("checkpoints.intact") else 2))
+    for name, (spoil, says) in FORGED.items():
+        for tool in CHECKPOINT_TOOLS:
+            found.append(_case(f"forged: {name}", tool, "checkpoint", _forged(spoil), says, _status(tool)))
+    says = (".distcp", "system")
+    found.append(_case("forged: a command in a shard", WHOLE, "checkpoint", _forged(shard_that_runs), says))
+    for name, entry in CHECKPOINTS.items():
+        found += [_case(name, tool, "checkpoint", *entry, _status(tool)) for tool in CHECKPOINT_TOOLS[:3]]
     found += [_case(name, tool, "adapter", *entry) for name, entry in ADAPTERS.items() for tool in ADAPTER_TOOLS]
     return found

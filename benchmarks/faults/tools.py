@@ -1,11 +1,10 @@
 """Tools that are asked for what they can't do: options out of range, files that are not there, places that can't be written."""
 
-from pathlib import Path
+import re
 
 from benchmarks.faults.hostile import MODEL_TOOLS
-from benchmarks.faults.workshop import Case, Content, fifo
+from benchmarks.faults.workshop import Case, fifo
 
-_LOOKING = "analysis.{name} {{model}} --data {{text}} --length 32 --sequences 2"
 _READING = tuple(tool for tool in MODEL_TOOLS if "{text}" in tool)
 
 _OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -45,7 +44,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("evals.report {model} --out {here}", ("out",)),
     ("evals.harness {model} --tasks nosuch", ("nosuch",)),
     ("checkpoints.merge {model} --out {here}/out", ("adapter",)),
-    ("checkpoints.merge {adapter} --out {dense}", ("dense/model",)),
+    ("checkpoints.merge {adapter} --out {dense}", ("dense",)),
     ("checkpoints.merge {adapter} --out {run}", ("run",)),
     ("checkpoints.merge {adapter} --out {text}", ("text.txt",)),
     ("checkpoints.merge {adapter} --base {here}/gone --out {here}/out", ("gone",)),
@@ -75,7 +74,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("launch.recipe {here}/gone.toml", ("gone.toml",)),
     ("launch.recipe {config}", ("stages",)),
     ("launch.recipe {config} --nproc 0", ("--nproc",)),
-    ("data.tokenizer train --out {dense}", ("dense/model",)),
+    ("data.tokenizer train --out {dense}", ("dense",)),
     ("data.tokenizer train --out {here}/t --vocab-size 3", ("3",)),
     ("data.tokenizer train --out {here}/t --text {here}/gone.txt", ("gone.txt",)),
     ("data.tokenizer show {here} --text x", ("tokenizer",)),
@@ -84,28 +83,25 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def _rows(text: str) -> dict[str, Content]:
-    return {"metrics.jsonl": text}
-
-
-def _link_run(path: Path) -> None:
-    """A folder in which nothing can be written, whoever runs it: it is not there."""
-    path.symlink_to("/nonexistent/place")
+def _written(command: str) -> tuple[str, ...]:
+    """The parts of the workshop that a command would write to: the case has copies of them."""
+    targets = re.findall(r"--out (\S+)|^checkpoints.convert \S+ \S+ (\S+)", command)
+    return tuple(name for pair in targets for name in re.findall(r"{(\w+)}", "".join(pair)) if name != "here")
 
 
 def cases() -> list[Case]:
-    found = [Case(command, command, says) for command, says in _OPTIONS]
+    found = [Case(command, command, says, copies=_written(command)) for command, says in _OPTIONS]
     for tool in _READING:
         name = tool.split()[0]
-        cuda = tool.replace("{it}", "{model}")
+        good = tool.replace("{it}", "{dense}")
         if "convert" not in name and "train" not in name:
-            found.append(Case(f"{name}: no GPU", f"{cuda} --device cuda", ("cuda",)))
-        found.append(Case(f"{name}: data that are not there", cuda.replace("{text}", "{here}/gone.txt"), ("gone.txt",)))
-        found.append(Case(f"{name}: a pipe", cuda.replace("{text}", "{here}/p.txt"), ("p.txt",), {"p.txt": fifo}))
+            found.append(Case(f"{name}: no GPU", f"{good} --device cuda", ("cuda",)))
+        found.append(Case(f"{name}: data that are not there", good.replace("{text}", "{here}/gone.txt"), ("gone.txt",)))
+        found.append(Case(f"{name}: a pipe", good.replace("{text}", "{here}/p.txt"), ("p.txt",), {"p.txt": fifo}))
         found.append(
             Case(
                 f"{name}: bytes",
-                cuda.replace("{text}", "{here}/b.txt"),
+                good.replace("{text}", "{here}/b.txt"),
                 ("b.txt", "UTF-8"),
                 {"b.txt": bytes(range(256)) * 9},
             )

@@ -97,8 +97,8 @@ class Workshop:
         f = self.folder
         self.paths = {
             "model": f / "run" / "model", "dense": f / "dense" / "model", "dense_plain": f / "plain", "adapter": f / "tuned" / "adapter", "run": f / "run",
-            "checkpoint": f / "run" / "checkpoint" / "step-12", "text": f / "text.txt", "rows": f / "rows.jsonl",
-            "chats": f / "chats.jsonl", "config": f / "config.toml", "finetune": f / "finetune.toml",
+            "checkpoint": f / "dense" / "checkpoint" / "step-12", "text": f / "text.txt", "rows": f / "rows.jsonl",
+            "chats": f / "chats.jsonl", "prompts": f / "prompts.csv", "config": f / "config.toml", "finetune": f / "finetune.toml",
         }  # fmt: skip
 
     def build(self) -> None:
@@ -110,6 +110,7 @@ class Workshop:
         paths["rows"].write_text("".join(json.dumps({"text": words[i : i + 600]}) + "\n" for i in range(0, 24000, 600)))
         talk = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(24)]
         paths["chats"].write_text("".join(json.dumps(row) + "\n" for row in talk))
+        paths["prompts"].write_text("prompt_id,prompt\n1,one two three\n")
         paths["config"].write_text(CONFIG)
         paths["finetune"].write_text(FINETUNE + f'[[data.sources]]\nkind = "jsonl"\npath = "{paths["chats"]}"\n')
         self._must(f"train.py --job.config_file {paths['config']} --job.dump_folder {paths['run']}")
