@@ -47,6 +47,8 @@ from farsight.files import inside
 
 COMPLETE = ".metadata"
 """The last file of a save: a step folder without it was interrupted."""
+UNFINISHED = f"{COMPLETE}.tmp"
+"""The same file until all others are on the disk."""
 
 # ── .metadata ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -295,7 +297,7 @@ class Writer(_FileSystemWriter):
                 sums[path.relative_to(self.folder).as_posix()] = sums_of(path)
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
-        part = self.folder / f"{COMPLETE}.tmp"
+        part = self.folder / UNFINISHED
         with self.fs.create_stream(part, "wb") as stream:
             pickle.dump(metadata, stream)
             stream.flush()

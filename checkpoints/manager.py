@@ -12,6 +12,7 @@
 import logging
 import shutil
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,15 @@ from checkpoints.resume import (
     refuse_other_optimizer,
     refuse_other_settings,
 )
-from checkpoints.steps import complete_steps, discard_incomplete, holds_only_ours, set_aside, set_aside_before
+from checkpoints.steps import (
+    complete_steps,
+    delete,
+    discard_incomplete,
+    holds_only_ours,
+    retire,
+    set_aside,
+    set_aside_before,
+)
 from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
 from model.build import ModelConfig
@@ -392,14 +401,16 @@ class RunCheckpoints(CheckpointManager):
     def _discard_failed(self, step: int) -> None:
         """A disk that is full has room again for the next."""
         checkpoint = Path(self._create_checkpoint_id(step))
-        if dist.get_rank() == 0 and checkpoint.is_dir() and not is_complete(checkpoint) and holds_only_ours(checkpoint):
-            shutil.rmtree(checkpoint, ignore_errors=True)
+        if dist.get_rank() == 0:
+            with suppress(OSError):
+                if not is_complete(checkpoint) and holds_only_ours(checkpoint):
+                    delete(checkpoint)
 
     def _purge_stale_checkpoints(self) -> None:
         """Deletes all but the newest `keep_latest_k` complete checkpoints; one that is being saved does not count.
 
         torchtitan counts it, and what is damaged or was interrupted. It also leaves a folder with `.metadata` and
-        without the rest when a run is killed while it deletes: here `.metadata` goes first.
+        without the rest when a run is killed while it deletes: here such a folder looks like an interrupted save at once.
         """
         if self.keep_latest_k == 0 or dist.get_rank() != 0:
             return
@@ -414,7 +425,7 @@ class RunCheckpoints(CheckpointManager):
             try:
                 if not holds_only_ours(checkpoint):
                     continue
-                (checkpoint / COMPLETE).unlink(missing_ok=True)
+                retire(checkpoint)
             except OSError as error:
                 logger.warning(f"{checkpoint} can't be deleted ({error}); it is kept.")
                 continue

@@ -5,6 +5,8 @@ import re
 import shutil
 from pathlib import Path
 
+from checkpoints.checksums import MANIFEST
+from checkpoints.dcp import COMPLETE, UNFINISHED
 from checkpoints.intact import is_complete
 
 logger = logging.getLogger("farsight")
@@ -51,11 +53,36 @@ def discard_incomplete(folder: Path) -> None:
         OSError: something can't be removed.
     """
     for step in step_folders(folder).values():
-        if not is_complete(step) and holds_only_ours(step):
-            shutil.rmtree(step)
+        if is_complete(step):
+            continue
+        if (step / MANIFEST).exists() and not (step / UNFINISHED).exists():
+            kept = set_aside(step)
+            logger.warning(f"{step} was saved to its end and has lost {COMPLETE} since. It is kept as {kept.name}.")
+        elif holds_only_ours(step):
+            delete(step)
             logger.info(f"{step} is removed: its save was interrupted.")
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
+
+
+def retire(step: Path) -> None:
+    """Makes a complete checkpoint an unfinished one, at once; the rest can then be deleted slowly.
+
+    Raises:
+        OSError: it can't be changed, and is still complete.
+    """
+    (step / COMPLETE).rename(step / UNFINISHED)
+    (step / MANIFEST).unlink(missing_ok=True)
+
+
+def delete(step: Path) -> None:
+    """Deletes an unfinished checkpoint. What a kill leaves of it looks like an interrupted save.
+
+    Raises:
+        OSError: it can't be deleted.
+    """
+    (step / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(step)
 
 
 def set_aside(checkpoint: Path) -> Path:

@@ -173,7 +173,7 @@ def test_training_goes_on_while_the_state_of_the_step_is_saved(start_run, gate):
 
 
 def test_what_is_being_deleted_is_no_checkpoint_any_more(start_run, monkeypatch):
-    """A kill while files are deleted leaves a folder without `.metadata`, and so not a damaged checkpoint."""
+    """A kill while files are deleted leaves what an interrupted save does, and so not a damaged checkpoint."""
     begun, rmtree = [], shutil.rmtree
 
     def watched(path, **options):
@@ -185,19 +185,19 @@ def test_what_is_being_deleted_is_no_checkpoint_any_more(start_run, monkeypatch)
     for step in (3, 6, 9):
         saved.save(step)
     saved.manager.close()
-    assert begun == [["__0_0.distcp", "checksums.json", "farsight.json"]]
+    assert begun == [[".metadata.tmp", "__0_0.distcp", "farsight.json"]]
     assert complete_steps(saved.folder) == [6, 9]
 
 
 def test_an_old_one_that_cannot_be_deleted_is_no_failed_save(start_run, monkeypatch, caplog):
-    saved, unlink = start_run(keep_latest_k=2), Path.unlink
+    saved, rename = start_run(keep_latest_k=2), Path.rename
 
-    def refuse(path, **options):
+    def refuse(path, target):
         if path == saved.folder / "step-3" / ".metadata":
             raise PermissionError(13, "Permission denied")
-        unlink(path, **options)
+        return rename(path, target)
 
-    monkeypatch.setattr(Path, "unlink", refuse)
+    monkeypatch.setattr(Path, "rename", refuse)
     for step in (3, 6, 9, 12):
         saved.save(step)
     saved.manager.close()

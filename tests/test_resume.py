@@ -82,6 +82,19 @@ def test_ranks_verify_together_and_fall_back_together(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_checkpoint_that_lost_its_list_is_kept(start_run, caplog):
+    saved = start_run()
+    saved.save(3)
+    saved.save(6)
+    (saved.folder / "step-6" / ".metadata").unlink()
+    assert start_run().load() == 3
+    assert "step-6 was saved to its end and has lost .metadata since. It is kept as damaged-6." in caplog.text
+    assert sorted(p.name for p in saved.folder.iterdir()) == ["damaged-6", "step-3"]
+    shutil.rmtree(saved.folder / "step-3")
+    with pytest.raises(ConfigError, match=r"no intact checkpoint.*\n  damaged-6"):
+        start_run().load()
+
+
 # ── Others' files ─────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -211,3 +211,25 @@ def test_a_checkpoint_of_something_else_is_refused(folder):
         load({"norm.weight": torch.empty(17)}, folder, no_dist=True)
     with pytest.raises(FileNotFoundError, match=r"\.metadata"):
         load({"norm.weight": torch.empty(16)}, folder.parent, no_dist=True)
+
+
+def test_a_run_that_resumes_runs_nothing(start_run, mark, monkeypatch):
+    """Neither our reader nor torchtitan's own way to one."""
+    saved = start_run()
+    saved.save(3)
+    saved.save(6)
+    write_metadata(saved.folder / "step-6", Attack(mark))
+    loaded = torch.load
+
+    def safely(*arguments, weights_only, **options):
+        assert weights_only
+        return loaded(*arguments, weights_only=weights_only, **options)
+
+    monkeypatch.setattr(torch, "load", safely)
+    monkeypatch.setattr(pickle, "load", None)
+    assert start_run().load() == 3
+    assert (saved.folder / "damaged-6").is_dir()
+    assert start_run(folder="other", initial_load_path=str(saved.folder / "step-3")).load() == 3
+    with pytest.raises(ConfigError, match=r"initial_load_path = .* is damaged: .* asks for posix\.system"):
+        start_run(folder="third", initial_load_path=str(saved.folder / "damaged-6")).load()
+    assert not mark.exists()
