@@ -89,9 +89,7 @@ class HuggingFaceTokenizer(Tokenizer):
         if self.bos_id is not None and bos is not None and not self.begins_with_bos:
             # Every document was trained with bos before it, which this tokenizer.json leaves out.
             content = json.loads(self._json)
-            content["post_processor"] = with_bos(
-                content.get("post_processor"), self._fast.id_to_token(self.bos_id), self.bos_id
-            )
+            content["post_processor"] = with_bos(content.get("post_processor"), bos, self.bos_id)
             saved = json.dumps(content, ensure_ascii=False)
             settings[_MADE_FROM] = {_hash(saved): self.fingerprint}
         (directory / FAST_FILE).write_text(saved, encoding="utf-8")
