@@ -85,12 +85,11 @@ class HuggingFaceTokenizer(Tokenizer):
             (directory / name).write_bytes(content)
         saved, config = self._json, self._companions.get(CONFIG_FILE)
         settings = {} if config is None else parse_json(config, Path(CONFIG_FILE))
-        if self.bos_id is not None and not self.begins_with_bos:
+        bos = self.special_token(self.bos_id)
+        if self.bos_id is not None and bos is not None and not self.begins_with_bos:
             # Every document was trained with bos before it, which this tokenizer.json leaves out.
             content = json.loads(self._json)
-            content["post_processor"] = with_bos(
-                content.get("post_processor"), self._fast.id_to_token(self.bos_id), self.bos_id
-            )
+            content["post_processor"] = with_bos(content.get("post_processor"), bos, self.bos_id)
             saved = json.dumps(content, ensure_ascii=False)
             settings[_MADE_FROM] = {_hash(saved): self.fingerprint}
         (directory / FAST_FILE).write_text(saved, encoding="utf-8")

@@ -48,22 +48,23 @@ def difference(saved: FileList, now: FileList) -> str | None:
 def _differences(saved: FileList, now: FileList) -> Iterator[str]:
     before, after = dict(saved), dict(now)
     known, found = Counter(before.values()), Counter(after.values())
+    names = {identity: name for name, identity in now}
+    renamed = {}
     for name, identity in saved:
         if name in after and identity != after[name]:
             yield f"{name} changed"
         elif name not in after and found[identity] < known[identity]:
             yield f"{name} is gone"
+        elif name not in after:
+            renamed[name] = names[identity]
     for name, identity in now:
         if name not in before and known[identity] < found[identity]:
             yield f"{name} is new"
-    # What is left are the same contents in another order.
-    names = {identity: name for name, identity in now}
-    places = {identity: place for place, (_, identity) in enumerate(now)}
-    kept = [(name, i) for name, i in saved if i in places and after.get(name, i) == i]
-    for (name, identity), place in zip(kept, sorted(places[i] for _, i in kept), strict=True):
-        if places[identity] != place:
-            called = f", now {names[identity]}," if names[identity] != name else ""
-            yield f"{name}{called} is read in another place of the order"
+    kept = [identity for name, identity in saved if name in renamed or after.get(name) == identity]
+    contents = set(kept)
+    if kept != [identity for _, identity in now if identity in contents]:
+        for name, new in renamed.items():
+            yield f"{name} is now called {new}, and read in another place of the order"
 
 
 def _identity(path: str) -> str:

@@ -24,7 +24,7 @@ from data.mixture import check_vocabulary
 from data.order import hash64, shuffled
 from data.progress import progress
 from data.rows import JsonRows, ParquetTables, Row
-from data.streamed import open_dataset
+from data.streamed import open_dataset, place_of
 from data.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ class _DatasetRows:
 
     def __init__(self, config: InstructionHub, name: str):
         self._dataset = open_dataset(config, name)
-        self._place = f"{config.name} [{config.split}]"
+        self._place = f"{place_of(config)} [{config.split}]"
         self.count = len(self._dataset)
 
     def read(self, row: int) -> Row:
@@ -251,7 +251,7 @@ def _chosen(share: InstructionSource, count: int, seed: int, name: str) -> np.nd
 
 
 def _name(share: InstructionSource, number: int) -> str:
-    place = share.name if isinstance(share, InstructionHub) else share.path
+    place = place_of(share) if isinstance(share, InstructionHub) else share.path
     return f"data.sources[{number}], {share.kind} '{place}'"
 
 

@@ -141,20 +141,26 @@ class Mixture:
         choice = min(range(len(self._sources)), key=self._progress)
         mixed, reader = self._sources[choice], self._readers[choice]
         drawn, readers = self._drawn.copy(), [r.state() for r in self._readers]
-        since = reader.epoch
-        while True:
-            place = reader.state()
-            document = reader.read()
-            tokens = None if document is None else mixed.tokens(document)
-            if tokens is not None:
-                break
-            if reader.epoch >= since + 2:
-                mixed.check_possible()
-                since = reader.epoch
+        place, tokens = self._try(choice)
+        if tokens is None:
+            since = reader.epoch
+            with progress(f"{mixed.source.name}: looking for a document that passes", None, " documents") as shown:
+                while tokens is None:
+                    if reader.epoch >= since + 2:
+                        mixed.check_possible()
+                        since = reader.epoch
+                    place, tokens = self._try(choice)
+                    shown.update()
         self._drawn[choice] += len(tokens)
         readers[choice] = place
         self._before_last = {"drawn": drawn, "readers": readers}
         return tokens
+
+    def _try(self, source: int) -> tuple[list[int], np.ndarray | None]:
+        """The next row's place and tokens; none, where it is passed over."""
+        place = self._readers[source].state()
+        document = self._readers[source].read()
+        return place, None if document is None else self._sources[source].tokens(document)
 
     def state(self) -> dict[str, Any]:
         """Where to go on so that `draw` gives the document drawn last once more; JSON values only."""

@@ -8,7 +8,7 @@ from configs import schema
 from data.documents import DataError, DocumentSource, Split
 from data.files import JsonLines, ParquetRows, TextFiles, match_files, stdlib_files
 from data.order import hash64
-from data.streamed import StreamedDataset
+from data.streamed import StreamedDataset, place_of
 
 __all__ = ["DataError", "DocumentSource", "Split", "open_source", "open_sources"]
 
@@ -75,5 +75,5 @@ def _reader(config: schema.Source, name: str, seed: int, shared: dict[str, Any])
         case schema.ParquetSource():
             return ParquetRows(match_files(name, config.path), config.field, seed, **shared)
         case schema.HubSource():
-            return StreamedDataset(config, seed, **(shared | {"name": f"huggingface source '{config.name}'"}))
+            return StreamedDataset(config, seed, **(shared | {"name": f"huggingface source '{place_of(config)}'"}))
     raise AssertionError(f"no reader for {config}")

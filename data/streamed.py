@@ -85,7 +85,7 @@ class StreamedDataset(DocumentSource):
             first += table.num_rows
 
     def document(self, shard: int, row: int, value: dict[str, Any]) -> Document | None:
-        file = f"{self._config.name} [{self._config.split}] shard {shard}"
+        file = f"{place_of(self._config)} [{self._config.split}] shard {shard}"
         return text_of(self, value, self._config.field, f"{file} row {row}", file)
 
     def _tables(self, shard: int) -> Iterator[Any]:
@@ -146,6 +146,12 @@ class StreamedLane:
         turn = shuffled(self._lane, lanes, epoch_seed)
         shard = turn % shards
         return [shard], turn // shards, len(range(shard, lanes, shards))
+
+
+def place_of(config: schema.HubSource | InstructionHub) -> str:
+    """Names a dataset in messages; formats such as "json" are told apart by their files."""
+    files = config.data_files or config.data_dir
+    return f"{config.name} ({files})" if files else config.name
 
 
 def open_dataset(config: InstructionHub, name: str) -> Any:

@@ -83,13 +83,9 @@ def special_id(
 
 def with_bos(post_processor: dict[str, Any] | None, bos: str, bos_id: int) -> dict[str, Any]:
     """The post-processor of a tokenizer.json, so that it puts bos before each text too."""
-    match post_processor:
-        case None:
-            steps = []
-        case {"type": "Sequence", "processors": steps}:
-            steps = list(steps)
-        case _:
-            steps = [post_processor]
+    steps: list[dict[str, Any]] = [] if post_processor is None else [post_processor]
+    if steps and steps[0]["type"] == "Sequence":
+        steps = list(steps[0]["processors"])
     template = next((step for step in steps if step["type"] == "TemplateProcessing"), None)
     if template is None:
         first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))

@@ -4,9 +4,9 @@
     torchrun --nproc_per_node 8 -m evals.perplexity MODEL_DIR OTHER_DIR --data BOOKS.jsonl --lengths 4096 131072 \\
         --documents --picture perplexity.png
 
-A document is a line of a .jsonl file (its "text"), or any other file whole. Documents are tokenised without special tokens and cut
-into non-overlapping windows of each length from their first token; an incomplete last window is dropped. A window counts
-with its last 256 tokens, so that every target has at least length − 256 tokens before it: the figure is exp of their mean
+A document is a line of a .jsonl file or a row of a .parquet file (its "text", or what --field names), or any other file
+whole. Documents are tokenised without special tokens and cut into non-overlapping windows of each length from their first
+token; an incomplete last window is dropped. A window counts with its last 256 tokens, so that every target has at least length − 256 tokens before it: the figure is exp of their mean
 negative log-likelihood. With --documents, documents shorter than the longest length are left out and of each other one the
 same final 256 tokens are predicted from contexts of each length (SCOPE 4.3).
 With --sliding STRIDE, windows of each length move over every document by STRIDE tokens, the last one to its end, and every
@@ -23,7 +23,6 @@ the length ("length").
 import argparse
 import itertools
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from tqdm import tqdm
 
 from configs.load import ConfigError
+from data.progress import progress
 from evals.decoder import CHUNK, Decoder
 from evals.extensions import Extension
 from evals.model_options import add_model_options, load
@@ -43,6 +42,7 @@ from evals.scope_growth import with_growing_scopes
 from evals.several_models import add_output_options, check_outputs, write_figures
 from evals.texts import encode_file
 from evals.windows import SIDE_BY_SIDE, TARGETS, Windows, first_target
+from farsight.cli import command, number
 from model.build import ModelConfig, set_length
 from model.llama import Llama
 
@@ -74,16 +74,15 @@ def window_nll(
     sums = torch.zeros(2, 1 + len(by_position), dtype=torch.float64)
     firsts = [first_target(length)] * len(rows) if firsts is None else firsts
     mine = list(zip(rows, firsts, strict=True))[windows.rank :: windows.world]
-    bar = tqdm(
-        mine, desc=f"length {length:,}", unit="window", leave=False, disable=windows.rank > 0 or not sys.stderr.isatty()
-    )
-    for row, first in bar:
-        ids = row.to(device)
-        parts = [(first, len(row)), *by_position]
-        for start, stop, nll in _pieces(model, ids, sorted({edge for part in parts for edge in part}), decoder):
-            inside = torch.tensor([a <= start and stop <= b for a, b in parts])
-            sums[0, inside] += nll
-            sums[1, inside] += stop - start
+    with progress(f"length {length:,}", len(mine), " windows") as shown:
+        for row, first in mine:
+            ids = row.to(device)
+            parts = [(first, len(row)), *by_position]
+            for start, stop, nll in _pieces(model, ids, sorted({edge for part in parts for edge in part}), decoder):
+                inside = torch.tensor([a <= start and stop <= b for a, b in parts])
+                sums[0, inside] += nll
+                sums[1, inside] += stop - start
+            shown.update()
     if windows.world > 1:
         dist.all_reduce(sums)
     return sums[0], sums[1]
@@ -185,34 +184,47 @@ def _perplexities(sums: Tensor, counts: Tensor) -> list[float]:
     return [math.exp(min(mean, 700)) for mean in (sums / counts).tolist()]
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m evals.perplexity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
-    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 text, or .jsonl")
-    parser.add_argument("--lengths", type=int, nargs="+", required=True, help="window lengths in tokens")
-    parser.add_argument("--windows", type=int, default=0, help="at most this many windows a length (default: all)")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 text, .jsonl or .parquet; .gz or .zst too",
+    )
+    parser.add_argument("--field", default="text", help="key of the text in .jsonl, column in .parquet (text)")
+    parser.add_argument(
+        "--lengths", type=number(int, least=2), nargs="+", required=True, help="window lengths in tokens"
+    )
+    parser.add_argument(
+        "--windows", type=number(int, least=0), default=0, help="at most this many windows a length (default: all)"
+    )
     parser.add_argument("--documents", action="store_true", help="the same final 256 tokens of every long document")
     parser.add_argument(
-        "--sliding", type=int, default=0, metavar="STRIDE", help="all tokens, from windows that overlap"
+        "--sliding",
+        type=number(int, least=0),
+        default=0,
+        metavar="STRIDE",
+        help="all tokens, from windows that overlap",
     )
-    parser.add_argument("--buckets", type=int, default=0, metavar="N", help="also by position, in N parts")
+    parser.add_argument(
+        "--buckets", type=number(int, least=0), default=0, metavar="N", help="also by position, in N parts"
+    )
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    for name in ("windows", "sliding", "buckets"):
-        if getattr(options, name) < 0:
-            parser.error(f"--{name} {getattr(options, name)} must be 0 or more")
     if options.sliding and (options.documents or options.buckets):
         parser.error("--sliding goes with neither --documents nor --buckets, which measure windows that lie apart")
     check_outputs(parser, options)
-    try:
-        with sharing_processes() as (rank, world):
-            windows = Windows(options.windows, options.documents, options.buckets, options.sliding, rank, world)
-            results = {str(folder): _measure(folder, options, windows) for folder in options.model_dir}
-    except ValueError as error:
-        sys.exit(str(error))
+    with sharing_processes() as (rank, world):
+        windows = Windows(options.windows, options.documents, options.buckets, options.sliding, rank, world)
+        results = {str(folder): _measure(folder, options, windows) for folder in options.model_dir}
     if rank:
         return
     for folder, figures in results.items():
@@ -231,7 +243,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict[str, Any]:
     loaded = load(folder, options)
     decoder, config = loaded.decoder, loaded.config
-    documents = [document for path in options.data for document in encode_file(path, loaded.tokenizer)]
+    documents = [document for path in options.data for document in encode_file(path, loaded.tokenizer, options.field)]
     figures = perplexity_by_length(
         decoder.model, config, documents, options.lengths, windows, decoder.extension, decoder.chunk
     )

@@ -57,7 +57,7 @@ def test_what_happened_to_a_file_is_named(tmp_path, kind):
     folder = tmp_path / "d"
     resume(config, state)
     (folder / "a").rename(folder / "d")  # the sizes of all files, and of all rows, are as before
-    refused("a, now d, is read in another place of the order")
+    refused("a is now called d, and read in another place of the order")
     (folder / "d").rename(folder / "a")
     content = (folder / "b").read_bytes()
     (folder / "b").write_bytes(content.replace(b"b 4", b"B 4"))
@@ -119,7 +119,7 @@ def test_words():
     assert difference([a, c], [a, b, c]) == "b is new"
     assert difference([a, b], [["a", "2"], ["b", "1"]]) == "a changed, b changed"
     assert difference([a, b], [["x", "2"], ["y", "1"]]) == (
-        "a, now y, is read in another place of the order, b, now x, is read in another place of the order"
+        "a is now called y, and read in another place of the order, b is now called x, and read in another place of the order"
     )
     assert difference([a, b], []) == "a is gone, b is gone"
     assert difference([], [a, b, c, d, ["e", "5"]]) == "a is new, b is new, c is new and 2 more"

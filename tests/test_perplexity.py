@@ -1,13 +1,21 @@
 """Perplexity against a loop over `transformers`, and the windows against their definition."""
 
+import bz2
 import dataclasses
+import gzip
 import itertools
 import json
+import lzma
 import math
+import os
 import sys
+from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+import zstandard
 from transformers import AutoModelForCausalLM
 
 from checkpoints.model_dir import load_model, write_model_dir
@@ -16,6 +24,7 @@ from configs.schema import Lasp, LayerRule, LinearRope, NoRotary, Position, Rope
 from data.tokenizer import load_tokenizer_dir
 from evals.extensions import parse_extension
 from evals.perplexity import Windows, encode_file, main, perplexity_by_length, window_nll
+from evals.texts import read_texts
 from model.build import ModelConfig, build_model, set_length
 from tests.running import run
 from tests.test_model import SMALL, fresh_model
@@ -276,8 +285,70 @@ def test_missing_and_broken_files(tmp_path, tokenizer_dir):
     (tmp_path / "d.jsonl").write_text('{"text": "a"}\n{"txt": "b"}\n')
     with pytest.raises(ConfigError, match="line 2"):
         encode_file(tmp_path / "d.jsonl", tokenizer)
+    (tmp_path / "d.jsonl").write_text('[{"text": "a"},\n{"text": "b"}]')
+    with pytest.raises(ConfigError, match=r"JSON array: .*jq -c"):
+        encode_file(tmp_path / "d.jsonl", tokenizer)
+    (tmp_path / "d.txt").write_text("words", encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"d\.txt is UTF-16, not UTF-8: .*iconv -f UTF-16 -t UTF-8"):
+        encode_file(tmp_path / "d.txt", tokenizer)
+    for name in ("d.jsonl.gz", "d.txt.zst", "d.txt.xz", "d.txt.bz2", "d.parquet", "d.parquet.gz"):
+        (tmp_path / name).write_bytes(b"not that")
+        with pytest.raises(ConfigError, match=rf"{name}.*(damaged|decompress the file)"):
+            encode_file(tmp_path / name, tokenizer)
+    os.mkfifo(tmp_path / "pipe")
+    for place in (tmp_path, tmp_path / "pipe", "/dev/zero"):
+        with pytest.raises(ConfigError, match="no regular file"):
+            encode_file(Path(place), tokenizer)
     for both in ("--documents", "--buckets=2"):
         with pytest.raises(SystemExit):
             main([str(tmp_path), "--data", "x", "--lengths", "8", "--sliding", "4", both])
     with pytest.raises(SystemExit, match="not a model directory"):
         main([str(tmp_path), "--data", "x", "--lengths", "8"])
+
+
+def test_texts_of_every_kind_of_file(tmp_path):
+    texts = ["a\u2028b", "naïve\n", "🙂"]
+    lines = "\ufeff" + "\n\n".join(json.dumps({"body": text, "id": 1}) for text in texts)
+    (tmp_path / "a.jsonl").write_text(lines)
+    pq.write_table(pa.table({"id": [1, 2, 3], "body": texts}), tmp_path / "a.parquet", row_group_size=2)
+    compress = {
+        "gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress, "zst": zstandard.ZstdCompressor().compress
+    }  # fmt: skip
+    for suffix, packed in compress.items():
+        (tmp_path / f"a.jsonl.{suffix}").write_bytes(packed(lines.encode()))
+        (tmp_path / f"a.txt.{suffix}").write_bytes(packed(texts[1].encode()))
+        assert read_texts(tmp_path / f"a.txt.{suffix}") == texts[1:2]
+        twice, cut = packed(b"word ") * 2, packed(bytes(200_000))[:-9]
+        (tmp_path / f"b.txt.{suffix}").write_bytes(twice)
+        assert read_texts(tmp_path / f"b.txt.{suffix}") == ["word word "]
+        (tmp_path / f"b.txt.{suffix}").write_bytes(cut)
+        with pytest.raises(ConfigError, match="damaged"):
+            read_texts(tmp_path / f"b.txt.{suffix}")
+    for name in ("a.jsonl", "a.parquet", *(f"a.jsonl.{suffix}" for suffix in compress)):
+        assert read_texts(tmp_path / name, "body") == texts
+        with pytest.raises(ConfigError, match=rf"{name}.*body"):
+            read_texts(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"a\.parquet, row 0: 'id' is int, not a text"):
+        read_texts(tmp_path / "a.parquet", "id")
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfword")
+    assert read_texts(tmp_path / "a.txt") == ["word"]
+
+
+def test_the_tool_takes_a_field(tmp_path, tokenizer_dir, text):
+    """The same documents as lines and as rows have the same perplexity."""
+    config = ModelConfig(BYTES, Position(rotary=NoRotary()), trained_length=64)
+    write_model_dir(tmp_path / "model", config, fresh_model(config).state_dict(), tokenizer_dir=tokenizer_dir)
+    documents = [text.read_text()[i * 900 : (i + 1) * 900] for i in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"body": d}) + "\n" for d in documents))
+    pq.write_table(pa.table({"body": documents}), tmp_path / "a.parquet")
+    found = []
+    for name in ("a.jsonl", "a.parquet"):
+        options = ["--lengths", "64", "--windows", "3", "--json", str(tmp_path / "f.json")]
+        main([str(tmp_path / "model"), "--data", str(tmp_path / name), "--field", "body", *options])
+        found.append(json.loads((tmp_path / "f.json").read_text()))
+    assert found[0]["lengths"] == found[1]["lengths"]
+    assert found[0]["documents"] == 3
+    for options in (["--lengths", "1"], ["--lengths", "nan"], ["--lengths", "8", "--windows", "-1"]):
+        with pytest.raises(SystemExit) as stop:
+            main([str(tmp_path / "model"), "--data", "x", *options])
+        assert stop.value.code == 2

@@ -1,7 +1,9 @@
 """Sources: what is read and in which order, and what a broken one says."""
 
+import gzip
 import json
 import logging
+import os
 import re
 import tomllib
 from collections import Counter
@@ -11,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -250,6 +253,54 @@ class TestBadRows:
         with pytest.raises(DataError, match=r"No such file or directory: '.*a.txt'\. Put the file back"):
             list(source.documents())
 
+    @pytest.mark.parametrize("kind", [TextSource, JsonlSource, ParquetSource])
+    def test_pipes_devices_and_links_are_no_files(self, tmp_path, kind):
+        """None of them is opened, which could take for ever."""
+        os.mkfifo(tmp_path / "pipe.md")
+        (tmp_path / "loop.md").symlink_to("loop.md")
+        (tmp_path / "gone.md").symlink_to("nowhere")
+        for path, words in [
+            ("pipe.md", "pipe.md is a pipe or device, not a file"),
+            ("p*.md", "pipe.md is a pipe or device"),
+            ("loop.md", "loop.md is a link to nothing, or to itself"),
+            ("g*.md", "gone.md is a link to nothing"),
+            ("/dev/zero", "/dev/zero is a pipe or device"),
+        ]:
+            self.fails(kind(path=str(tmp_path / path)), words, "Make the path match files only")
+
+    def test_a_loop_of_links_repeats_no_file(self, tmp_path):
+        (tmp_path / "below").mkdir()
+        write_jsonl(tmp_path / "a.jsonl", names(3))
+        write_jsonl(tmp_path / "below" / "b.jsonl", names(2, "below"))
+        (tmp_path / "below" / "up").symlink_to(tmp_path)
+        (tmp_path / "aside").symlink_to(tmp_path / "below" / "b.jsonl")  # of a file: the user's wish
+        texts = [d.text for d in open_train(JsonlSource(path=f"{tmp_path}/**")).documents()]
+        assert Counter(texts) == Counter(names(3) + 2 * names(2, "below"))
+
+    def test_utf16_and_arrays_are_called_by_their_names(self, tmp_path):
+        (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n', encoding="utf-16")
+        self.fails(JsonlSource(path=f"{tmp_path}/a.jsonl"), "a.jsonl:", "not UTF-8", "it is UTF-16", "iconv -f UTF-16")
+        (tmp_path / "a.txt").write_text("words", encoding="utf-16")
+        self.fails(TextSource(path=f"{tmp_path}/a.txt"), "a.txt: not UTF-8: it is UTF-16", "iconv")
+        for layout in (None, 1):
+            (tmp_path / "b.jsonl").write_text(json.dumps([{"text": "x"}, {"text": "y"}], indent=layout))
+            self.fails(JsonlSource(path=f"{tmp_path}/b.jsonl"), "b.jsonl:1: ", "JSON array", "jq -c '.[]'")
+
+    @pytest.mark.parametrize("change", ["shorter", "longer"])
+    def test_files_that_change_while_they_are_read(self, tmp_path, change):
+        path = tmp_path / "a.jsonl"
+        write_jsonl(path, names(20))
+        lines, text = open_train(JsonlSource(path=str(path))), open_train(TextSource(path=str(path)))
+        content = path.read_bytes()
+        path.write_bytes(content[:100] if change == "shorter" else content * 2)
+        with pytest.raises(DataError, match=r"a\.jsonl was changed while it is being read: .* Put the file back"):
+            list(text.documents())
+        if change == "shorter":
+            with pytest.raises(DataError, match=r"changed while it is being read: line \d+ had"):
+                list(lines.documents())
+        else:
+            assert len(list(lines.documents())) == 20
+
     def test_paths(self, tmp_path):
         (tmp_path / "directory.jsonl").mkdir()
         (tmp_path / "a.jsonl.gz").write_bytes(b"x")
@@ -306,12 +357,23 @@ class TestStreamed:
         csv = open_train(HubSource(name="csv", data_files=str(tmp_path / "a.csv"), field="body"))
         assert read(csv, 0, 1, 2) == ["x", "y"]
 
+    @pytest.mark.parametrize("suffix", ["gz", "zst"])
+    def test_compressed_lines_as_the_jsonl_source_advises(self, tmp_path, suffix):
+        path = write_jsonl(tmp_path / "a.jsonl", names(300))
+        compress = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress}[suffix]
+        packed = tmp_path / f"a.jsonl.{suffix}"
+        packed.write_bytes(compress(path.read_bytes()))
+        with pytest.raises(DataError) as error:
+            open_train(JsonlSource(path=str(packed)))
+        settings = dict(re.findall(r'(name|data_files) = "(.*?)"', str(error.value)))
+        assert read(open_train(HubSource(**settings)), 0, 1, 300) == names(300)
+
     def test_data_dir(self, tmp_path):
         write_jsonl(tmp_path / "a.jsonl", names(3))
         assert read(open_train(HubSource(name="json", data_dir=str(tmp_path))), 0, 1, 3) == names(3)
 
     def test_errors(self, tmp_path, shards):
-        with pytest.raises(DataError, match=r"huggingface source 'json': no column 'body'.* id, text"):
+        with pytest.raises(DataError, match=r"huggingface source 'json \(.*/\*\.jsonl\)': no column 'body'.* id, text"):
             open_train(HubSource(name="json", data_files=shards.data_files, field="body"))
         with pytest.raises(DataError, match=r"can't be opened.*data_files = '/nowhere/\*'"):
             open_train(HubSource(name="json", data_files="/nowhere/*"))
@@ -320,7 +382,9 @@ class TestStreamed:
         path = tmp_path / "null.json"
         path.write_text('{"text": "x"}\n{"text": null}\n')
         config = HubSource(name="json", data_files=str(path))
-        with pytest.raises(DataError, match=r"json \[train\] shard 0 row 1: not a string: 'text' is null.*skip"):
+        with pytest.raises(
+            DataError, match=r"json \(.*null\.json\) \[train\] shard 0 row 1: not a string: 'text' is null.*skip"
+        ):
             list(open_train(config).documents())
         source = open_train(config, on_bad_row="skip")
         assert len(list(source.documents())) == 1
