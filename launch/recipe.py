@@ -147,7 +147,7 @@ def _stage(
                     f"{section}.{key} is the recipe's to set; use recipe.folder, recipe.name, recipe.start."
                 )
         if last is not None:
-            values = _with_theta(values, merge(entry, overrides), last.config.position.rotary)
+            values = _with_theta(values, shared, merge(entry, overrides), last.config.position.rotary)
         config: JobConfig = build_config(values)
         if last is None and recipe.start:
             _compare_theta(values, config, recipe.start)
@@ -188,10 +188,18 @@ def _stage(
     return Stage(name, optimizer, config)
 
 
-def _with_theta(values: dict[str, Any], named: dict[str, Any], before: Rotary) -> dict[str, Any]:
-    """A stage that names another kind of RoPE without a base goes on with that of the stage before it."""
-    rotary = named.get("position", {}).get("rotary", {})
-    if isinstance(before, NoRotary) or rotary.get("kind", "none") in ("none", before.kind) or "theta" in rotary:
+def _rotary(values: dict[str, Any]) -> dict[str, Any]:
+    position = values.get("position")
+    rotary = position.get("rotary") if isinstance(position, dict) else None
+    return rotary if isinstance(rotary, dict) else {}  # what is no table is refused elsewhere
+
+
+def _with_theta(values: dict[str, Any], shared: dict[str, Any], own: dict[str, Any], before: Rotary) -> dict[str, Any]:
+    """A stage that names no RoPE base goes on with that of the stage before it; one that all stages share is for their kind
+    of RoPE."""
+    common, named = _rotary(shared), _rotary(own)
+    for_all = "theta" in common and named.get("kind", common.get("kind")) == common.get("kind")
+    if "theta" in named or for_all or isinstance(before, NoRotary) or _rotary(values).get("kind") == "none":
         return values
     return merge(values, {"position": {"rotary": {"theta": before.theta}}})
 
@@ -199,8 +207,12 @@ def _with_theta(values: dict[str, Any], named: dict[str, Any], before: Rotary) -
 def _compare_theta(values: dict[str, Any], config: JobConfig, start: str) -> None:
     """Warns of a first stage that turns with another base than its weights though nothing asks for it."""
     theirs, ours = theta_of(Path(start)), config.position.rotary
-    named = "theta" in values.get("position", {}).get("rotary", {})
-    if not named and theirs is not None and not isinstance(ours, NoRotary) and theirs != ours.theta:
+    if (
+        "theta" not in _rotary(values)
+        and theirs is not None
+        and not isinstance(ours, NoRotary)
+        and theirs != ours.theta
+    ):
         logger.warning(other_theta(start, theirs, ours.theta))
 
 

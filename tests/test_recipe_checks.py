@@ -114,6 +114,11 @@ def test_theta_stays_unless_a_stage_names_another(tmp_path):
     assert [r.theta for r in rotaries(tmp_path, named + after)] == [5e5, 1e6, 1e6]
     # Neither do other defaults: llama3's own is 500,000.
     assert [r.theta for r in rotaries(tmp_path, STAGES.replace(", theta = 500000.0", "") + after)] == [1e4] * 3
+    # Of a kind that the stages do not share, too, and where a stage says nothing.
+    again = named + '[[stages]]\nname = "same"\nposition.rotary = { kind = "yarn", factor = 4.0 }\n'
+    assert [(r.theta, r.factor) for r in rotaries(tmp_path, again)[1:]] == [(1e6, 8.0), (1e6, 4.0)]
+    silent = named.replace('rotary = { kind = "rope", theta = 500000.0 }', "") + '[[stages]]\nname = "silent"\n'
+    assert [(r.kind, r.theta) for r in rotaries(tmp_path, silent)] == [("rope", 1e4), ("yarn", 1e6), ("rope", 1e6)]
     none = STAGES.replace('kind = "rope", theta = 500000.0', 'kind = "none"')
     assert rotaries(tmp_path, none)[1].theta == 1e4
     option = {"position": {"rotary": {"kind": "linear", "factor": 2.0}}}
