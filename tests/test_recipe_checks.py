@@ -119,8 +119,9 @@ def test_theta_stays_unless_a_stage_names_another(tmp_path):
     assert [(r.theta, r.factor) for r in rotaries(tmp_path, again)[1:]] == [(1e6, 8.0), (1e6, 4.0)]
     silent = named.replace('rotary = { kind = "rope", theta = 500000.0 }', "") + '[[stages]]\nname = "silent"\n'
     assert [(r.kind, r.theta) for r in rotaries(tmp_path, silent)] == [("rope", 1e4), ("yarn", 1e6), ("rope", 1e6)]
-    inline = parse_options(["--position.rotary", "{kind = 'yarn', factor = 2.0}"])
-    assert [(r.kind, r.theta) for r in rotaries(tmp_path, STAGES, **inline)][1] == ("yarn", 1e4)  # the first stage's
+    for given, theta in (("{kind = 'yarn', factor = 2.0}", 5e5), ("{kind = 'yarn', theta = 3e4}", 3e4)):
+        inline = parse_options(["--position.rotary", given])
+        assert [(r.kind, r.theta) for r in rotaries(tmp_path, STAGES, **inline)] == [("yarn", theta)] * 2
     none = STAGES.replace('kind = "rope", theta = 500000.0', 'kind = "none"')
     assert rotaries(tmp_path, none)[1].theta == 1e4
     option = {"position": {"rotary": {"kind": "linear", "factor": 2.0}}}
