@@ -125,10 +125,11 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
             isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind")
         ):
             merged[key] = merge(old, value)
-        elif isinstance(value, dict) and isinstance(old, dict) and "theta" in old and value.get("kind") != "none":
-            merged[key] = {"theta": old["theta"], **value}
         else:
             merged[key] = value
+            table = _inline(value, key) if isinstance(value, _Raw) and value.startswith("{") else value
+            if isinstance(table, dict) and isinstance(old, dict) and "theta" in old and table.get("kind") != "none":
+                merged[key] = {"theta": old["theta"], **table}
     return merged
 
 

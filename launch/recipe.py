@@ -42,7 +42,7 @@ from farsight.files import write_text
 from farsight.ranges import Count, Size
 from launch.recipe_check import check_stages, missing, no_start
 from launch.recipe_plan import plan_text
-from launch.start import other_theta, theta_of
+from launch.start import other_theta, rotary_of, theta_of
 from launch.summary import report, write_held_out
 from launch.tokenizer import prepare_tokenizer, tokenizer_of
 from model.build import trained_layers
@@ -147,7 +147,7 @@ def _stage(
                     f"{section}.{key} is the recipe's to set; use recipe.folder, recipe.name, recipe.start."
                 )
         if last is not None:
-            values = _with_theta(values, merge(entry, overrides), last.config.position.rotary)
+            values = _with_theta(values, shared, merge(entry, overrides), last.config.position.rotary)
         config: JobConfig = build_config(values)
         if last is None and recipe.start:
             _compare_theta(values, config, recipe.start)
@@ -188,19 +188,28 @@ def _stage(
     return Stage(name, optimizer, config)
 
 
-def _with_theta(values: dict[str, Any], named: dict[str, Any], before: Rotary) -> dict[str, Any]:
-    """A stage that names another kind of RoPE without a base goes on with that of the stage before it."""
-    rotary = named.get("position", {}).get("rotary", {})
-    if isinstance(before, NoRotary) or rotary.get("kind", "none") in ("none", before.kind) or "theta" in rotary:
+def _with_theta(values: dict[str, Any], shared: dict[str, Any], own: dict[str, Any], before: Rotary) -> dict[str, Any]:
+    """A stage that names no RoPE base goes on with that of the stage before it; one that all stages share is for their kind
+    of RoPE."""
+    common, named, rotary = rotary_of(shared), rotary_of(own), rotary_of(values)
+    for_all = "theta" in rotary and named.get("kind", common.get("kind")) == common.get("kind")
+    if "theta" in named or for_all or isinstance(before, NoRotary) or rotary.get("kind") == "none":
         return values
-    return merge(values, {"position": {"rotary": {"theta": before.theta}}})
+    position = values.get("position", {})
+    if not isinstance(position, dict):  # which is refused when the settings are checked
+        return values
+    return {**values, "position": {**position, "rotary": {**rotary, "theta": before.theta}}}
 
 
 def _compare_theta(values: dict[str, Any], config: JobConfig, start: str) -> None:
     """Warns of a first stage that turns with another base than its weights though nothing asks for it."""
     theirs, ours = theta_of(Path(start)), config.position.rotary
-    named = "theta" in values.get("position", {}).get("rotary", {})
-    if not named and theirs is not None and not isinstance(ours, NoRotary) and theirs != ours.theta:
+    if (
+        "theta" not in rotary_of(values)
+        and theirs is not None
+        and not isinstance(ours, NoRotary)
+        and theirs != ours.theta
+    ):
         logger.warning(other_theta(start, theirs, ours.theta))
 
 

@@ -1,8 +1,11 @@
 """What a run that starts from other weights should know of them."""
 
 import logging
+import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from checkpoints.model_dir import read_model_config
 from configs.load import ConfigError, merge, parse_options, read_toml
@@ -48,7 +51,14 @@ def names_theta(arguments: Sequence[str]) -> bool:
     """Whether a config file or options name the RoPE base."""
     options = parse_options(arguments)
     file = options.get("job", {}).get("config_file")
-    values = merge(read_toml(Path(file)) if file else {}, options)
-    position = values.get("position", {})
-    rotary = position.get("rotary", {}) if isinstance(position, dict) else {}
-    return "theta" in rotary
+    return "theta" in rotary_of(merge(read_toml(Path(file)) if file else {}, options))
+
+
+def rotary_of(values: dict[str, Any]) -> dict[str, Any]:
+    """`position.rotary` of settings that are not checked yet, an empty table without one; options may give it inline."""
+    position = values.get("position")
+    rotary = position.get("rotary") if isinstance(position, dict) else None
+    if isinstance(rotary, str):
+        with suppress(tomllib.TOMLDecodeError):  # which is refused when the settings are checked
+            rotary = tomllib.loads(f"value = {rotary}")["value"]
+    return rotary if isinstance(rotary, dict) else {}
