@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.check import ConfigError
-from configs.json_files import fields_of
+from configs.json_files import fields_of, read_object
 from evals.harness import table
 from evals.several_models import check_outputs
 from farsight.cli import command
@@ -167,7 +167,7 @@ def read_file(path: Path) -> list[Figure]:
 
 
 def _helmet(path: Path) -> list[Figure]:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_object(path)
     name, length = _helmet_task(path, content)
     key = next((key for key in _HELMET if key in name), None)
     if key is None:
@@ -195,7 +195,7 @@ def _helmet_task(path: Path, content: dict[str, Any]) -> tuple[str, str]:
     """The data set and the length of a run: from its arguments, which a .score has in the file beside it, or from its name."""
     beside = path.with_suffix("")
     if path.suffix == ".score" and beside.is_file():
-        content = json.loads(beside.read_text(encoding="utf-8"))
+        content = read_object(beside)
     if "args" in content:
         return content["args"]["datasets"], str(content["args"]["input_max_length"])
     named = _HELMET_NAME.match(path.name)
@@ -212,19 +212,21 @@ def _loft(path: Path) -> list[Figure]:
         )
     task, dataset, length = path.absolute().parts[-4:-1]
     metric = _LOFT_RETRIEVAL.get(dataset, _LOFT[task]) if task == "retrieval" else _LOFT[task]
-    quality = json.loads(path.read_text(encoding="utf-8"))["quality"]
+    quality = read_object(path)["quality"]
     if metric not in quality:
         raise ConfigError(
             f"{path} lacks {metric}, which LOFT reports of {task}/{dataset}. It has {', '.join(quality)}."
         )
     lines = path.with_name(path.name.removesuffix(".json") + "_per_line.jsonl")
-    count = sum(1 for line in lines.open(encoding="utf-8") if line.strip()) if lines.is_file() else None
+    count = (
+        sum(1 for line in lines.open(encoding="utf-8", errors="replace") if line.strip()) if lines.is_file() else None
+    )
     return [Figure(f"loft/{task}/{dataset}@{length}", metric, quality[metric], path, count, f"loft/{task}@{length}")]
 
 
 def _longbench_pro(path: Path) -> list[Figure]:
     """The mean over all runs of each question, and the same by length, language and kind of task."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = read_object(path)
     figures = [
         Figure("longbench_pro", "overall", content["average_overall_metric"], path, content["total_questions_num"])
     ]

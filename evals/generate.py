@@ -11,6 +11,7 @@ keeps everything. Prompts of a batch may differ in length: each row comes out as
 
 import argparse
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -218,6 +219,9 @@ def _run(options: argparse.Namespace, world: int) -> None:
     prompts = [encode_prompt(loaded.tokenizer, text, options.chat) for text in texts]
     alone = len(prompts) == 1
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # of what the terminal's encoding does not have
+
     def stream(number: int, piece: str) -> None:
         print(piece, end="", flush=True)
 
@@ -255,7 +259,9 @@ def _run(options: argparse.Namespace, world: int) -> None:
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         content = {"model": str(options.model_dir), "completions": rows, "usage": dataclasses.asdict(usage)}
-        write_text(options.json, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        # Half of a surrogate pair, which bytes may spell and UTF-8 does not have, is written as JSON's own escape of it.
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        write_text(options.json, text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
@@ -263,7 +269,10 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         return options.prompt
     if options.prompt_file:
         if str(options.prompt_file) == "-":
-            return [sys.stdin.read()]
+            try:
+                return [sys.stdin.buffer.read().decode("utf-8")]
+            except UnicodeDecodeError as error:
+                raise ConfigError(f"standard input is not UTF-8 (byte {error.start}); convert it first.") from None
         return ["\n".join(read_texts(options.prompt_file))]
     if options.prompts.suffix != ".jsonl":
         raise ConfigError(

@@ -165,9 +165,9 @@ def _entries(file: Path, source: Source) -> Iterator[tuple[Path | None, str | No
 
 def _kind(values: Mapping[str, Any]) -> Kind | None:
     match values:
-        case {"lengths": dict(lengths)} if all(n.isdecimal() and _is_number(x) for n, x in lengths.items()):
+        case {"lengths": dict(lengths)} if lengths and all(n.isdecimal() and _is_number(x) for n, x in lengths.items()):
             return "perplexity"
-        case {"cells": list(cells), "mean": float() | int()} if all(_is_cell(cell) for cell in cells):
+        case {"cells": list(cells), "mean": float() | int()} if cells and all(_is_cell(cell) for cell in cells):
             return "needle"
         case {"results": dict(tasks)} if all(_is_score(task) for task in tasks.values()):
             return "harness"

@@ -85,6 +85,37 @@ def test_helmet(helmet_run):
     assert means["helmet@131072"] == pytest.approx(sum(expected.values()) / 7)
 
 
+def replaced(value, by):
+    """The JSON value with one place after the other holding something else."""
+    if isinstance(value, dict):
+        for key in value:
+            for inner in (by, *replaced(value[key], by)):
+                yield {**value, key: inner}
+            yield {k: v for k, v in value.items() if k != key}
+
+
+@pytest.mark.parametrize("by", [None, 3, "x", [], {}, True])
+def test_results_of_any_other_shape_end_in_a_sentence(tmp_path, by):
+    loft_folder = tmp_path / "rag" / "nq" / "128k"
+    loft_folder.mkdir(parents=True)
+    loft_file, pro_file = loft_folder / "dev_predictions_metrics.json", tmp_path / "my_summary.json"
+    loft_file.write_text(json.dumps({"quality": {"em": 0.1, "subspan_em": 0.3}, "num_unanswered_queries": 0}))
+    pro_file.write_text(
+        json.dumps(
+            {"average_overall_metric": 0.5, "total_questions_num": 3, "average_language_metric": {"English": 0.5}}
+        )
+    )
+    statuses = []
+    for path in (helmet(tmp_path, "kilt_nq", substring_exact_match=50.0), loft_file, pro_file):
+        for content in replaced(json.loads(path.read_text()), by):
+            path.write_text(json.dumps(content))
+            try:
+                main([str(path)])
+            except SystemExit as stopped:
+                statuses.append((stopped.code, path.name, content))
+    assert {status for status, *_ in statuses} == {2}, [each for each in statuses if each[0] != 2]
+
+
 def test_helmet_leaves_out_what_no_judge_has_seen(helmet_run, caplog):
     for path in helmet_run.glob("*-gpt4eval_o.json"):
         path.unlink()

@@ -1,5 +1,6 @@
 """Generating with a cache: every token against the model's own forward over the whole sequence, without one."""
 
+import io
 import json
 import re
 import shutil
@@ -359,7 +360,7 @@ def test_a_prompt_longer_than_the_training_is_said_to_be(run_folder, tmp_path, c
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_weight_is_named(value, run_folder, tmp_path, capsys):
-    """And not an empty text with status 0. In float16, weights that are finite may give logits that are not."""
+    """And not an empty text with status 0. Weights that are finite may give logits that are not, too."""
     path = shutil.copytree(run_folder / "run" / "model", tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = value
@@ -372,6 +373,19 @@ def test_a_broken_weight_is_named(value, run_folder, tmp_path, capsys):
         model.output.weight.mul_(1e38).mul_(1e3).clamp_(-3e38, 3e38)
     with pytest.raises(ConfigError, match="though its weights are finite: they overflow in float32"):
         generate(Decoder(model, config), BytesTokenizer(), [[1, 2]], 2)
+
+
+def test_text_that_no_encoding_has(run_folder, tmp_path, monkeypatch, capsys):
+    """Bytes may spell half of a surrogate pair, and standard input may be no text."""
+    monkeypatch.setattr(generate_module, "choose", lambda *_: torch.tensor([next(letters)]))
+    letters = iter(b"a\xed\xa0\x80b")
+    model, out = str(run_folder / "run" / "model"), tmp_path / "f.json"
+    generate_module.main([model, "--prompt", "x", "--new-tokens", "5", "--device", "cpu", "--json", str(out)])
+    assert json.loads(out.read_text())["completions"][0]["text"] == "a\ud800b"
+    assert capsys.readouterr().out == "a\\ud800b\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xffb")))
+    with pytest.raises(SystemExit, match="standard input is not UTF-8"):
+        generate_module.main([model, "--prompt-file", "-", "--device", "cpu"])
 
 
 def test_progress_in_a_log(run_folder, monkeypatch, capsys):

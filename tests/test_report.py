@@ -356,8 +356,14 @@ def test_a_result_of_a_model_that_is_not_on_the_page_is_not_shown(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "content", [{"lengths": {"64": 2.0}, "model": {"name": "x"}}, {"results": {"a": 0.5}}, [1], {"models": 3}]
-)
+    "content",
+    [
+        {"lengths": {"64": 2.0}, "model": {"name": "x"}}, {"results": {"a": 0.5}}, [1], {"models": 3}, {"lengths": {}},
+        {"lengths": {"x": 2.0}}, {"lengths": {"64": "x"}}, {"cells": [], "mean": 0}, {"cells": [3], "mean": 0},
+        {"cells": [{"length": 1, "depth": 0.5, "accuracy": None}], "mean": 0}, {"results": {"a": {"value": "x"}}},
+        {"usage": {"tokens_read": 3}}, {"results": {}},
+    ],
+)  # fmt: skip
 def test_other_json_in_a_model_s_folder_does_no_harm(content, tmp_path):
     model = write_model(tmp_path / "model")
     (model / "evals").mkdir()
@@ -399,6 +405,24 @@ def test_what_is_no_model_is_refused(tmp_path):
     model = write_model(tmp_path / "model")
     with pytest.raises(SystemExit, match="named twice"):
         make(tmp_path, model, tmp_path / "model" / ".")
+
+
+def test_files_that_cannot_be_written_are_told_before_anything_is_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("evals.report.find_models", lambda *_: pytest.fail("work began"))
+    (tmp_path / "file").touch()
+    for options in (
+        ["--out", str(tmp_path)],
+        ["--out", str(tmp_path / "r"), "--json", str(tmp_path / "file" / "f.json")],
+    ):
+        with pytest.raises(SystemExit) as stopped:
+            main(["model", *options])
+        assert stopped.value.code == 2
+        assert re.search("is a folder; name a file|its folder can't be made", capsys.readouterr().err)
+
+
+def test_folders_of_the_page_are_made(tmp_path):
+    main([str(write_model(tmp_path / "model")), "--out", str(tmp_path / "new" / "page" / "r.html")])
+    assert "At a glance" in (tmp_path / "new" / "page" / "r.html").read_text()
 
 
 # Cost
