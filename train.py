@@ -31,11 +31,12 @@ from configs.help import help_text
 from configs.load import ConfigError, load_config
 from configs.schema import JobConfig
 from farsight import cli
+from farsight.errors import NonFiniteError
 from launch.files import lock_run_folder
 from launch.logs import start_logging
 from launch.ranks import check_layout, lost_rank
 from launch.start import say_theta
-from launch.trainer import Interrupted, NonFiniteError, Trainer
+from launch.trainer import Interrupted, Trainer
 from model.build import ModelConfig, trained_layers
 from model.layers import describe
 from parallel.device import check_float8, import_deepspeed

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from benchmarks.tiny import MODEL, SETTINGS
 from checkpoints.intact import COMPLETE, faults
 from checkpoints.steps import complete_steps, step_folders
-from farsight.cli import command, number
+from farsight.cli import bounded, command
 
 ROOT = Path(__file__).parent.parent
 CONFIG = (
@@ -306,9 +306,9 @@ def main() -> int:
         prog="python -m benchmarks.kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--runs", type=number(int, least=1), default=30, help="how many runs are killed, once each (default: 30)"
+        "--runs", type=bounded(int, least=1), default=30, help="how many runs are killed, once each (default: 30)"
     )
-    parser.add_argument("--seed", type=number(int), default=0, help="of the moments (default: 0)")
+    parser.add_argument("--seed", type=bounded(int), default=0, help="of the moments (default: 0)")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="2 trains with FSDP (default: 1)")
     parser.add_argument("--async", dest="asynchronous", action="store_true", help="save while training goes on")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the kills there")

@@ -28,7 +28,7 @@ from checkpoints.checksums import MANIFEST
 from checkpoints.dcp import Writer, load
 from checkpoints.intact import faults
 from configs.schema import Architecture, Position
-from farsight.cli import command, number
+from farsight.cli import bounded, command
 from model.build import ModelConfig
 
 GB = 10**9
@@ -123,8 +123,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gb", type=number(float, above=0), default=4.0, help="size of the checkpoint (default: 4)")
-    parser.add_argument("--rounds", type=number(int, least=1), default=5, help="runs of each (default: 5)")
+    parser.add_argument("--gb", type=bounded(float, above=0), default=4.0, help="size of the checkpoint (default: 4)")
+    parser.add_argument("--rounds", type=bounded(int, least=1), default=5, help="runs of each (default: 5)")
     parser.add_argument(
         "--folder", type=Path, help="work in a new folder in this one (default: the system's temporary)"
     )

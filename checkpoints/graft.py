@@ -28,7 +28,7 @@ from torch import Tensor
 from checkpoints.card import read_history, training_table
 from checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
 from checkpoints.convert import DTYPES
-from checkpoints.intact import faults, is_complete
+from checkpoints.intact import is_complete
 from checkpoints.model_dir import (
     check_tensors,
     is_adapter,
@@ -41,7 +41,7 @@ from configs.json_files import fields_of, read_object
 from configs.load import ConfigError
 from data.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
 from evals.several_models import check_outputs
-from farsight.cli import command, number
+from farsight.cli import bounded, command
 from farsight.files import check_new_folder, write_text
 from model.build import ModelConfig
 from model.graft import grafted_config, source
@@ -74,8 +74,6 @@ def open_stock(directory: Path) -> Stock:
             f"writes (python -m checkpoints.merge {directory} --out OUT)."
         )
     if is_complete(directory):
-        if found := faults(directory):
-            raise ConfigError(f"{directory} is not an intact checkpoint folder (step-N): {'; '.join(found)}.")
         config = read_model_config(directory)
         tensors = checkpoint_tensors(directory, config)
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -241,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument(
         "--layers",
-        type=number(int, least=0),
+        type=bounded(int, least=0),
         required=True,
         metavar="K",
         help="how many layers A gives: 0 to all of them",

@@ -10,7 +10,7 @@ from configs import schema
 from data.mixture import sample_texts
 from data.progress import progress
 from data.tokenizer import load_tokenizer_dir, train_sentencepiece
-from farsight.cli import command, number
+from farsight.cli import bounded, command
 from farsight.files import check_new_folder, write_text
 
 _TRAIN_HELP = """\
@@ -101,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     train.set_defaults(run=_train, error=train.error)
     train.add_argument(
         "--vocab-size",
-        type=number(int, least=1),
+        type=bounded(int, least=1),
         default=2048,
         help="ids, 256 bytes and 3 special tokens included (2048)",
     )
@@ -115,9 +115,9 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--parquet", metavar="PATH", help="rows of Parquet files: a file or a glob")
     train.add_argument("--field", help="key of the text in --jsonl, column in --parquet (text)")
     train.add_argument(
-        "--max-bytes", type=number(int, least=1), default=4_000_000, help="stop after this much text (4000000)"
+        "--max-bytes", type=bounded(int, least=1), default=4_000_000, help="stop after this much text (4000000)"
     )
-    train.add_argument("--seed", type=number(int, least=0), default=0, help="draws which documents are read (0)")
+    train.add_argument("--seed", type=bounded(int, least=0), default=0, help="draws which documents are read (0)")
     train.add_argument("--json", type=Path, metavar="FILE", help="write the measurements here too")
 
     show = commands.add_parser("show", help="show the tokens of a text", description=_SHOW_HELP, formatter_class=raw)

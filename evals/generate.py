@@ -39,7 +39,7 @@ from evals.sampling import GREEDY, Sampling, choose
 from evals.several_models import check_outputs
 from evals.text_stream import TextStream
 from evals.texts import read_texts
-from farsight.cli import command, number
+from farsight.cli import bounded, command
 from farsight.files import write_text
 from farsight.progress import progress
 from parallel.device import default_device
@@ -182,16 +182,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message: use the chat template")
     parser.add_argument("--new-tokens", type=positive, default=128, help="most tokens to write (%(default)s)")
     parser.add_argument(
-        "--temperature", type=number(float, least=0), default=0.0, help="0 (default) takes the most likely token"
+        "--temperature", type=bounded(float, least=0), default=0.0, help="0 (default) takes the most likely token"
     )
     parser.add_argument(
         "--top-p",
-        type=number(float, above=0, most=1),
+        type=bounded(float, above=0, most=1),
         default=1.0,
         help="draw from the likeliest tokens of this sum (1: all)",
     )
     parser.add_argument(
-        "--seed", type=number(int, least=0, most=2**62), default=0, help="prompt n draws from seed + n (%(default)s)"
+        "--seed", type=bounded(int, least=0, most=2**62), default=0, help="prompt n draws from seed + n (%(default)s)"
     )
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end where this is written")
     parser.add_argument("--rows", type=positive, default=8, help="prompts read together (%(default)s)")

@@ -36,7 +36,7 @@ from evals.harness_data import EXAMPLES, LocalData, local_data, use_local_data
 from evals.harness_tasks import RULER_LENGTHS, Benchmark, benchmarks, leaves, named_groups
 from evals.model_options import add_model_options, load, positive
 from evals.several_models import check_outputs
-from farsight.cli import command, number
+from farsight.cli import bounded, command
 from farsight.files import write_text
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", required=True, metavar="NAME", help="groups and tasks")
     parser.add_argument("--limit", type=positive, help="at most this many questions of each task and length, for a try")
     parser.add_argument(
-        "--shots", type=number(int, least=0), help="examples before each question, for tasks of no group named above"
+        "--shots", type=bounded(int, least=0), help="examples before each question, for tasks of no group named above"
     )
     parser.add_argument("--lengths", type=positive, nargs="+", help="of RULER's prompts (4096)")
     parser.add_argument("--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="rows of a task")

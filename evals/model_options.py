@@ -14,7 +14,7 @@ from configs.json_files import read_object
 from data.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
 from evals.decoder import CHUNK, Decoder
 from evals.extensions import EXTENSIONS_HELP, parse_extension
-from farsight.cli import number
+from farsight.cli import bounded
 from model.build import ModelConfig
 from model.llama import Llama
 from parallel.device import default_device
@@ -59,7 +59,7 @@ class LoadedModel:
         return self.decoder.config
 
 
-positive = number(int, least=1)
+positive = bounded(int, least=1)
 """An option's whole number of 1 or more."""
 
 

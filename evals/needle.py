@@ -36,7 +36,7 @@ from evals.ranks import sharing_processes
 from evals.scope_growth import with_growing_scopes
 from evals.several_models import add_output_options, check_outputs, write_figures
 from evals.texts import read_texts
-from farsight.cli import command, number
+from farsight.cli import bounded, command
 from farsight.progress import progress
 from model.build import set_length
 
@@ -258,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--trials", type=positive, default=10, help="prompts at each length and depth (%(default)s)")
     parser.add_argument(
-        "--seed", type=number(int, least=0, most=2**62), default=0, help="makes up the prompts (%(default)s)"
+        "--seed", type=bounded(int, least=0, most=2**62), default=0, help="makes up the prompts (%(default)s)"
     )
     parser.add_argument("--haystack", type=Path, metavar="FILE", help="UTF-8 text or .jsonl to hide needles in")
     parser.add_argument("--rows", type=positive, default=8, help="prompts read together (%(default)s)")

@@ -42,7 +42,7 @@ from evals.scope_growth import with_growing_scopes
 from evals.several_models import add_output_options, check_outputs, write_figures
 from evals.texts import encode_file
 from evals.windows import SIDE_BY_SIDE, TARGETS, Windows, first_target
-from farsight.cli import command, number
+from farsight.cli import bounded, command
 from model.build import ModelConfig, set_length
 from model.llama import Llama
 
@@ -200,21 +200,21 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--field", default="text", help="key of the text in .jsonl, column in .parquet (text)")
     parser.add_argument(
-        "--lengths", type=number(int, least=2), nargs="+", required=True, help="window lengths in tokens"
+        "--lengths", type=bounded(int, least=2), nargs="+", required=True, help="window lengths in tokens"
     )
     parser.add_argument(
-        "--windows", type=number(int, least=0), default=0, help="at most this many windows a length (default: all)"
+        "--windows", type=bounded(int, least=0), default=0, help="at most this many windows a length (default: all)"
     )
     parser.add_argument("--documents", action="store_true", help="the same final 256 tokens of every long document")
     parser.add_argument(
         "--sliding",
-        type=number(int, least=0),
+        type=bounded(int, least=0),
         default=0,
         metavar="STRIDE",
         help="all tokens, from windows that overlap",
     )
     parser.add_argument(
-        "--buckets", type=number(int, least=0), default=0, metavar="N", help="also by position, in N parts"
+        "--buckets", type=bounded(int, least=0), default=0, metavar="N", help="also by position, in N parts"
     )
     add_model_options(parser)
     add_output_options(parser)

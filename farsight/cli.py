@@ -140,6 +140,3 @@ def bounded(
         return value
 
     return parse
-
-
-number = bounded

@@ -21,6 +21,7 @@ from checkpoints.fingerprint import base_entry
 from checkpoints.manager import on_rank_zero
 from checkpoints.merge import merge_adapter
 from configs.finetuning import FinetuneConfig
+from farsight.errors import NonFiniteError
 from launch.finetune import (
     TrainedWeights,
     adapters_of,
@@ -29,7 +30,7 @@ from launch.finetune import (
 )
 from launch.finetune_optimizer import parameter_groups
 from launch.out_of_memory import MemoryRecorder, Phase
-from launch.trainer import NonFiniteError, Trainer
+from launch.trainer import Trainer
 from model.garfa import alphas, garfa_of, garfa_of_tensors
 from model.llama import name_seed
 

@@ -52,7 +52,9 @@ class Forked:
         for rank in range(ranks):
             environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
             files = output / f"{rank}.out", output / f"{rank}.err"
-            process = _server().Process(target=_rank, args=([script, *arguments], environment, str(folder), *map(str, files)))
+            process = _server().Process(
+                target=_rank, args=([script, *arguments], environment, str(folder), *map(str, files))
+            )
             process.start()
             self.processes.append(process)
 

@@ -27,7 +27,7 @@ from configs.check import ConfigError
 from configs.load import load_config, parse_options, read_toml
 from configs.schema import JobConfig
 from data.tokenizer import load_tokenizer
-from farsight.cli import command, number
+from farsight.cli import bounded, command
 from farsight.files import write_text
 from launch.costs import StepTime, flops_per_token, step_time, tokens_per_step
 from launch.finetune_plan import is_finetuning, plan_finetuning, read_finetune_config
@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("config", type=Path, help="TOML file: a config, or a recipe with [[stages]]")
-    parser.add_argument("--gpus", type=number(int, least=1), help="how many (default: the recipe's; 1 for a config)")
+    parser.add_argument("--gpus", type=bounded(int, least=1), help="how many (default: the recipe's; 1 for a config)")
     parser.add_argument("--gpu", default="h100-80g", metavar="KIND", help=f"{', '.join(GPUS)} (default: %(default)s)")
     parser.add_argument("--stage", help="of a recipe, this stage alone")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
@@ -254,7 +254,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.add_argument(
             f"--{name}",
             # Without overlap a run is slow; without the others it would take for ever.
-            type=number(float, least=0, most=1) if name == "overlap" else number(float, above=0, most=1),
+            type=bounded(float, least=0, most=1) if name == "overlap" else bounded(float, above=0, most=1),
             default=default,
             metavar="SHARE",
             help=f"{EXPLAINED[name]} ({default})",

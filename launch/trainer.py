@@ -27,6 +27,7 @@ from checkpoints.convert import checkpoint_to_model_dir
 from checkpoints.manager import RunCheckpoints, SaveError, on_rank_zero
 from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
+from farsight.errors import NonFiniteError
 from farsight.files import write_text
 from launch import process
 from launch.metrics import RunMetrics
@@ -43,10 +44,6 @@ from parallel.pipeline import Pipeline, ShareOfLoss
 from parallel.zero import ZeroOptimizer, ZeroWeights
 
 logger = logging.getLogger("farsight")
-
-
-class NonFiniteError(RuntimeError):
-    """A loss or gradient norm that is not a number."""
 
 
 class Interrupted(Exception):  # noqa: N818  it is how a run may end, and no error
@@ -408,7 +405,7 @@ class Trainer(TitanTrainer):
                     f"step {self.step} has no checkpoint, so no model directory is written (see [checkpoint])"
                 )
                 return
-            checkpoint_to_model_dir(saved, out)
+            checkpoint_to_model_dir(saved, out, verify=self.job_config.checkpoint.verify)
             logger.info(f"model directory: {out}")
 
         self._on_rank_zero(write)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from farsight.cli import command, number
+from farsight.cli import bounded, command
 from farsight.errors import UserError
 from farsight.files import check_new_folder, inside, replace_folder
 from farsight.ranges import Range
@@ -79,7 +79,7 @@ def test_ranges(span, good, bad, words):
 
 def test_numbers_on_the_command_line(capsys):
     parser = argparse.ArgumentParser()
-    parser.add_argument("--n", type=number(int, least=1))
+    parser.add_argument("--n", type=bounded(int, least=1))
     assert parser.parse_args(["--n", "2e3"]).n == 2000
     for text, words in {
         "0": "at least 1",

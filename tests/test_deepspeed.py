@@ -101,7 +101,8 @@ def test_zero_2_goes_on_from_a_checkpoint_of_one_torchtitan_process(one_process,
 
 def test_weights_of_a_model_directory_stay_when_a_gradient_is_not_finite(one_process, tmp_path, monkeypatch):
     """With a loss that is finite, it is DeepSpeed's step that has to leave them alone."""
-    from launch.trainer import NonFiniteError, Trainer
+    from farsight.errors import NonFiniteError
+    from launch.trainer import Trainer
 
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}.items():  # fmt: skip
