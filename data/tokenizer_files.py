@@ -106,7 +106,9 @@ def write_fast(directory: Path, fast: Any, kind: str, bos: str | None, eos: str 
     if bos:
         ids = [(bos, fast.token_to_id(bos))]
         fast.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A $B", ids)
-    fast.save(str(directory / FAST_FILE))
+    (directory / FAST_FILE).write_text(
+        fast.to_str(pretty=True), encoding="utf-8"
+    )  # its own `save` raises bare Exceptions
     write_json(directory / CONFIG_FILE, fast_config(bos, eos) | {"farsight_kind": kind})
 
 

@@ -167,7 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write (.html)")
     parser.add_argument("--results", type=Path, nargs="+", default=[], metavar="FILE", help="JSON files of our tools")
     parser.add_argument(
-        "--lengths", type=cli.number(int, least=1), nargs="+", default=[], metavar="L",
+        "--lengths", type=cli.bounded(int, least=1), nargs="+", default=[], metavar="L",
         help="context lengths to measure at (default: 1, 2 and 4 times each model's trained length), and to add to the cost's 1k to 128k",
     )  # fmt: skip
     parser.add_argument(

@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--passkeys", type=positive, metavar="N", help="this many prompts of --length tokens with a passkey"
     )
     parser.add_argument(
-        "--length", type=cli.number(int, least=0), default=0, help="tokens of each document that are read; 0 reads all"
+        "--length", type=cli.bounded(int, least=0), default=0, help="tokens of each document that are read; 0 reads all"
     )
     parser.add_argument(
         "--evidence", nargs="+", default=[], metavar="START:END", help="tokens of each document that hold its evidence"

@@ -1,7 +1,6 @@
 """Files and folders that are written whole or not at all, and never over what somebody else wrote."""
 
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
@@ -43,21 +42,6 @@ def check_new_folder(out: Path) -> None:
             raise UserError(f"{out} exists and is not empty; name a new folder, or remove it first.")
     elif out.exists() or out.is_symlink():
         raise UserError(f"{out} is a file; name a new folder.")
-
-
-def replace_folder(part: Path, out: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Puts a finished folder where `out` is, in place of an older one of the same kind.
-
-    Args:
-        is_ours: whether an existing, non-empty folder is one that may be replaced.
-
-    Raises:
-        UserError: something else is there. `part` is kept.
-    """
-    check_replaceable(out, is_ours)
-    if out.is_dir():
-        shutil.rmtree(out)
-    part.rename(out)
 
 
 def check_replaceable(out: Path, is_ours: Callable[[Path], bool]) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from torchtitan.components.checkpoint import MODEL
 
 from analysis.garfa import draw_alphas
-from checkpoints.adapter import ADAPTER_MARKER, FILES, write_adapter
+from checkpoints.adapter import ADAPTER_MARKER, FILES, check_adapter_out, write_adapter
 from checkpoints.card import read_history
 from checkpoints.fingerprint import base_entry
 from checkpoints.manager import on_rank_zero
 from checkpoints.merge import merge_adapter
+from checkpoints.model_dir import check_model_out
 from configs.finetuning import FinetuneConfig
 from farsight.errors import NonFiniteError
 from launch.finetune import (
@@ -46,6 +47,7 @@ class Finetuner(Trainer):
 
     job_config: FinetuneConfig  # type: ignore[assignment]
     register = staticmethod(register_finetuning)
+    leaves: ClassVar = {"adapter": check_adapter_out, "model": check_model_out}
 
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)

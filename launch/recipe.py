@@ -298,7 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry-run", action="store_true", help="check every stage and print the plan, run nothing")
     parser.add_argument(
         "--nproc",
-        type=cli.number(int, least=1),
+        type=cli.bounded(int, least=1),
         help="processes on this machine (default: 1; the recipe's GPUs in a dry run)",
     )
     parser.add_argument("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")

@@ -2,14 +2,13 @@
 
 import logging
 import math
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,10 +24,12 @@ from torchtitan.train import Trainer as TitanTrainer
 
 from checkpoints.convert import checkpoint_to_model_dir
 from checkpoints.manager import RunCheckpoints, SaveError, on_rank_zero
+from checkpoints.model_dir import TOKENIZER_FILES, check_model_out
 from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
 from farsight.errors import NonFiniteError
 from farsight.files import write_text
+from farsight.new_folder import holds_only, new_folder
 from launch import process
 from launch.metrics import RunMetrics
 from launch.out_of_memory import Phase
@@ -66,6 +67,8 @@ class Trainer(TitanTrainer):
     """What trains beside frozen layers, in fine-tuning."""
     enough = False
     """Set where a run ends before its last step."""
+    leaves: ClassVar[dict[str, Callable[[Path], None]]] = {"model": check_model_out}
+    """Folders that a run ends with, each with what refuses to replace somebody else's."""
 
     def __init__(self, config: JobConfig) -> None:
         prepare_device()
@@ -363,14 +366,13 @@ class Trainer(TitanTrainer):
         folder = Path(self.job_config.job.dump_folder)
 
         def write() -> None:
+            for name, check in self.leaves.items():
+                check(folder / name)
             write_text(folder / "config.toml", to_toml(self.job_config))
             tokenizer = folder / "tokenizer"
             if tokenizer != Path(self.job_config.tokenizer.path):
-                part = folder / "tokenizer.part"
-                shutil.rmtree(part, ignore_errors=True)
-                self.tokenizer.save(part)  # type: ignore[union-attr]  # None only for specs without a tokenizer
-                shutil.rmtree(tokenizer, ignore_errors=True)
-                part.rename(tokenizer)
+                with new_folder(tokenizer, lambda there: holds_only(there, (), TOKENIZER_FILES)) as part:
+                    self.tokenizer.save(part)  # type: ignore[union-attr]  # None only for specs without a tokenizer
 
         try:
             on_rank_zero(write)

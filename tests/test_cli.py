@@ -10,7 +10,8 @@ import pytest
 
 from farsight.cli import bounded, command
 from farsight.errors import UserError
-from farsight.files import check_new_folder, inside, replace_folder
+from farsight.files import check_new_folder, inside
+from farsight.new_folder import new_folder
 from farsight.ranges import Range
 
 
@@ -101,29 +102,25 @@ def test_names_from_outside_stay_in_their_folder(tmp_path, name):
 
 
 def test_only_a_folder_of_ours_is_replaced(tmp_path):
-    out, part = tmp_path / "out", tmp_path / "out.part"
+    out = tmp_path / "out"
 
-    def is_ours(folder):
-        return (folder / "mark").is_file()
+    def write():
+        with new_folder(out, lambda folder: (folder / "mark").is_file()) as part:
+            (part / "mark").touch()
+            (part / "new").touch()
 
-    for content in ("theirs", "mark"):
-        part.mkdir(exist_ok=True)
-        (part / "new").touch()
-        (part / "mark").touch()
-        out.mkdir(exist_ok=True)
-        (out / content).touch()
-        if content == "theirs":
-            with pytest.raises(UserError, match="did not write"):
-                replace_folder(part, out, is_ours)
-            assert [path.name for path in out.iterdir()] == ["theirs"]
-            (out / "theirs").unlink()
-        else:
-            replace_folder(part, out, is_ours)
-            assert sorted(path.name for path in out.iterdir()) == ["mark", "new"]
+    out.mkdir()
+    (out / "theirs").touch()
+    with pytest.raises(UserError, match="did not write"):
+        write()
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "theirs"]
+    (out / "theirs").rename(out / "mark")
+    (out / "old").touch()
+    write()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["mark", "new", "out"]
     with pytest.raises(UserError, match="not empty"):
         check_new_folder(out)
-    link = tmp_path / "link"
-    link.symlink_to(out)
-    part.mkdir()
+    out.rename(tmp_path / "elsewhere")
+    out.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="in the way"):
-        replace_folder(part, link, is_ours)
+        write()
