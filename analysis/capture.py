@@ -29,7 +29,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from analysis.recorder import Recorder, recording
 from analysis.sequences import add_text_options, read_sequences
@@ -39,6 +38,7 @@ from evals.decoder import CHUNK, Decoder
 from evals.model_options import LoadedModel, add_model_options, load, positive
 from farsight.cli import bounded, command
 from farsight.files import write_text
+from farsight.progress import progress
 from model.build import ModelConfig
 from model.layers import LayerPosition
 
@@ -272,7 +272,7 @@ def capture(
         )
     heads = draw_heads(decoder.config, length, settings.heads, settings.seed)
     found = captured_parts(decoder, heads, tokens_SL, settings.buckets, settings.per_bucket, settings.seed)
-    shown = tqdm(found, total=len(tokens_SL), unit="sequence", desc="capture", disable=None)
+    shown = progress(found, total=len(tokens_SL), unit="sequence", desc="capture")
     if folder is None:
         return Samples(heads, length, settings.buckets, list(joined_parts(shown, PART_BYTES)), key_rows(heads))
     folder.mkdir(parents=True, exist_ok=True)

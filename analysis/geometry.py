@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from analysis.capture import (
     SEQUENCES,
     Samples,
@@ -40,6 +38,7 @@ from evals.model_options import add_model_options, positive
 from evals.several_models import add_output_options, check_outputs
 from farsight.cli import command
 from farsight.files import write_text
+from farsight.progress import progress
 
 
 def head_figures(samples: Samples, number: int, components: int) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def measure(samples: Samples, components: int = 4) -> dict[str, Any]:
         raise ConfigError(
             f"{len(samples.positions_T)} tokens were kept, which is too few: raise --sequences or --per-bucket."
         )
-    numbers = tqdm(range(len(samples)), unit="head", desc="geometry", disable=None)
+    numbers = progress(range(len(samples)), unit="head", desc="geometry")
     heads = [head_figures(samples, number, components) for number in numbers]
     layers: dict[str, list[dict[str, Any]]] = {}
     for head in heads:

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from analysis.graft_picture import draw
 from checkpoints.graft import common_tokenizer
@@ -40,6 +39,7 @@ from evals.texts import encode_file
 from evals.windows import TARGETS, Windows
 from farsight.cli import bounded, command
 from farsight.files import write_text
+from farsight.progress import progress
 from model.build import ModelConfig
 from model.graft import grafted_config, grafted_model
 from model.llama import Llama
@@ -133,7 +133,7 @@ def run(sweep: Sweep, depths: Sequence[int]) -> dict[str, Any]:
         for depth in depths:
             sweep.config(mode, depth)
     modes: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
-    with tqdm(total=2 + 2 * len(depths), unit="model", desc="grafts", disable=None) as bar:
+    with progress(total=2 + 2 * len(depths), unit="model", desc="grafts") as bar:
         plain = {}
         for name in sweep.models:
             plain[name] = sweep.plain(name)

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 
 from analysis.layer_probes_picture import draw
 from analysis.one_layer import RopeProbe, mean_loss, noise_after, probed, refuse_own_keys, rotating_layers
@@ -38,6 +37,7 @@ from evals.needle import Grid, measure, parse_depths
 from evals.several_models import add_output_options, check_outputs
 from farsight.cli import bounded, command
 from farsight.files import write_text
+from farsight.progress import progress
 
 PROBES = ("mask", "coarsen", "noise")
 FACTORS = (2, 8, 64, 512)
@@ -94,7 +94,7 @@ def probe_layers(
     baseline = measurement.of(loaded, decoder)
     every = list(_probes(probe, len(rotating), factors))
     found = []
-    for layer, factor in tqdm(every, unit="probe", desc=probe, leave=False, disable=None):
+    for layer, factor in progress(every, unit="probe", desc=probe):
         if probe == "noise":
             with noise_after(decoder.model.layers[str(layer)], factor, seed):
                 figures = measurement.of(loaded, decoder)

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 
 from analysis.layer_ranks import Overlap, spearman
 from analysis.layers_picture import draw
@@ -37,6 +36,7 @@ from evals.model_options import add_model_options, load, positive
 from evals.several_models import add_output_options, check_outputs
 from farsight.cli import bounded, command
 from farsight.files import write_text
+from farsight.progress import progress
 from model.adapted_layers import largest
 
 TOP = 10
@@ -62,7 +62,7 @@ def rope_influence(decoder: Decoder, tokens_SL: Tensor, gamma: float) -> tuple[f
             )
     baseline, rho = mean_loss(decoder, tokens_SL), []
     rotating = rotating_layers(decoder.config)
-    for layer in tqdm(range(len(rotating)), unit="layer", desc="rho", leave=False, disable=None):
+    for layer in progress(range(len(rotating)), unit="layer", desc="rho"):
         rho.append(0.0)
         if rotating[layer]:
             rho[layer] = mean_loss(probed(decoder, RopeProbe(layer, base=gamma)), tokens_SL) - baseline

@@ -23,7 +23,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from analysis.sequences import add_text_options, read_sequences
 from configs.load import ConfigError
@@ -31,6 +30,7 @@ from evals.decoder import Decoder
 from evals.model_options import LoadedModel, add_model_options, load, positive
 from evals.several_models import add_output_options, check_outputs, write_figures
 from farsight.cli import bounded, command
+from farsight.progress import progress
 from model.llama import Llama
 
 SEQUENCES, PERMUTATIONS = 2, 3
@@ -134,7 +134,7 @@ def measure(
     generator = torch.Generator().manual_seed(seed)
     widths = spans(length)
     found: dict[tuple[int, Kind], list[Tensor]] = {(span, kind): [] for span in widths for kind in get_args(Kind)}
-    bar = tqdm(total=len(tokens_SL) * len(widths), unit="span", desc="order", leave=False, disable=None)
+    bar = progress(total=len(tokens_SL) * len(widths), unit="span", desc="order")
     for tokens_L in tokens_SL:
         for span in widths:
             drawn: list[tuple[Kind, Tensor | None]] = [("exchanged", oldest_exchanged(tokens_L, span))]

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from configs.check import ConfigError
 from evals.model_options import positive
 from evals.several_models import add_output_options, check_outputs, model_style
 from farsight.cli import bounded, command
 from farsight.files import write_text
+from farsight.progress import progress
 
 MOST = 2**63 - 1
 """Of an int64. The largest coefficient is no more than the sum of all, which is (H + 1)^layers."""
@@ -115,7 +115,7 @@ def simulate(
         for length in lengths
         for name, windows in window_sizes(length, heads or heads_for(length), gammas).items()
     ]
-    with tqdm(total=len(todo) * trials, unit="trial", desc="simulation", disable=None, leave=False) as bar:
+    with progress(total=len(todo) * trials, unit="trial", desc="simulation") as bar:
         for number, (length, n_heads, name, windows) in enumerate(todo):
             found = []
             for trial in range(trials):

@@ -24,8 +24,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from tqdm import tqdm
-
 from analysis.capture import (
     MANIFEST,
     SEQUENCES,
@@ -44,6 +42,7 @@ from configs.load import ConfigError
 from evals.model_options import add_model_options, positive
 from evals.several_models import add_output_options, check_outputs, write_figures
 from farsight.cli import command
+from farsight.progress import progress
 
 DRAWS = 2000
 
@@ -63,7 +62,7 @@ def measure(
     check_buckets(samples.buckets)
     heat = DistanceMap(samples.length, samples.buckets)
     heads = []
-    for number, head in enumerate(tqdm(samples.heads, unit="head", desc="plasticity", leave=False, disable=None)):
+    for number, head in enumerate(progress(samples.heads, unit="head", desc="plasticity")):
         if len(samples.positions_T) < 2:
             break
         profile = head_profile(

@@ -7,13 +7,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from tqdm import tqdm
-
 from analysis.capture import MANIFEST, Samples, capture_from_options
 from analysis.rotation import planar_rotation
 from checkpoints.manager import complete_steps
 from configs.load import ConfigError, read_toml
 from evals.report_models import Run, find_models
+from farsight.progress import progress
 from launch.summary import read_metrics
 
 
@@ -80,7 +79,7 @@ def measure_checkpoints(
         plasticity: figures of samples, as analysis.plasticity measures them.
     """
     rows = []
-    for checkpoint in tqdm(checkpoints, unit="checkpoint", desc="checkpoints", disable=None):
+    for checkpoint in progress(checkpoints, unit="checkpoint", desc="checkpoints"):
         length = options.length or checkpoint.length
         samples = capture_from_options(checkpoint.path, argparse.Namespace(**{**vars(options), "length": length}))
         figures = plasticity(samples)

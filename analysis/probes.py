@@ -22,7 +22,6 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from analysis.position_probe import (
     Kind,
@@ -40,6 +39,7 @@ from configs.load import ConfigError
 from evals.model_options import LoadedModel, add_model_options, load, positive
 from evals.several_models import add_output_options, check_outputs, short_names, write_figures
 from farsight.cli import bounded, command
+from farsight.progress import progress
 from model.llama import Llama
 
 SEQUENCES = 100
@@ -92,16 +92,14 @@ def probe_model(loaded: LoadedModel, tokens_SL: Tensor, settings: ProbeSettings)
     positions_St = draw_positions(sequences, settings).to(device)
     hidden = [
         read_layers(loaded, tokens_L.to(device), positions_t)
-        for tokens_L, positions_t in zip(
-            tqdm(tokens_SL, unit="sequence", desc="read", leave=False, disable=None), positions_St, strict=True
-        )
+        for tokens_L, positions_t in zip(progress(tokens_SL, unit="sequence", desc="read"), positions_St, strict=True)
     ]
     learnt_ATD = torch.cat([hidden[number] for number in trained.tolist()], dim=1)
     unseen_ATD = torch.cat([hidden[number] for number in tested.tolist()], dim=1)
     del hidden
     learnt_T, unseen_T = positions_St[trained.to(device)].flatten(), positions_St[tested.to(device)].flatten()
     total = settings.epochs * len(learnt_T)
-    with tqdm(total=total, unit="token", desc="train", leave=False, disable=None) as bar:
+    with progress(total=total, unit="token", desc="train") as bar:
         probes = train_probes(learnt_ATD, learnt_T, settings, bar.update)
     distance_AT = (probes.predict(unseen_ATD) - unseen_T).abs()
     errors = distance_AT.double().mean(dim=1).tolist()

@@ -12,13 +12,13 @@ from statistics import fmean
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from configs.check import ConfigError
 from data.tokenizer import Tokenizer
 from evals.decoder import Decoder
 from evals.generate import encode_prompt
 from evals.texts import read_texts
+from farsight.progress import progress
 
 OWN_PAIRS = Path(__file__).parent / "minimal_pairs.jsonl"
 """Five pairs of code, five of knowledge and five of mathematics, worded for Farsight: the paper shows two of its fifteen."""
@@ -57,7 +57,7 @@ def read_pairs(path: Path) -> list[Pair]:
 def sensitivity(decoder: Decoder, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> dict[str, list[float]]:
     """delta of each layer, averaged within each domain: the inner mean of equation 4; `over_domains` takes the outer."""
     found: dict[str, list[Tensor]] = {}
-    for pair in tqdm(pairs, unit="pair", desc="delta", leave=False, disable=None):
+    for pair in progress(pairs, unit="pair", desc="delta"):
         right, wrong = (
             layer_means(decoder, torch.tensor(encode_prompt(tokenizer, text))) for text in (pair.correct, pair.wrong)
         )

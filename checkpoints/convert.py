@@ -9,7 +9,6 @@ checkpoint that a run can start from (`--checkpoint.initial_load_path OUT`); a r
 
 import argparse
 import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from tqdm import tqdm
 
 from checkpoints.card import CONFIG, read_history
 from checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
@@ -31,6 +29,7 @@ from checkpoints.steps import OURS
 from data.tokenizer import find_tokenizer_dir, load_tokenizer_dir
 from farsight.cli import command
 from farsight.files import check_new_folder, check_replaceable
+from farsight.progress import progress
 from model.build import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -92,7 +91,7 @@ def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype = tor
     if find_tokenizer_dir(model_dir) == model_dir:
         load_tokenizer_dir(model_dir).save(part / "tokenizer")
     total = sum(tensor.nbytes for tensor in tensors.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="convert", disable=not sys.stderr.isatty()) as bar:
+    with progress(total=total, unit="B", unit_scale=True, desc="convert") as bar:
         planner = _StreamingPlanner(read, tensors, bar.update)
         # A file a tensor: the writer keeps all of a file's tensors until the file is done.
         dcp.save(tensors, storage_writer=Writer(part, single_file_per_rank=False), planner=planner, no_dist=True)

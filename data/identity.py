@@ -13,7 +13,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from data.documents import DataError
-from data.progress import progress
+from farsight.progress import progress
 
 FileList = list[list[str]]
 """[name, identity] of each file, in the order in which they are read."""
@@ -28,7 +28,10 @@ def identify(paths: Sequence[str | Path]) -> FileList:
     """The files by name (from their common folder on) and identity. Raises `DataError` for one that can't be read."""
     texts = [os.path.abspath(path) for path in paths]
     folder = os.path.commonpath([os.path.dirname(text) for text in texts])
-    with ThreadPoolExecutor(_THREADS) as pool, progress("Identifying files", len(texts), " files") as shown:
+    with (
+        ThreadPoolExecutor(_THREADS) as pool,
+        progress(desc="Identifying files", total=len(texts), unit="file", unit_scale=True) as shown,
+    ):
         found = []
         for text, identity in zip(texts, pool.map(_identity, texts), strict=True):
             found.append([os.path.relpath(text, folder), identity])

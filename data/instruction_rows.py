@@ -22,10 +22,10 @@ from data.documents import BadRows, DataError, Split, split_of
 from data.files import match_files
 from data.mixture import check_vocabulary
 from data.order import hash64, shuffled
-from data.progress import progress
 from data.rows import JsonRows, ParquetTables, Row
 from data.streamed import open_dataset, place_of
 from data.tokenizer import Tokenizer
+from farsight.progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class _Reader:
         rows = _open(share, self.report)
         batch: list[tuple[Row, Marked]] = []
         numbers = _chosen(share, rows.count, seed, self.report.name)
-        with progress(f"Reading {self.report.name}", len(numbers), " rows") as shown:
+        with progress(desc=f"Reading {self.report.name}", total=len(numbers), unit="row", unit_scale=True) as shown:
             for number in numbers:
                 batch += self._marked(rows, int(number), share)
                 if len(batch) == _AT_ONCE:

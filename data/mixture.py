@@ -13,10 +13,10 @@ import numpy as np
 from configs import schema
 from data.documents import DataError, Document, DocumentLane, DocumentSource, Split
 from data.order import hash64
-from data.progress import progress
 from data.shared import SharedDocuments
 from data.sources import open_sources
 from data.tokenizer import Tokenizer
+from farsight.progress import progress
 
 _TYPICAL_TEXT = "The order of documents depends on the seed alone: for i in range(3): return words[i]"
 """Its tokens a byte stand for a tokenizer's; the order of documents depends on it, so it must never change."""
@@ -90,7 +90,9 @@ class MixedSource:
 
     def check_possible(self) -> None:
         """Raises `DataError` if no document of the source passes the filters."""
-        with progress(f"{self.source.name}: looking for a document that passes", None, " documents") as shown:
+        with progress(
+            desc=f"{self.source.name}: looking for a document that passes", total=None, unit="document", unit_scale=True
+        ) as shown:
             for document in self.source.documents():
                 if self.tokens(document) is not None:
                     return
@@ -144,7 +146,12 @@ class Mixture:
         place, tokens = self._try(choice)
         if tokens is None:
             since = reader.epoch
-            with progress(f"{mixed.source.name}: looking for a document that passes", None, " documents") as shown:
+            with progress(
+                desc=f"{mixed.source.name}: looking for a document that passes",
+                total=None,
+                unit="document",
+                unit_scale=True,
+            ) as shown:
                 while tokens is None:
                     if reader.epoch >= since + 2:
                         mixed.check_possible()

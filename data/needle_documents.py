@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-from tqdm import tqdm
-
 from data.documents import DataError
 from data.needles import (
     INTRODUCTION,
@@ -31,6 +29,7 @@ from data.needles import (
 )
 from data.order import hash64
 from data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer_dir
+from farsight.progress import progress
 
 _HELP = """\
 Writes documents that teach a small model to retrieve: text with passkeys in it, questions for them, and the answers.
@@ -127,7 +126,7 @@ def _write(options: argparse.Namespace, tokenizer: Tokenizer) -> int:
     """Writes the documents; returns how many more were left out for their length."""
     written = missed = in_a_row = 0
     haystack = " ".join(Haystack(options.seed).sentences(options.same)) if options.same else None
-    bar = tqdm(total=options.documents, desc="Documents", unit="document", delay=1, leave=False, disable=None)
+    bar = progress(total=options.documents, desc="Documents", unit="document")
     with open(options.out, "w", encoding="utf-8") as file, bar:
         for number in count():
             text = document(hash64(options.seed, number), tokenizer, options.tokens, haystack, options.questions)

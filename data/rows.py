@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from data.documents import BadRows, DataError, missing_field
-from data.progress import progress
+from farsight.progress import progress
 
 _SCAN_BYTES = 16 << 20
 _KEPT_BYTES = 256 << 20
@@ -43,7 +43,7 @@ class JsonRows:
         """Files that are not empty."""
         self._files: list[tuple[str, np.ndarray]] = []
         """(path, byte offset of each line's start, with the file's size as the last element)"""
-        with progress("Indexing JSON lines", self.bytes, "B") as shown:
+        with progress(desc="Indexing JSON lines", total=self.bytes, unit="B", unit_scale=True) as shown:
             for path in paths:
                 if path.endswith(_COMPRESSED):
                     raise DataError(

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from data.documents import Document, DocumentSource
 from data.order import hash64, shuffled
-from data.progress import progress
+from farsight.progress import progress
 
 Piece = tuple[int, int, int]
 """Row, and the characters begin … end-1 of its text, before they are moved to where the text may be cut."""
@@ -74,7 +74,9 @@ class SharedDocuments:
     def _lengths(self) -> dict[int, int]:
         """Characters of each row that is a document of the split and passes the filters."""
         found = {}
-        with progress(f"{self._source.name}: measuring documents", self._rows, " documents") as shown:
+        with progress(
+            desc=f"{self._source.name}: measuring documents", total=self._rows, unit="document", unit_scale=True
+        ) as shown:
             for row in range(self._rows):
                 document = self._source.read_row(row)
                 if document is not None and self._wanted(document):

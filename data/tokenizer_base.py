@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from data.encoded import Encoded, with_spans
-from data.progress import progress
 from data.tokenizer_files import TEMPLATE_FILE
+from farsight.progress import progress
 
 _SLICE = 1 << 17
 """Characters of a long text that are encoded at once, about a tenth of a second's work."""
@@ -63,7 +63,7 @@ class Tokenizer(ABC):
             return np.array(self.encode(text), dtype=np.int64)
         found: list[np.ndarray] = []
         start = time.perf_counter()
-        with progress("Tokenising", len(text), " characters") as shown:
+        with progress(desc="Tokenising", total=len(text), unit="character", unit_scale=True) as shown:
             for part in self._slices(text):
                 found.append(np.array(self.encode(part), dtype=np.int64))
                 tokens = sum(map(len, found))

@@ -8,10 +8,10 @@ from typing import Any
 
 from configs import schema
 from data.mixture import sample_texts
-from data.progress import progress
 from data.tokenizer import load_tokenizer_dir, train_sentencepiece
 from farsight.cli import bounded, command
 from farsight.files import check_new_folder, write_text
+from farsight.progress import progress
 
 _TRAIN_HELP = """\
 Trains a sentencepiece BPE tokenizer. Text comes back from it exactly as it went in: characters without a piece of their
@@ -55,7 +55,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     data = schema.Data(sources=(source,), seed=options.seed)
     start = time.perf_counter()
     texts = []
-    with progress("Reading", options.max_bytes, "B") as shown:
+    with progress(desc="Reading", total=options.max_bytes, unit="B", unit_scale=True) as shown:
         for text in sample_texts(data, options.max_bytes):
             texts.append(text)
             shown.update(len(text.encode()))
@@ -63,7 +63,7 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = train_sentencepiece(texts, options.vocab_size, options.out)
     seconds = time.perf_counter() - start
     size = sum(len(text.encode()) for text in texts)
-    with progress("Measuring", len(texts), " documents") as shown:
+    with progress(desc="Measuring", total=len(texts), unit="document", unit_scale=True) as shown:
         tokens = 0
         for text in texts:
             tokens += len(tokenizer.encode_array(text))

@@ -32,7 +32,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.load import ConfigError
-from data.progress import progress
 from evals.decoder import CHUNK, Decoder
 from evals.extensions import Extension
 from evals.model_options import add_model_options, load
@@ -43,6 +42,7 @@ from evals.several_models import add_output_options, check_outputs, write_figure
 from evals.texts import encode_file
 from evals.windows import SIDE_BY_SIDE, TARGETS, Windows, first_target
 from farsight.cli import bounded, command
+from farsight.progress import progress
 from model.build import ModelConfig, set_length
 from model.llama import Llama
 
@@ -74,7 +74,7 @@ def window_nll(
     sums = torch.zeros(2, 1 + len(by_position), dtype=torch.float64)
     firsts = [first_target(length)] * len(rows) if firsts is None else firsts
     mine = list(zip(rows, firsts, strict=True))[windows.rank :: windows.world]
-    with progress(f"length {length:,}", len(mine), " windows") as shown:
+    with progress(desc=f"length {length:,}", total=len(mine), unit="window", unit_scale=True) as shown:
         for row, first in mine:
             ids = row.to(device)
             parts = [(first, len(row)), *by_position]

@@ -13,9 +13,9 @@ import zstandard
 from torch import Tensor
 
 from configs.check import ConfigError
-from data.progress import progress
 from data.rows import is_utf16
 from data.tokenizer import Tokenizer
+from farsight.progress import progress
 
 
 def read_texts(path: Path, field: str = "text") -> list[str]:
@@ -41,7 +41,9 @@ def encode_file(path: Path, tokenizer: Tokenizer, field: str = "text") -> list[T
     """int64 ids [n] of each document of a file, without special tokens."""
     texts = read_texts(path, field)
     found = []
-    with progress(f"Tokenising {path.name}", sum(map(len, texts)), " characters") as shown:
+    with progress(
+        desc=f"Tokenising {path.name}", total=sum(map(len, texts)), unit="character", unit_scale=True
+    ) as shown:
         for text in texts:
             found.append(torch.from_numpy(tokenizer.encode_array(text)))
             shown.update(len(text))

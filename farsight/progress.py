@@ -8,7 +8,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-INTERVAL = 20.0
+DELAY = 2.0
+"""Seconds after which work is worth a bar or a line."""
+INTERVAL = 10.0
 """Seconds from one line to the next."""
 
 
@@ -24,7 +26,7 @@ def progress(
 ) -> tqdm:
     """A tqdm that draws a bar on stderr if that is a terminal, and otherwise prints a line every INTERVAL seconds.
 
-    A line gives what is done of the total, the speed and the time left. Work that is done sooner prints none.
+    A line gives what is done of the total, the speed and the time left. Work that is done within DELAY seconds shows nothing.
 
     Args:
         iterable: what to go through; None for a bar that `update` moves.
@@ -43,6 +45,7 @@ def progress(
         unit=unit,
         unit_scale=unit_scale,
         leave=leave,
+        delay=DELAY,
         disable=disable or os.environ.get("RANK", "0") != "0",
         file=sys.stderr,
     )
@@ -54,13 +57,13 @@ class _Lines(tqdm):
     disable: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._printed = time.monotonic()
+        self._next = time.monotonic() + DELAY
         layout = "{desc}: {n_fmt} of {total_fmt} ({unit}), {rate_fmt}, {remaining} left{postfix}"
         super().__init__(*args, **kwargs, bar_format=layout, miniters=1)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        if time.monotonic() - self._printed >= INTERVAL and msg != "":
-            self._printed = time.monotonic()
+        if time.monotonic() >= self._next and msg != "":
+            self._next = time.monotonic() + INTERVAL
             print(" ".join(str(self).split()), file=sys.stderr, flush=True)
 
     def close(self) -> None:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
-from tqdm import tqdm
 
 from checkpoints.model_dir import TensorReader, check_tensors, read_model_config
 from configs.check import ConfigError
@@ -27,6 +26,7 @@ from configs.load import load_config
 from configs.schema import Architecture
 from data.instructions import build_instruction_loader, build_instruction_validation_loader
 from data.tokenizer import find_tokenizer_dir
+from farsight.progress import progress
 from launch.finetune_base import take_base
 from launch.finetune_optimizer import GARFA, build_optimizers, build_schedules, trained_parameters
 from launch.metrics import RunMetrics
@@ -150,7 +150,7 @@ class BaseWeights:
         if not self.modules:  # now that recomputation and compilation have wrapped them
             self.modules = {unwrapped(f"{path}."): module for path, module in self.model.named_modules()}
             total = sum(1 for _ in self.model.parameters())
-            self.bar = tqdm(total=total, desc="load base", unit="tensor", leave=False, disable=_quiet())
+            self.bar = progress(total=total, desc="load base", unit="tensor")
         if is_lora(name):
             beside = name.partition(".lora_")[0] + ".weight"
             weight = dequantize(self.read(beside).to(parameter.device), base) if "magnitude" in name else None

@@ -22,9 +22,9 @@ def test_lines_in_a_log_at_intervals(clock, capsys):
     for _ in progress(range(100), desc="needles", unit="prompt"):
         clock[0] += 3
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 100 * 3 // 21  # the first update that is 20 s or more after the last line
-    assert lines[0] == "needles: 7 of 100 (prompt), 3.00s/prompt, 04:39 left"
-    assert lines[1].startswith("needles: 14 of 100")
+    assert len(lines) == 1 + 99 * 3 // 12  # after 2 s, then the first update that is 10 s or more after the last line
+    assert lines[0] == "needles: 1 of 100 (prompt), 3.00s/prompt, 04:56 left"
+    assert lines[1].startswith("needles: 5 of 100")
 
 
 def test_short_work_prints_nothing_and_other_ranks_never(clock, capsys, monkeypatch):

@@ -285,14 +285,14 @@ class TestLongTexts:
 
     def test_progress_is_shown_after_two_seconds(self, trained, monkeypatch, capsys):
         monkeypatch.setattr("data.tokenizer_base._SLICE", 1000)
-        monkeypatch.setattr("data.progress._DELAY", 0.0)
-        monkeypatch.setattr("data.progress._SECONDS_A_LINE", 0.01)
-        text = "some words\n" * 20_000
+        monkeypatch.setattr("farsight.progress.DELAY", 0.0)
+        monkeypatch.setattr("farsight.progress.INTERVAL", 0.01)
+        text = "some words\n" * 200_000
         trained.encode_array(text)
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) > 3
         assert all(line.startswith("Tokenising: ") and "tokens/s" in line and "\r" not in line for line in lines[1:])
-        assert any("k/220k " in line for line in lines)
+        assert any("M of 2.20M " in line for line in lines)
         monkeypatch.setenv("RANK", "1")
         trained.encode_array(text)
         assert not capsys.readouterr().err
