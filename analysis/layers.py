@@ -35,7 +35,7 @@ from evals.decoder import Decoder
 from evals.model_options import add_model_options, load, positive
 from evals.several_models import add_output_options, check_outputs
 from farsight.cli import bounded, command
-from farsight.files import write_text
+from farsight.files import prepare_file, write_text
 from farsight.progress import progress
 from model.adapted_layers import largest
 
@@ -212,8 +212,8 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--data FILE is needed: the text whose loss each layer's RoPE is judged by")
     if options.gamma == 1:
         parser.error("--gamma 1 leaves RoPE's base as it is; set another factor, for example 2")
-    if options.out and not options.out.parent.is_dir():
-        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
+    if options.out:
+        prepare_file(options.out)
     check_outputs(parser, options)
 
 

@@ -23,7 +23,7 @@ from checkpoints.model_dir import read_model_config
 from configs.load import ConfigError, load_config, read_toml
 from configs.schema import NoRotary, Rope, Rotating
 from farsight.cli import bounded, command
-from farsight.files import write_text
+from farsight.files import prepare_file, write_text
 from launch.recipe import load_recipe
 from model.build import ModelConfig
 from model.garfa import LayerGarfa, alpha, alphas, head_scales
@@ -241,8 +241,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
     for name in ("picture", "json"):
-        if (path := getattr(options, name)) and not path.parent.is_dir():
-            raise ConfigError(f"--{name} {path}: there is no folder {path.parent}.")
+        if path := getattr(options, name):
+            prepare_file(path)
     if options.picture and options.picture.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--picture {options.picture} must end with .png, .svg or .pdf.")
     config = read_config(options.model, options.stage)

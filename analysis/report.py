@@ -38,7 +38,7 @@ from evals.report_models import ReportedModel, find_models
 from evals.report_results import Result, collect_from, of_kind
 from evals.report_training import models_section, named
 from farsight import cli
-from farsight.files import write_text
+from farsight.files import prepare_file, write_text
 from model.build import count_parameters
 
 SECTIONS: dict[str, Callable[[Sequence[Result], Sequence[Part]], Element]] = {
@@ -140,8 +140,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.measure and not options.data:
         parser.error("--measure needs --data FILE, the text to measure on")
-    if not options.out.parent.is_dir():
-        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
+    prepare_file(options.out)
     models = find_models(options.models)
     bare = [str(model.path) for model in models if model.weights is None]
     if bare:

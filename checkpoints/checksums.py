@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import IO, Any
 
 import xxhash
-from tqdm import tqdm
 
 from configs.load import ConfigError
 from farsight.files import inside
+from farsight.progress import progress
 
 logger = logging.getLogger("farsight")
 
@@ -29,7 +29,7 @@ BLOCK_BYTES = 64 * 2**20
 READ_BYTES = 2**20
 """Of a read: small enough to be hashed in the processor's cache."""
 SLOW_SECONDS = 3
-"""Reading that takes longer shows a bar, and ends with a log line."""
+"""Reading that takes longer ends with a log line."""
 
 
 @dataclass
@@ -153,10 +153,7 @@ def altered(
     blocks = [block for block in manifest.blocks() if only(block[0])][rank::ranks]
     ranges = [manifest.range(*block) for block in blocks]
     total, begin, found = sum(end - start for start, end in ranges), time.perf_counter(), []
-    bar = tqdm(
-        total=total, unit="B", unit_scale=True, desc=f"verify {folder.name}", delay=SLOW_SECONDS, leave=False,
-        disable=None if rank == 0 else True,
-    )  # fmt: skip
+    bar = progress(total=total, unit="B", unit_scale=True, desc=f"verify {folder.name}", disable=rank != 0)
     with bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         sums = pool.map(lambda block, span: _sum(folder / block[0], *span), blocks, ranges)
         for (name, number), (start, end), now in zip(blocks, ranges, sums, strict=True):

@@ -22,9 +22,6 @@ from parallel.device import default_device
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-OUT_OF_MEMORY = "The device ran out of memory: read fewer tokens at once (--chunk 256), or fewer sequences together where there is --rows."
-
-
 @dataclass(frozen=True)
 class LoadedModel:
     """A model directory, adapter or checkpoint, ready to read and write."""
