@@ -29,6 +29,8 @@ from data.needles import (
 )
 from data.order import hash64
 from data.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer_dir
+from farsight.cli import bounded, command
+from farsight.files import prepare_file
 from farsight.progress import progress
 
 _HELP = """\
@@ -89,36 +91,30 @@ def document(seed: int, tokenizer: Tokenizer, tokens: int, text: str | None = No
     return whole if (tokenizer.bos_id is not None) + len(tokenizer.encode(whole)) == tokens else None
 
 
+@command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m data.needles", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
-    parser.add_argument("--documents", type=int, required=True, metavar="N", help="how many")
-    parser.add_argument("--tokens", type=int, required=True, help="of each, bos and eos counted")
-    parser.add_argument("--seed", type=int, default=0, help="makes up the documents (0)")
+    parser.add_argument("--documents", type=bounded(int, least=1), required=True, metavar="N", help="how many")
+    parser.add_argument("--tokens", type=bounded(int, least=1), required=True, help="of each, bos and eos counted")
+    parser.add_argument("--seed", type=bounded(int, least=0), default=0, help="makes up the documents (0)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="that counts the tokens (default: bytes)")
     parser.add_argument(
         "--same",
-        type=int,
+        type=bounded(int, least=0),
         default=0,
         metavar="N",
         help="all text is of the same N sentences (default: new ones)",
     )
-    parser.add_argument("--questions", type=int, default=12, metavar="N", help="the most in a document (12)")
+    parser.add_argument(
+        "--questions", type=bounded(int, least=1), default=12, metavar="N", help="the most in a document (12)"
+    )
     options = parser.parse_args(arguments)
-    for name in ("documents", "questions"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)} must be 1 or more")
-    if options.same < 0:
-        parser.error(f"--same {options.same} must be 0 or more")
-    if not options.out.parent.is_dir():
-        parser.error(f"--out {options.out}: there is no folder {options.out.parent}")
-    try:
-        tokenizer = load_tokenizer_dir(options.tokenizer) if options.tokenizer else BytesTokenizer()
-        missed = _write(options, tokenizer)
-    except DataError as error:
-        raise SystemExit(f"error: {error}") from error
+    prepare_file(options.out)
+    tokenizer = load_tokenizer_dir(options.tokenizer) if options.tokenizer else BytesTokenizer()
+    missed = _write(options, tokenizer)
     print(f"{options.out}: {options.documents:,} documents of {options.tokens:,} tokens; {missed:,} missed the length")
 
 

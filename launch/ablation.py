@@ -40,7 +40,7 @@ from configs.check import ConfigError
 from configs.finetuning import FinetuneConfig
 from configs.load import load_config, parse_options, to_toml
 from farsight.cli import command
-from farsight.files import write_text
+from farsight.files import prepare_file, write_text
 from launch.ablation_tables import BASE, Columns, Results, draw, markdown, text
 from launch.evaluations import (
     HELD_OUT,
@@ -222,8 +222,8 @@ def main(arguments: list[str] | None = None) -> int:
         logging.basicConfig(format="%(message)s", level=logging.INFO)
     experiments = read_experiments(options.configs, rest, options.out)
     evaluations = read_evaluations(options.evaluations)
-    if options.json and options.json.is_dir():
-        parser.error(f"--json {options.json} is a folder: name a file")
+    if options.json:
+        prepare_file(options.json)
     if options.dry_run:
         print(commands(experiments, evaluations, options.out))
         return 0

@@ -28,7 +28,7 @@ from configs.load import load_config, parse_options, read_toml
 from configs.schema import JobConfig
 from data.tokenizer import load_tokenizer
 from farsight.cli import bounded, command
-from farsight.files import write_text
+from farsight.files import prepare_file, write_text
 from launch.costs import StepTime, flops_per_token, step_time, tokens_per_step
 from launch.finetune_plan import is_finetuning, plan_finetuning, read_finetune_config
 from launch.hardware import GPUS, Efficiency, Gpu, find_gpu, usable_bytes
@@ -260,6 +260,8 @@ def main(arguments: list[str] | None = None) -> int:
             help=f"{EXPLAINED[name]} ({default})",
         )
     options, rest = parser.parse_known_args(arguments)
+    if options.json:
+        prepare_file(options.json)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     gpu, efficiency = find_gpu(options.gpu), Efficiency(**{name: getattr(options, name) for name in ADJUSTABLE})
     if is_finetuning(options.config):

@@ -268,7 +268,7 @@ def test_the_command_writes_what_its_seed_says(tmp_path, capsys):
     own = re.compile(r"Question.*?is \d{5}\.|The passkey.*?Remember \d{5}\.")
     haystacks = [own.sub("", text.split("\n\n")[1]) for text in same]
     assert len({s.strip() for haystack in haystacks for s in haystack.split(".") if s.strip()}) == 4
-    with pytest.raises(SystemExit, match="error: 30 tokens are too few"):
+    with pytest.raises(SystemExit, match="30 tokens are too few"):
         main(["--out", str(tmp_path / "d"), "--documents", "1", "--tokens", "31"])
 
 
