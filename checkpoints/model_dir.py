@@ -180,10 +180,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         raise ConfigError(
             f"{directory} is an adapter and no whole model: python -m checkpoints.merge {directory} --out OUT makes one."
         )
-    paths = sorted(directory.glob("*.safetensors"))
-    if not paths:
-        raise ConfigError(f"{directory} holds no *.safetensors. Other weight formats (pickles) are not read.")
-    index = directory / INDEX
+    paths, index = sorted(directory.glob("*.safetensors")), directory / INDEX
     if index.is_file():
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -195,6 +192,8 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             raise ConfigError(
                 f"{index} names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} missing."
             )
+    if not paths:
+        raise ConfigError(f"{directory} holds no *.safetensors. Other weight formats (pickles) are not read.")
     for path in paths:
         with opened(path) as file:
             for key in file.keys():  # noqa: SIM118  safe_open is not a dict

@@ -356,6 +356,6 @@ def _split(text: str) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    from data.needle_documents import main
+    from data import needle_documents
 
-    main()
+    needle_documents.main()

@@ -85,7 +85,7 @@ def run_summary(name: str, folder: Path, seq_len: int, steps: int) -> dict[str, 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The rows of a run's `metrics.jsonl`, of one that is being written too."""
     lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off
-    return [row for row in map(row_of, lines) if "step" in row]
+    return [row for row in map(row_of, lines) if row]
 
 
 def loss_points(folder: Path, before: float = 0.0) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
