@@ -61,8 +61,12 @@ assert adapter.is_dir() and sys.argv[2] == "--out"
 out.mkdir()
 (out / "config.json").write_text("{}")
 config = tomllib.loads((out.parent / "experiment.toml").read_text())
-entry = {"steps": 5, "adapter": {**config["base_model"], "garfa": config["garfa"]}}
-(out / "farsight.json").write_text(json.dumps({"training": [{"steps": 100}, entry]}))
+optimizer = {"name": "AdamW", "lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0, "warmup_steps": 0, "decay": "linear",
+             "min_lr_factor": 0}
+run = {"name": "x", "start": "y", "layers": "all", "seq_len": 8, "tokens": 80, "dtype": "float32", "optimizer": optimizer, "data": []}
+garfa = {**config["garfa"], "layers": [0]}
+entry = {**run, "steps": 5, "adapter": {**config["base_model"], "garfa": garfa}}
+(out / "farsight.json").write_text(json.dumps({"training": [{**run, "steps": 100}, entry]}))
 """
 """The second validation is better, but by less than min_delta would have it: the first one's adapter was kept."""
 
