@@ -11,6 +11,7 @@ from data.mixture import sample_texts
 from data.tokenizer import load_tokenizer_dir, train_sentencepiece
 from farsight.cli import bounded, command
 from farsight.files import check_new_folder, write_text
+from farsight.new_folder import new_folder
 from farsight.progress import progress
 
 _TRAIN_HELP = """\
@@ -60,7 +61,8 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
             texts.append(text)
             shown.update(len(text.encode()))
     print(f"read {len(texts)} documents of {source.kind}; training {options.vocab_size} pieces …", flush=True)
-    tokenizer = train_sentencepiece(texts, options.vocab_size, options.out)
+    with new_folder(Path(options.out), lambda there: False) as part:
+        tokenizer = train_sentencepiece(texts, options.vocab_size, part)
     seconds = time.perf_counter() - start
     size = sum(len(text.encode()) for text in texts)
     with progress(desc="Measuring", total=len(texts), unit="document", unit_scale=True) as shown:
