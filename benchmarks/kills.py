@@ -11,13 +11,10 @@ more than the steps since that one, and ends with the same rows in metrics.jsonl
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,8 +28,8 @@ from benchmarks.tiny import MODEL, SETTINGS
 from checkpoints.intact import COMPLETE, faults
 from checkpoints.steps import complete_steps, step_folders
 from farsight.cli import bounded, command
+from launch.forked import Forked
 
-ROOT = Path(__file__).parent.parent
 CONFIG = (
     MODEL
     + SETTINGS
@@ -71,10 +68,10 @@ class Training:
     ranks: int = 1
     asynchronous: bool = False
 
-    def start(self, name: str, log: Path) -> list[subprocess.Popen]:
-        """Starts the run's processes, one a rank; rank 0 prints into `log`.
+    def start(self, name: str, log: Path) -> Forked:
+        """Starts the run's ranks, which print into folder `log`.
 
-        Without torchrun, whose workers outlive a launcher that is killed.
+        They are forks of a process that has imported everything: without torchrun, and without its seconds of start-up.
         """
         config = self.folder / "kills.toml"
         config.write_text(CONFIG)
@@ -83,21 +80,20 @@ class Training:
             "training.local_batch_size": 2 // self.ranks, "checkpoint.interval": self.interval,
             "checkpoint.async_mode": "async" if self.asynchronous else "disabled",
         }  # fmt: skip
-        command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in options.items())]
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        processes = []
-        for rank in range(self.ranks):
-            variables = {"OMP_NUM_THREADS": 1, "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.ranks}
-            if self.ranks > 1:
-                variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            environment = {**os.environ, **{key: str(value) for key, value in variables.items()}}
-            with (log if rank == 0 else Path(os.devnull)).open("w") as output:
-                processes.append(
-                    subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
-                )
-        return processes
+        return Forked([f"--{key}={value}" for key, value in options.items()], self.ranks, log)
+
+
+def _statuses(ranks: Forked) -> set[int | None]:
+    """How the ranks ended, which is waited for."""
+    for process in ranks.processes:
+        process.join()
+    return {process.exitcode for process in ranks.processes}
+
+
+def _printed(log: Path) -> str:
+    """What rank 0 has printed so far."""
+    file = log / "0.err"
+    return file.read_text() if file.exists() else ""
 
 
 @dataclass(frozen=True)
@@ -132,9 +128,9 @@ class Outcome:
 
 def train_undisturbed(training: Training) -> Undisturbed:
     log, begin = training.folder / "undisturbed.log", time.time()
-    (status,) = {process.wait() for process in training.start("undisturbed", log)}
+    (status,) = _statuses(training.start("undisturbed", log))
     if status:
-        raise SystemExit(f"the undisturbed run ended with {status}:\n{log.read_text()[-4000:]}")
+        raise SystemExit(f"the undisturbed run ended with {status}:\n{_printed(log)[-4000:]}")
     folder = training.folder / "undisturbed"
     last = folder / "checkpoint" / f"step-{training.steps}"
     saved = _modified(last / COMPLETE)
@@ -189,23 +185,23 @@ def kill_and_resume(
                 # The moment came late, after the last save: without it, there is something left to aim at.
                 shutil.rmtree(checkpoints / f"step-{newest}")
                 newest = max(complete_steps(checkpoints), default=0)
-            processes = training.start(name, log)
-            _wait_for(aim, training, checkpoints, newest, log, whole, rng, processes)
-            for process in processes:
+            ranks = training.start(name, log)
+            _wait_for(aim, training, checkpoints, newest, log, whole, rng, ranks)
+            for process in ranks.processes:
                 process.kill()
-            statuses = {process.wait() for process in processes}
+            statuses = _statuses(ranks)
             if -signal.SIGKILL in statuses and statuses <= {-signal.SIGKILL, 0}:
                 break
             if statuses != {0}:
-                outcome.wrong.append(f"{name} ended with {statuses} before it was killed:\n{log.read_text()[-2000:]}")
+                outcome.wrong.append(f"{name} ended with {statuses} before it was killed:\n{_printed(log)[-2000:]}")
                 return outcome
             _check_start(outcome, log, newest)  # it was done before the moment came
         _check_start(outcome, log, newest)
         outcome.kills.append(_look(training, checkpoints, log, outcome))
     log = training.folder / f"{name}.log"
     newest = max(complete_steps(checkpoints), default=0)
-    statuses = {process.wait() for process in training.start(name, log)}
-    printed = log.read_text()
+    statuses = _statuses(training.start(name, log))
+    printed = _printed(log)
     if statuses != {0}:
         outcome.wrong.append(f"{name} ended with {statuses} when resumed:\n{printed[-2000:]}")
         return outcome
@@ -219,7 +215,7 @@ def kill_and_resume(
 
 def _wait_for(
     aim: str, training: Training, checkpoints: Path, newest: int, log: Path, whole: Undisturbed, rng: random.Random,
-    processes: Sequence[subprocess.Popen],
+    ranks: Forked,
 ) -> None:  # fmt: skip
     """Waits until the moment to kill, drawn at random within what is aimed at, or until a process has ended.
 
@@ -240,20 +236,20 @@ def _wait_for(
     else:
         seconds, reached = whole.export_seconds, (checkpoints / f"step-{training.steps}" / COMPLETE).exists
     delay = rng.random() * seconds
-    while not reached() and all(process.poll() is None for process in processes):
+    while not reached() and all(process.is_alive() for process in ranks.processes):
         time.sleep(0.001)
     time.sleep(delay)
 
 
 def _last_step(log: Path) -> int:
     """The last training step that a process has reported; 0 for none."""
-    steps = re.findall(r"^step (\d+)/\d+  loss ", log.read_text(), re.MULTILINE)
+    steps = re.findall(r"^step (\d+)/\d+  loss ", _printed(log), re.MULTILINE)
     return int(steps[-1]) if steps else 0
 
 
 def _started_at(log: Path) -> int | None:
     """The step that a process resumed from: 0 for a new run, None where it was killed before it had loaded."""
-    printed = log.read_text()
+    printed = _printed(log)
     resumed = re.search(r"^resuming from .*step-(\d+)$", printed, re.MULTILINE)
     return int(resumed[1]) if resumed else 0 if re.search(r"^step 0/", printed, re.MULTILINE) else None
 
@@ -262,16 +258,16 @@ def _check_start(outcome: Outcome, log: Path, newest: int) -> None:
     """A process has to go on from the newest complete checkpoint that it found."""
     found = _started_at(log)
     if found not in (None, newest):
-        outcome.wrong.append(f"{log.stem} started at step {found}; the newest complete checkpoint was {newest}")
-    if "damaged" in (printed := log.read_text()):
-        outcome.wrong.append(f"{log.stem} found a damaged checkpoint:\n{printed[-2000:]}")
+        outcome.wrong.append(f"{log.name} started at step {found}; the newest complete checkpoint was {newest}")
+    if "damaged" in (printed := _printed(log)):
+        outcome.wrong.append(f"{log.name} found a damaged checkpoint:\n{printed[-2000:]}")
 
 
 def _look(training: Training, checkpoints: Path, log: Path, outcome: Outcome) -> Kill:
     """Where a kill fell, by what it left behind."""
     newest = max(complete_steps(checkpoints), default=0)
     if newest and (found := faults(checkpoints / f"step-{newest}")):
-        outcome.wrong.append(f"{log.stem}: step {newest} is complete and damaged: {'; '.join(found)}")
+        outcome.wrong.append(f"{log.name}: step {newest} is complete and damaged: {'; '.join(found)}")
     begun = max(step_folders(checkpoints), default=0)
     started = _started_at(log)
     reached = max(_last_step(log), started if started is not None else newest)
@@ -284,7 +280,7 @@ def _look(training: Training, checkpoints: Path, log: Path, outcome: Outcome) ->
     kill = Kill(where, reached, newest)
     # A save that is under way is waited for before the next begins.
     if kill.lost > training.interval * (2 if training.asynchronous else 1):
-        outcome.wrong.append(f"{log.stem}: {kill.lost} steps lost, saved every {training.interval}")
+        outcome.wrong.append(f"{log.name}: {kill.lost} steps lost, saved every {training.interval}")
     return kill
 
 
