@@ -84,7 +84,7 @@ runpy.run_path({root!r} + "/train.py", run_name="__main__")
 """
 
 FULL = """
-def full(saved, out):
+def full(saved, out, **options):
     raise OSError(28, "No space left on device", str(out))
 trainer.checkpoint_to_model_dir = full
 """

@@ -388,7 +388,7 @@ def test_what_a_run_would_refuse_is_not_suggested(options, ranks, left_out, monk
     assert {"optimizer.name", "base_model.quantization"} - tried == left_out
 
 
-def test_plan_of_a_fine_tuning_config(tmp_path, capsys, caplog):
+def test_plan_of_a_fine_tuning_config(tmp_path, capsys):
     out = tmp_path / "plan.json"
     assert plan([str(PAPER), "--gpu", "rtx4090-24g", "--json", str(out), "--training.local_batch_size", "1"]) == 0
     figures = json.loads(out.read_text())
@@ -403,8 +403,9 @@ def test_plan_of_a_fine_tuning_config(tmp_path, capsys, caplog):
     assert figures["step_seconds"] > 0
     assert "fits" in capsys.readouterr().out
     missing = ["--model.flavor=", "--base_model.path", "nowhere"]
-    assert plan([str(PAPER), *missing]) == 2
-    assert "base_model.path = 'nowhere' is not here" in caplog.text
+    with pytest.raises(SystemExit, match=r"base_model\.path = 'nowhere' is not here") as stop:
+        plan([str(PAPER), *missing])
+    assert stop.value.code == 2
 
 
 def test_every_config_can_be_planned(tmp_path):

@@ -23,6 +23,7 @@ MODEL_TOOLS = (
     "evals.perplexity {it} --data {text} --lengths 16 --windows 2",
     "evals.needle {it} --lengths 200 --depths 1 --trials 1",
     "evals.ripra {it} --data {text} --length 32",
+    "evals.harness {it} --tasks piqa --data piqa={piqa} --limit 2",
     "evals.loft {it} --prompts {prompts} --out {here}/out.jsonl",
     "evals.report {it} --out {here}/r.html",
     "checkpoints.convert from-hf {it} {here}/out",
@@ -42,7 +43,7 @@ MODEL_TOOLS = (
     "train.py finetune --job.config_file {finetune} --base_model.path {it} --job.dump_folder {here}/new",
 )
 """Every command that opens a model directory."""
-_WEIGHTLESS = ("analysis.positions", "evals.report", "analysis.report")
+WITHOUT_WEIGHTS = {"analysis.positions", "evals.report", "analysis.report"}
 """These open no weights: what is wrong there does not stop them."""
 
 CHECKPOINT_TOOLS = (
@@ -51,9 +52,9 @@ CHECKPOINT_TOOLS = (
     *(
         tool
         for tool in MODEL_TOOLS
-        if tool.startswith(("evals.generate", "evals.perplexity", "evals.needle", "evals.ripra"))
+        if tool.startswith(("evals.generate", "evals.perplexity", "evals.needle", "evals.ripra", "evals.harness"))
     ),
-    *(tool for tool in MODEL_TOOLS if tool.startswith("analysis.") and not tool.startswith(_WEIGHTLESS)),
+    *(tool for tool in MODEL_TOOLS if tool.startswith("analysis.") and not tool.startswith(tuple(WITHOUT_WEIGHTS))),
     TRAIN + " --checkpoint.initial_load_path {it}",
 )
 """Every command that opens a checkpoint."""
@@ -310,7 +311,9 @@ def _status(tool: str) -> int:
 def cases() -> list[Case]:
     found = []
     for name, (spoil, says) in MODELS.items():
-        tools = [t for t in MODEL_TOOLS if not t.startswith(_WEIGHTLESS)] if name in ATTACKS else MODEL_TOOLS[:2]
+        tools = (
+            [t for t in MODEL_TOOLS if not t.startswith(tuple(WITHOUT_WEIGHTS))] if name in ATTACKS else MODEL_TOOLS[:2]
+        )
         found += [_case(name, tool, "dense_plain", spoil, says) for tool in tools]
     found += [_case(name, tool, "model", *entry) for name, entry in OURS.items() for tool in MODEL_TOOLS[:2]]
     found += [_case("code of its own", tool, "model", _own_code, (), 0) for tool in MODEL_TOOLS[:3]]

@@ -98,7 +98,7 @@ class Workshop:
         self.paths = {
             "model": f / "run" / "model", "dense": f / "dense" / "model", "dense_plain": f / "plain", "adapter": f / "tuned" / "adapter", "run": f / "run",
             "checkpoint": f / "dense" / "checkpoint" / "step-12", "text": f / "text.txt", "rows": f / "rows.jsonl",
-            "chats": f / "chats.jsonl", "prompts": f / "prompts.csv", "config": f / "config.toml", "finetune": f / "finetune.toml",
+            "chats": f / "chats.jsonl", "prompts": f / "prompts.csv", "piqa": f / "piqa.jsonl", "config": f / "config.toml", "finetune": f / "finetune.toml",
         }  # fmt: skip
 
     def build(self) -> None:
@@ -111,6 +111,8 @@ class Workshop:
         talk = [{"instruction": f"Say {i}.", "input": "", "output": f"It is {i}."} for i in range(24)]
         paths["chats"].write_text("".join(json.dumps(row) + "\n" for row in talk))
         paths["prompts"].write_text("prompt_id,prompt\n1,one two three\n")
+        choice = {"goal": "write", "sol1": "a word", "sol2": "a number", "label": 0}
+        paths["piqa"].write_text(f"{json.dumps(choice)}\n" * 4)
         paths["config"].write_text(CONFIG)
         paths["finetune"].write_text(FINETUNE + f'[[data.sources]]\nkind = "jsonl"\npath = "{paths["chats"]}"\n')
         self._must(f"train.py --job.config_file {paths['config']} --job.dump_folder {paths['run']}")
