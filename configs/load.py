@@ -56,7 +56,7 @@ def build_config(values: dict[str, Any], cls: type[C] = JobConfig) -> C:  # type
     flavor = model.get("flavor") if isinstance(model, dict) else None
     if isinstance(flavor, str) and flavor:
         values = merge(read_toml(size_file(flavor)), values)
-    config = from_dict(cls, values)
+    config = from_dict(cls, _rules_with_theta(values))
     check(config)
     return _filled_in(config)
 
@@ -126,11 +126,30 @@ def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
         ):
             merged[key] = merge(old, value)
         else:
-            merged[key] = value
             table = _inline(value, key) if isinstance(value, _Raw) and value.startswith("{") else value
-            if isinstance(table, dict) and isinstance(old, dict) and "theta" in old and table.get("kind") != "none":
-                merged[key] = {"theta": old["theta"], **table}
+            merged[key] = _with_theta(table, old) if isinstance(table, dict) else value
     return merged
+
+
+def _with_theta(rotary: dict[str, Any], other: Any) -> dict[str, Any]:
+    """A table with the RoPE base of another one, where it names none and rotates."""
+    if isinstance(other, dict) and "theta" in other and rotary.get("kind") != "none":
+        return {"theta": other["theta"], **rotary}
+    return rotary
+
+
+def _rules_with_theta(values: dict[str, Any]) -> dict[str, Any]:
+    """Settings in which `position.rules` that rotate keep the RoPE base of `position.rotary`, unless they name their own."""
+    position = values.get("position")
+    if not isinstance(position, dict) or not isinstance(position.get("rules"), list):
+        return values
+    rules = [
+        {**rule, "rotary": _with_theta(rule["rotary"], position.get("rotary"))}
+        if isinstance(rule, dict) and isinstance(rule.get("rotary"), dict)
+        else rule
+        for rule in position["rules"]
+    ]
+    return {**values, "position": {**position, "rules": rules}}
 
 
 def _merge_items(key: str, items: list[Any], changes: dict[str, Any]) -> list[Any]:

@@ -7,7 +7,7 @@ import pytest
 
 from configs.help import help_text
 from configs.load import ConfigError, build_config, load_config, merge, read_toml, to_toml
-from configs.schema import Alibi, JobConfig, JsonlSource, LinearRope, Rope, Scope, SlidingWindow
+from configs.schema import Alibi, JobConfig, JsonlSource, LinearRope, NoRotary, Rope, Scope, SlidingWindow, YarnRope
 
 ROOT = Path(__file__).parent.parent
 
@@ -61,6 +61,17 @@ def test_kinds_and_unions():
     assert config.position.bias == Alibi(uniform=True)
     assert config.position.rules[0].heads == SlidingWindow(window=8)
     assert config.data.sources == (JsonlSource(path="x.jsonl", weight=2.0),)
+
+
+def test_rules_that_rotate_keep_the_base_unless_they_name_one():
+    rules = [
+        {"layers": "0", "rotary": {"kind": kind, **own}}
+        for kind, own in (("yarn", {}), ("rope", {"theta": 7.0}), ("none", {}))
+    ]
+    config = build_config({"position": {"rotary": {"theta": 5e5}, "rules": rules}})
+    assert [rule.rotary for rule in config.position.rules] == [YarnRope(theta=5e5), Rope(theta=7.0), NoRotary()]
+    plain = build_config({"position": {"rules": rules}})
+    assert plain.position.rules[0].rotary == YarnRope()
 
 
 def test_flags_none_and_numbers():
