@@ -9,7 +9,7 @@ from typing import Any
 
 from analysis.capture import MANIFEST, Samples, capture_from_options
 from analysis.rotation import planar_rotation
-from checkpoints.manager import complete_steps
+from checkpoints.steps import complete_steps
 from configs.load import ConfigError, read_toml
 from evals.report_models import Run, find_models
 from farsight.progress import progress

@@ -28,6 +28,7 @@ from benchmarks.tiny import MODEL, SETTINGS
 from checkpoints.intact import COMPLETE, faults
 from checkpoints.steps import complete_steps, step_folders
 from farsight.cli import bounded, command
+from farsight.files import prepare_file
 from launch.forked import Forked
 
 CONFIG = (
@@ -309,6 +310,8 @@ def main() -> int:
     parser.add_argument("--async", dest="asynchronous", action="store_true", help="save while training goes on")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the kills there")
     args = parser.parse_args()
+    if args.json:
+        prepare_file(args.json)
 
     begin, rng = time.perf_counter(), random.Random(args.seed)
     kills: list[Kill] = []

@@ -29,6 +29,7 @@ from checkpoints.dcp import Writer, load
 from checkpoints.intact import faults
 from configs.schema import Architecture, Position
 from farsight.cli import bounded, command
+from farsight.files import prepare_file
 from model.build import ModelConfig
 
 GB = 10**9
@@ -130,6 +131,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     options = parser.parse_args(arguments)
+    if options.json:
+        prepare_file(options.json)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant here
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         result = measure(options.gb, options.rounds, Path(folder))

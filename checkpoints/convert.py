@@ -8,7 +8,6 @@ checkpoint that a run can start from (`--checkpoint.initial_load_path OUT`); a r
 """
 
 import argparse
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,10 +24,11 @@ from checkpoints.checksums import MANIFEST
 from checkpoints.dcp import Writer
 from checkpoints.intact import refuse_damaged
 from checkpoints.model_dir import SHARD_BYTES, TensorReader, check_tensors, read_model_config, write_model_dir
-from checkpoints.steps import OURS
+from checkpoints.safetensors_files import refuse_non_finite
 from data.tokenizer import find_tokenizer_dir, load_tokenizer_dir
 from farsight.cli import command
-from farsight.files import check_new_folder, check_replaceable
+from farsight.files import check_new_folder
+from farsight.new_folder import new_folder
 from farsight.progress import progress
 from model.build import ModelConfig
 
@@ -83,27 +83,18 @@ def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype = tor
         name: torch.empty((), dtype=dtype).expand(shape)
         for name, shape in sorted(parameter_shapes(config).items(), key=lambda item: files[item[0]])
     }
-    part = out.with_name(out.name + ".part")
-    check_replaceable(part, _is_leftover)
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    config.save(part / CONFIG, training=read_history(model_dir), checksums=MANIFEST)
-    if find_tokenizer_dir(model_dir) == model_dir:
-        load_tokenizer_dir(model_dir).save(part / "tokenizer")
     total = sum(tensor.nbytes for tensor in tensors.values())
-    with progress(total=total, unit="B", unit_scale=True, desc="convert") as bar:
+    with (
+        new_folder(out, lambda there: False) as part,
+        progress(total=total, unit="B", unit_scale=True, desc="convert") as bar,
+    ):
+        config.save(part / CONFIG, training=read_history(model_dir), checksums=MANIFEST)
+        if find_tokenizer_dir(model_dir) == model_dir:
+            load_tokenizer_dir(model_dir).save(part / "tokenizer")
         planner = _StreamingPlanner(read, tensors, bar.update)
         # A file a tensor: the writer keeps all of a file's tensors until the file is done.
         dcp.save(tensors, storage_writer=Writer(part, single_file_per_rank=False), planner=planner, no_dist=True)
     read.close()
-    if out.exists():
-        out.rmdir()
-    part.rename(out)
-
-
-def _is_leftover(part: Path) -> bool:
-    """Whether a folder was left by a conversion that was interrupted."""
-    return all(OURS.fullmatch(path.name) or path.name == "tokenizer" for path in part.iterdir())
 
 
 class _StreamingPlanner(dcp.DefaultSavePlanner):
@@ -115,6 +106,7 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         tensor = self.read(index.fqn).to(self.tensors[index.fqn].dtype)
+        refuse_non_finite(index.fqn, tensor)
         self.progress(tensor.nbytes)
         return tensor
 

@@ -238,7 +238,11 @@ def load(state: dict[str, Any], checkpoint: Path | Reader, no_dist: bool = False
             dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=no_dist)
         except CheckpointException as error:
             causes = [cause for _, (cause, _) in sorted(error.failures.items())]
-            ours = [cause for cause in causes if isinstance(cause, (UserError, OSError, MemoryError))]
+            ours = [
+                cause
+                for cause in causes
+                if isinstance(cause, (UserError, OSError, MemoryError, torch.OutOfMemoryError))
+            ]
             if ours:
                 raise ours[0] from error
             if all(isinstance(cause, (RuntimeError, ValueError, KeyError)) for cause in causes):

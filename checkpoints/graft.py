@@ -40,9 +40,8 @@ from checkpoints.safetensors_files import TensorReader
 from configs.json_files import fields_of, read_object
 from configs.load import ConfigError
 from data.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
-from evals.several_models import check_outputs
 from farsight.cli import bounded, command
-from farsight.files import check_new_folder, write_text
+from farsight.files import check_new_folder, prepare_file, write_text
 from model.build import ModelConfig
 from model.graft import grafted_config, source
 from model.layers import describe, layer_selection
@@ -253,7 +252,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="F", help="write what was done here too")
     options = parser.parse_args(arguments)
-    check_outputs(parser, options)
+    if options.json:
+        prepare_file(options.json)
     config, remarks = graft(
         options.front, options.back, options.layers, options.out, DTYPES.get(options.dtype), options.untie
     )

@@ -32,10 +32,9 @@ from configs.load import ConfigError
 from data.files import stdlib_files
 from data.tokenizer import load_tokenizer_dir
 from evals.model_options import add_device_option
-from evals.several_models import check_outputs
 from evals.texts import encode_file, read_texts
 from farsight.cli import command
-from farsight.files import check_new_folder, write_text
+from farsight.files import check_new_folder, prepare_file, write_text
 from farsight.progress import progress
 from model.build import build_model
 from model.llama import Llama
@@ -246,7 +245,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.no_check and (options.data or options.drop_garfa):
         parser.error("--no-check does not go with --data, and --drop-garfa has to say what it changed")
     check_new_folder(options.out)
-    check_outputs(parser, options)
+    if options.json:
+        prepare_file(options.json)
     if options.data is not None:
         read_texts(options.data)  # before the weights are
     figures: dict[str, Any] = {

@@ -109,7 +109,7 @@ def refuse_other_settings(checkpoint: Path, config: JobConfig, saved: ModelConfi
         if kind in config.checkpoint.accept_changes:
             logger.warning(f"resuming from {checkpoint} with other settings, as accepted: {'; '.join(changed)}")
             continue
-        why = "the weights would compute another function" if kind == "position" else "the run would train otherwise"
+        why = "the weights would compute another function" if kind == "position" else "the run would train differently"
         raise ConfigError(
             f"{checkpoint} was saved under other settings, and {why}:\n  "
             + "\n  ".join(changed)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from analysis.positions import read_config
-from checkpoints.manager import complete_steps
 from checkpoints.model_dir import is_adapter, read_model_config
+from checkpoints.steps import complete_steps
 from configs.load import ConfigError, load_config, read_toml
 from evals.several_models import short_names
 from launch.summary import read_metrics

@@ -42,7 +42,9 @@ def command(main: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(main)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return main(*args, **kwargs)
+            result = main(*args, **kwargs)
+            sys.stdout.flush()  # here, where a reader that is gone can be told
+            return result
         except KeyboardInterrupt:
             refuse("stopped by Ctrl-C", EXIT_CTRL_C)
         except BrokenPipeError:
@@ -84,7 +86,7 @@ def explain(error: BaseException) -> str | None:
 def _raised_here(error: BaseException) -> bool:
     """Whether a `raise` of our own code is where it comes from, and not a library."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    ours = Path(last.filename).is_relative_to(_ROOT) and ".venv" not in last.filename
+    ours = Path(last.filename).is_relative_to(_ROOT) and "site-packages" not in last.filename
     return ours and (last.line or "").startswith("raise ")
 
 
@@ -132,7 +134,9 @@ def bounded(
 
     def parse(text: str) -> int | float:
         try:
-            value = kind(float(text)) if kind is int and float(text).is_integer() else kind(text)
+            # 2e9 is how people write large counts.
+            written_out = kind is float or text.lstrip("+-").isdigit() or not float(text).is_integer()
+            value = kind(text) if written_out else int(float(text))
         except (ValueError, OverflowError):
             raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' * (kind is int)}number") from None
         if problem := span.problem(value):

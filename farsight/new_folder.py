@@ -1,5 +1,6 @@
 """Folders that appear whole or not at all, in place of an older one of ours or of nothing."""
 
+import fcntl
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -24,22 +25,51 @@ def new_folder(out: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
     """
     check_new(out, is_ours)
     part = _part(out)
-    if part.exists():
-        shutil.rmtree(part)
+    _clear_leftover(part, out)
     part.mkdir(parents=True)
-    (part / WRITING).touch()
-    try:
-        yield part
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
-    check_replaceable(out, is_ours)  # once more, after what may have been hours
-    # Renamed, and not deleted: a writer that is killed here leaves no half of a folder, which nobody could tell for ours.
-    if out.is_dir():
-        out.rename(part / REPLACED)
-    part.rename(out)
+    with (part / WRITING).open("w") as mark:
+        fcntl.flock(mark, fcntl.LOCK_EX)
+        try:
+            yield part
+            check_replaceable(out, is_ours)  # once more, after what may have been hours
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        # Renamed, and not deleted: a writer that is killed between the two leaves both versions, and no half of one.
+        if out.is_dir():
+            out.rename(part / REPLACED)
+        try:
+            part.rename(out)
+        except OSError:
+            _restore(part, out)
+            raise
     shutil.rmtree(out / REPLACED, ignore_errors=True)
     (out / WRITING).unlink()
+
+
+def _clear_leftover(part: Path, out: Path) -> None:
+    """Removes what a writer left that was killed; what it was about to replace goes back first.
+
+    Raises:
+        UserError: it is still writing.
+    """
+    if not part.exists():
+        return
+    if (part / WRITING).is_file():
+        with (part / WRITING).open() as mark:
+            try:
+                fcntl.flock(mark, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"{out} is being written by another process; wait for it, or name another folder."
+                ) from None
+    _restore(part, out)
+    shutil.rmtree(part)
+
+
+def _restore(part: Path, out: Path) -> None:
+    if (part / REPLACED).is_dir() and not out.exists():
+        (part / REPLACED).rename(out)
 
 
 def check_new(out: Path, is_ours: Callable[[Path], bool]) -> None:

@@ -38,8 +38,12 @@ class Range:
             ("at most", self.most),
             ("less than", self.below),
         )
-        said = " and ".join(f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound)) or "finite"
-        return said if self.also is None else f"{said}, or {self.also:g}"
+        said = " and ".join(f"{words} {_written(bound)}" for words, bound in bounds if math.isfinite(bound)) or "finite"
+        return said if self.also is None else f"{said}, or {_written(self.also)}"
+
+
+def _written(bound: float) -> str:
+    return f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"
 
 
 FINITE = Range()

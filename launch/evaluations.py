@@ -6,12 +6,14 @@ import re
 import shlex
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from checkpoints.card import CARD
 from configs.check import ConfigError
+from configs.json_files import read_object
 from configs.load import from_dict, read_toml
 from farsight.files import write_text
 from launch import process
@@ -104,7 +106,9 @@ def evaluate(label: str, model: Path, folder: Path, evaluation: Evaluation) -> f
     out = result_file(evaluation, folder)
     command = evaluation_command(evaluation, model, out)
     known = folder / ".evaluated.json"
-    done: dict[str, Any] = json.loads(known.read_text(encoding="utf-8")) if known.is_file() else {}
+    done: dict[str, Any] = {}
+    with suppress(ConfigError):  # there is none, or it is damaged: then all is measured again
+        done = read_object(known)
     asked = {"command": command, "model": model_files(model)}
     if done.get(evaluation.name) != asked or not written(out):
         logger.info(f"{label}: {evaluation.name}")

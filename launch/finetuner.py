@@ -18,7 +18,6 @@ from analysis.garfa import draw_alphas
 from checkpoints.adapter import ADAPTER_MARKER, FILES, check_adapter_out, write_adapter
 from checkpoints.card import read_history
 from checkpoints.fingerprint import base_entry
-from checkpoints.manager import on_rank_zero
 from checkpoints.merge import merge_adapter
 from checkpoints.model_dir import check_model_out
 from configs.finetuning import FinetuneConfig
@@ -34,6 +33,7 @@ from launch.out_of_memory import MemoryRecorder, Phase
 from launch.trainer import Trainer
 from model.garfa import alphas, garfa_of, garfa_of_tensors
 from model.llama import name_seed
+from parallel.ranks import on_rank_zero
 
 logger = logging.getLogger("farsight")
 
@@ -55,7 +55,9 @@ class Finetuner(Trainer):
         if self.zero is None:
             self.checkpointer.states[MODEL] = TrainedWeights(model)
         base = Path(config.base_model.path).expanduser()
-        self.base, self.checkpointer.history = base_entry(base), read_history(base)
+        self.base, self.checkpointer.history = on_rank_zero(
+            lambda: (base_entry(base), read_history(base)), for_hours=True
+        )
         self.checkpointer.base = self.base["fingerprint"]
         self.before = len(self.checkpointer.history)
         self.adapters = adapters_of(config, model)

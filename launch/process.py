@@ -145,7 +145,8 @@ def _watch(signals: int, launcher: int | None) -> None:
             continue
         if deadline is None:
             # As long as torchrun itself would wait after a signal.
-            seconds = int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+            given = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")
+            seconds = int(given) if given.isdecimal() else 30
             deadline = time.monotonic() + seconds
             _say(f"torchrun (process {launcher}) is gone: rank {os.environ.get('RANK')} stops, within {seconds} s")
             os.kill(os.getpid(), signal.SIGTERM)

@@ -33,7 +33,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from checkpoints.manager import complete_steps
+from checkpoints.steps import complete_steps
 from configs.load import ConfigError, build_config, from_dict, merge, parse_options, read_toml, to_toml
 from configs.schema import JobConfig, NoRotary, Rotary
 from data.tokenizer import load_tokenizer
@@ -229,7 +229,8 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
         label = f"stage {number + 1}/{len(stages)}: {stage.name}"
         if stage.finished:
             logger.info(f"{label} is finished")
-            if (stage.folder / "stage.toml").read_text(encoding="utf-8") != to_toml(stage.config):
+            settings = stage.folder / "stage.toml"
+            if settings.is_file() and settings.read_text(encoding="utf-8") != to_toml(stage.config):
                 logger.warning(f"its settings have changed since; remove {stage.folder} to train it again")
         else:
             t = stage.config.training
@@ -267,14 +268,18 @@ def wait_for(command: list[str]) -> int:
     # torchrun gives workers 30 s to end after a signal, which is less than a large model takes to save.
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600", **os.environ}
     child: subprocess.Popen | None = None
+    asked: list[int] = []
 
     def forward(number: int, frame: Any) -> None:
+        asked.append(number)
         if child is not None:
             child.send_signal(number)
 
     # The stage saves and stops; then this process returns its status. A terminal's Ctrl-C reaches both anyway.
     with process.signals_to({signal.SIGTERM: forward, signal.SIGINT: signal.SIG_IGN}):
         child = subprocess.Popen(command, env=environment, preexec_fn=partial(_end_with, os.getpid()))
+        for number in asked:  # while it was being started
+            child.send_signal(number)
         return child.wait()
 
 

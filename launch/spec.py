@@ -12,7 +12,6 @@ from torchtitan.components.optimizer import build_optimizers
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
 
-from checkpoints.manager import on_rank_zero
 from configs.load import ConfigError
 from configs.schema import JobConfig
 from data.loader import build_loader
@@ -24,6 +23,7 @@ from model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from model.flops import batch_flops
 from parallel.parallelize import parallelize
 from parallel.pipeline import ShareOfLoss, pipeline
+from parallel.ranks import on_rank_zero
 from parallel.zero import ZeroOptimizer
 
 

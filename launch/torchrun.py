@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,10 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for number in process.TO_STOP:
             signal.signal(number, signal.SIG_DFL)
         process.hand_over()
+        begin = time.time()
         try:
             torchrun(options)
         except SignalException as error:
-            notes = [note for path in Path(options.log_dir).rglob("error.json") if (note := read_note(path))]
+            # A folder of the user's own may hold those of earlier runs.
+            found = map(read_note, Path(options.log_dir).rglob("error.json"))
+            notes = [note for note in found if note is not None and note.time >= begin]
             return _say_first(notes) if notes else 128 + error.sigval
         except ChildFailedError as error:
             return _say_first([_ended(*item) for item in error.failures.items()])

@@ -23,7 +23,7 @@ from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enabl
 from torchtitan.train import Trainer as TitanTrainer
 
 from checkpoints.convert import checkpoint_to_model_dir
-from checkpoints.manager import RunCheckpoints, SaveError, on_rank_zero
+from checkpoints.manager import RunCheckpoints, SaveError
 from checkpoints.model_dir import TOKENIZER_FILES, check_model_out
 from configs.load import ConfigError, to_toml
 from configs.schema import JobConfig
@@ -42,6 +42,7 @@ from parallel.device import prepare_device
 from parallel.gradients import clip_gradients
 from parallel.halo import Context
 from parallel.pipeline import Pipeline, ShareOfLoss
+from parallel.ranks import on_rank_zero
 from parallel.zero import ZeroOptimizer, ZeroWeights
 
 logger = logging.getLogger("farsight")
@@ -284,9 +285,11 @@ class Trainer(TitanTrainer):
         self.tokens_logged = self.ntokens_seen * self._data_ranks()
         self._save_run_files()
         metrics.start(self.step)
-        if self.step == 0:
+        if self.step == 0 and not self._stopping():
             self._validate()
             self._measure_plasticity()
+        if self._stopping():  # loading and validating may take long
+            raise Interrupted
         profiling: dict[str, Any] = {"global_step": self.step, "base_folder": config.job.dump_folder}
         with (
             maybe_enable_profiling(config.profiling, **profiling) as torch_profiler,

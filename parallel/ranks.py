@@ -1,5 +1,6 @@
 """Work that one rank does for all, or that fails on all ranks where it fails on one."""
 
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ def on_rank_zero(work: Callable[[], T], for_hours: bool = False) -> T:
         try:
             outcome[0] = work()
         except Exception as error:
-            outcome[1] = error
+            outcome[1] = _portable(error)
     if for_hours:
         wait_for_rank_zero()
     if dist.get_world_size() > 1:
@@ -29,6 +30,15 @@ def on_rank_zero(work: Callable[[], T], for_hours: bool = False) -> T:
     if outcome[1] is not None:
         raise outcome[1]
     return outcome[0]
+
+
+def _portable(error: Exception) -> Exception:
+    """The error, or one with its text where it can't travel between processes: then the others would wait for ever."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def on_every_rank(work: Callable[[], T], for_hours: bool = False) -> list[T]:
@@ -41,7 +51,7 @@ def on_every_rank(work: Callable[[], T], for_hours: bool = False) -> list[T]:
     try:
         own[0] = work()
     except Exception as error:
-        own[1] = error
+        own[1] = _portable(error)
     if for_hours:
         wait_for_rank_zero()
     outcomes = [own] * dist.get_world_size()

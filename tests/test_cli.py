@@ -3,6 +3,8 @@
 import argparse
 import math
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,8 @@ from farsight.errors import UserError
 from farsight.files import check_new_folder, inside
 from farsight.new_folder import new_folder
 from farsight.ranges import Range
+
+ROOT = Path(__file__).parent.parent
 
 
 def ended(main, capsys):
@@ -94,6 +98,20 @@ def test_numbers_on_the_command_line(capsys):
         assert words in capsys.readouterr().err
 
 
+def test_whole_numbers_keep_their_digits():
+    assert bounded(int, least=0)("9007199254740993") == 2**53 + 1
+    assert str(Range(least=1, most=2**20)) == "at least 1 and at most 1,048,576"
+
+
+def test_a_reader_that_is_gone_is_no_fault(tmp_path):
+    code = "from farsight.cli import command\n@command\ndef main():\n    print('x' * 200000)\nmain()"
+    shell = f'{sys.executable} -c "$CODE" | true; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", shell], env={**os.environ, "CODE": code}, cwd=ROOT, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 @pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x", "", "a\0b", "..\\x", 3, None])
 def test_names_from_outside_stay_in_their_folder(tmp_path, name):
     with pytest.raises(UserError, match="names"):
@@ -124,3 +142,23 @@ def test_only_a_folder_of_ours_is_replaced(tmp_path):
     out.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(UserError, match="in the way"):
         write()
+
+
+def test_a_writer_that_was_killed_between_its_renames_loses_nothing(tmp_path):
+    out, part = tmp_path / "out", tmp_path / "out.part"
+    for folder in (part, part / ".farsight-replaced"):
+        folder.mkdir()
+        (folder / "mark").write_text(folder.name)
+    (part / ".farsight-writing").touch()
+    with pytest.raises(ZeroDivisionError), new_folder(out, lambda folder: (folder / "mark").is_file()):
+        _ = 1 / 0
+    assert (out / "mark").read_text() == ".farsight-replaced"
+    assert not part.exists()
+
+
+def test_of_two_writers_the_second_is_refused(tmp_path):
+    with new_folder(tmp_path / "out", lambda folder: False) as part:
+        (part / "first").touch()
+        with pytest.raises(UserError, match="is being written"), new_folder(tmp_path / "out", lambda folder: False):
+            raise AssertionError("two at once")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]

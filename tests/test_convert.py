@@ -14,6 +14,7 @@ from checkpoints import convert
 from checkpoints.model_dir import load_model, read_model_config
 from configs.load import ConfigError, build_config, to_dict, to_toml
 from data.tokenizer import BytesTokenizer, find_tokenizer_dir, load_tokenizer_dir
+from farsight.new_folder import WRITING
 from tests.running import train
 from tests.test_untrusted_checkpoints import sign
 
@@ -226,7 +227,7 @@ def test_nothing_that_is_there_is_replaced(tmp_path):
     with pytest.raises(SystemExit, match=r"more\.part holds files that Farsight did not write"):
         convert.main(["from-hf", str(source), str(tmp_path / "more")])
     assert (part / "notes.txt").read_text() == "mine"
-    (part / "notes.txt").rename(part / "__0_0.distcp")  # as an interrupted conversion would leave
+    (part / "notes.txt").rename(part / WRITING)  # which an interrupted conversion leaves
     convert.main(["from-hf", str(source), str(tmp_path / "more")])
     assert not part.exists()
 

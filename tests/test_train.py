@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from checkpoints.card import read_history
 from checkpoints.intact import faults
-from checkpoints.manager import complete_steps
 from checkpoints.model_dir import load_model
 from checkpoints.names import from_hf_name
+from checkpoints.steps import complete_steps
 from configs.load import ConfigError
 from data.tokenizer import load_tokenizer_dir
 from model.build import ModelConfig, build_model

@@ -29,6 +29,7 @@ from benchmarks.faults import data, hostile, settings, tools
 from benchmarks.faults.runs import DISKS, Outcome, Runs, can_mount
 from benchmarks.faults.workshop import Case, Workshop, fingerprint
 from farsight.cli import bounded, command
+from farsight.files import prepare_file
 
 T = TypeVar("T")
 
@@ -124,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=bounded(int, least=1), default=2, help="side by side (%(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every case and what it said there")
     options = parser.parse_args(arguments)
+    if options.json:
+        prepare_file(options.json)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     begin = time.perf_counter()
     results: dict[str, list[dict[str, Any]]] = {}
