@@ -160,7 +160,7 @@ def model_card(
     ]
     if tokenizer:
         lines += [
-            "tokenizer = AutoTokenizer.from_pretrained(path)",
+            f"tokenizer = AutoTokenizer.from_pretrained(path{', trust_remote_code=True' * own_type})",
             'inputs = tokenizer("Once upon a time", return_tensors="pt")',
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))",
         ]

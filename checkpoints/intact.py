@@ -154,6 +154,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("checkpoints", type=Path, nargs="+", help="step-N folders")
     damaged = False
     for checkpoint in parser.parse_args(arguments).checkpoints:
+        if not checkpoint.is_dir():
+            raise ConfigError(
+                f"{checkpoint} is no folder; name a checkpoint's, such as runs/my_run/checkpoint/step-1000."
+            )
         try:
             found, manifest = look(checkpoint)
             if not found:

@@ -107,7 +107,10 @@ class MixedSource:
             )
         remedy = "add documents or lower data.held_out"
         if self.source.split == "validation":
-            remedy = "raise data.held_out, add documents (each is held out whole), or turn validation off"
+            remedy = (
+                "raise data.held_out, add documents, or set validation.enable = false (documents are held out whole: one "
+                "alone can't be trained on and held out)"
+            )
         raise DataError(f"{self.source.name}: no document is in the {self.source.split} split; {remedy}.{skipped}")
 
 

@@ -168,10 +168,10 @@ def _check_lengths(documents: Sequence[Tensor], lengths: Sequence[int], windows:
     """Before hours are spent on the first of them."""
     longest = max((len(document) for document in documents), default=0)
     for length in lengths:
-        if not 2 <= length <= longest:
-            raise ConfigError(
-                f"length {length:,}: a window needs at least 2 tokens, and the longest document has {longest:,}."
-            )
+        if length < 2:
+            raise ConfigError(f"length {length:,}: a window needs at least 2 tokens.")
+        if length > longest:
+            raise ConfigError(f"length {length:,}: the longest document has {longest:,} tokens; name a longer text.")
         if windows.buckets >= length:
             raise ConfigError(f"--buckets {windows.buckets}: a window of {length:,} has {length - 1:,} targets.")
         if windows.stride >= length:

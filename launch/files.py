@@ -53,11 +53,16 @@ def _lock(descriptor: int, folder: Path, wait_seconds: float) -> None:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Refuses runs inside one another, whose files would mix; a run that is there already goes on.
+    """Refuses somebody else's folder, and runs inside one another, whose files would mix; a run that is there goes on.
 
     Raises:
         ConfigError: naming both.
     """
+    names = [name for name in ("config.toml", "metrics.jsonl") if (folder / name).exists()]
+    if names and not (folder / ".lock").exists():
+        raise ConfigError(
+            f"{folder} holds {' and '.join(names)} that no run wrote, and a run would write over: name another folder."
+        )
     if is_run(folder):
         return
     if is_run(folder.parent):

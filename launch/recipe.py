@@ -216,6 +216,7 @@ def _compare_theta(values: dict[str, Any], config: JobConfig, start: str) -> Non
 def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
     """Runs the stages that are not finished and reports on all; returns the first exit status that is not 0."""
     root = stages[0].folder.parent
+    _refuse_stale(stages)
     prepare_tokenizer(stages[0].config, root / "tokenizer")
     load_tokenizer(stages[0].config.tokenizer)  # refused here, before data are read
     data = Path(recipe.perplexity_data) if recipe.perplexity_data else None
@@ -231,7 +232,9 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
             logger.info(f"{label} is finished")
             settings = stage.folder / "stage.toml"
             if settings.is_file() and settings.read_text(encoding="utf-8") != to_toml(stage.config):
-                logger.warning(f"its settings have changed since; remove {stage.folder} to train it again")
+                logger.warning(
+                    f"its settings have changed since; to train it again, remove {stage.folder} and the stages after it"
+                )
         else:
             t = stage.config.training
             logger.info(f"\n{label}: {t.steps:,} steps of {t.seq_len:,} tokens")
@@ -240,6 +243,23 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
                 return _stopped(status, label, stage)
         report(recipe, stages[: number + 1], root, data)
     return 0
+
+
+def _refuse_stale(stages: list[Stage]) -> None:
+    """Refuses a stage to train whose followers are finished: they started from weights that are no longer there.
+
+    Raises:
+        ConfigError: naming them.
+    """
+    first = next((number for number, stage in enumerate(stages) if not stage.finished), len(stages))
+    if stale := [stage for stage in stages[first:] if stage.finished]:
+        names, folders = (
+            ", ".join(str(what) for what in found) for found in zip(*((s.name, s.folder) for s in stale), strict=True)
+        )
+        raise ConfigError(
+            f"stage {stages[first].name} is not finished, but {names} after it started from an earlier one: remove {folders} "
+            "to train all of them, or put the earlier stage back."
+        )
 
 
 def _run(stage: Stage, launcher: list[str]) -> int:

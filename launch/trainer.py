@@ -290,6 +290,8 @@ class Trainer(TitanTrainer):
             self._measure_plasticity()
         if self._stopping():  # loading and validating may take long
             raise Interrupted
+        if self.step >= config.training.steps:
+            logger.info(f"step {self.step} of {config.training.steps} is done already: nothing is left to train")
         profiling: dict[str, Any] = {"global_step": self.step, "base_folder": config.job.dump_folder}
         with (
             maybe_enable_profiling(config.profiling, **profiling) as torch_profiler,
@@ -353,7 +355,9 @@ class Trainer(TitanTrainer):
         now = time.monotonic()
         if self.stop_signal is None:
             self.stop_signal, self.stop_asked_at = number, now
-            logger.info(f"{signal.Signals(number).name}: stopping after this step; Ctrl-C stops at once")
+            logger.info(
+                f"{signal.Signals(number).name}: stopping after this step; Ctrl-C once more stops at once, without saving"
+            )
         elif number == signal.SIGINT and now - self.stop_asked_at > 1:
             # Launchers often send a signal twice; only a person presses the keys again.
             raise KeyboardInterrupt

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from configs.load import load_config
+from configs.load import ConfigError, load_config
 from launch.files import lock_run_folder
 from launch.finetune import load_finetune_config
 from launch.finetune_report import summary
@@ -44,6 +44,9 @@ def test_runs_do_not_lie_in_one_another(tmp_path):
     assert (done.returncode, "holds the run" in done.stderr) == (2, True)
     (tmp_path / "outer" / "inner").mkdir()
     (tmp_path / "outer" / "inner" / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl that no run wrote"):
+        lock_run_folder(tmp_path / "outer" / "inner", wait_seconds=0)
+    (tmp_path / "outer" / "inner" / ".lock").touch()
     lock_run_folder(tmp_path / "outer" / "inner", wait_seconds=0)  # one that is there goes on
 
 

@@ -8,7 +8,7 @@ from checkpoints.model_dir import write_model_dir
 from configs.load import ConfigError, parse_options
 from configs.schema import Architecture, Position, Rope
 from launch import recipe as recipes
-from launch.recipe import load_recipe, main
+from launch.recipe import load_recipe, main, run_recipe
 from model.build import ModelConfig, build_model
 from tests.running import ROOT
 
@@ -208,3 +208,16 @@ def test_a_stage_that_dies_is_named(tmp_path, monkeypatch, caplog):
         assert main([str(tmp_path / "r.toml"), *options]) == status
         assert says in caplog.text
         assert "the same command goes on from step 40" in caplog.text
+
+
+def test_a_stage_is_not_trained_under_finished_ones(tmp_path):
+    """They started from weights that it would replace."""
+    (tmp_path / "r.toml").write_text(
+        '[tokenizer]\nkind = "bytes"\n[[stages]]\nname = "a"\n[[stages]]\nname = "b"\n[[stages]]\nname = "c"\n'
+    )
+    recipe, stages = load_recipe(tmp_path / "r.toml", {"recipe": {"folder": str(tmp_path)}})
+    for stage in stages[1:]:
+        stage.model_dir.mkdir(parents=True)
+        (stage.model_dir / "config.json").touch()
+    with pytest.raises(ConfigError, match="stage a is not finished, but b, c after it started from an earlier one"):
+        run_recipe(recipe, stages, ["no-launcher"])

@@ -200,6 +200,7 @@ def _metrics(runs: Runs, folder: Path) -> tuple[list[str], str]:
     with tmpfs(folder / "disk", 4):
         run = folder / "run"
         run.mkdir()
+        (run / ".lock").touch()
         (folder / "disk" / "metrics.jsonl").write_bytes(b"")
         (folder / "disk" / "filler").write_bytes(b"x" * 4096)
         (run / "metrics.jsonl").symlink_to(folder / "disk" / "metrics.jsonl")
