@@ -84,14 +84,14 @@ class Training:
         return Forked([f"--{key}={value}" for key, value in options.items()], self.ranks, log)
 
 
-def _statuses(ranks: Forked) -> set[int | None]:
+def join(ranks: Forked) -> set[int | None]:
     """How the ranks ended, which is waited for."""
     for process in ranks.processes:
         process.join()
     return {process.exitcode for process in ranks.processes}
 
 
-def _printed(log: Path) -> str:
+def output(log: Path) -> str:
     """What rank 0 has printed so far."""
     file = log / "0.err"
     return file.read_text() if file.exists() else ""
@@ -129,9 +129,9 @@ class Outcome:
 
 def train_undisturbed(training: Training) -> Undisturbed:
     log, begin = training.folder / "undisturbed.log", time.time()
-    (status,) = _statuses(training.start("undisturbed", log))
+    (status,) = join(training.start("undisturbed", log))
     if status:
-        raise SystemExit(f"the undisturbed run ended with {status}:\n{_printed(log)[-4000:]}")
+        raise SystemExit(f"the undisturbed run ended with {status}:\n{output(log)[-4000:]}")
     folder = training.folder / "undisturbed"
     last = folder / "checkpoint" / f"step-{training.steps}"
     saved = _modified(last / COMPLETE)
@@ -190,19 +190,19 @@ def kill_and_resume(
             _wait_for(aim, training, checkpoints, newest, log, whole, rng, ranks)
             for process in ranks.processes:
                 process.kill()
-            statuses = _statuses(ranks)
+            statuses = join(ranks)
             if -signal.SIGKILL in statuses and statuses <= {-signal.SIGKILL, 0}:
                 break
             if statuses != {0}:
-                outcome.wrong.append(f"{name} ended with {statuses} before it was killed:\n{_printed(log)[-2000:]}")
+                outcome.wrong.append(f"{name} ended with {statuses} before it was killed:\n{output(log)[-2000:]}")
                 return outcome
             _check_start(outcome, log, newest)  # it was done before the moment came
         _check_start(outcome, log, newest)
         outcome.kills.append(_look(training, checkpoints, log, outcome))
     log = training.folder / f"{name}.log"
     newest = max(complete_steps(checkpoints), default=0)
-    statuses = _statuses(training.start(name, log))
-    printed = _printed(log)
+    statuses = join(training.start(name, log))
+    printed = output(log)
     if statuses != {0}:
         outcome.wrong.append(f"{name} ended with {statuses} when resumed:\n{printed[-2000:]}")
         return outcome
@@ -244,13 +244,13 @@ def _wait_for(
 
 def _last_step(log: Path) -> int:
     """The last training step that a process has reported; 0 for none."""
-    steps = re.findall(r"^step (\d+)/\d+  loss ", _printed(log), re.MULTILINE)
+    steps = re.findall(r"^step (\d+)/\d+  loss ", output(log), re.MULTILINE)
     return int(steps[-1]) if steps else 0
 
 
 def _started_at(log: Path) -> int | None:
     """The step that a process resumed from: 0 for a new run, None where it was killed before it had loaded."""
-    printed = _printed(log)
+    printed = output(log)
     resumed = re.search(r"^resuming from .*step-(\d+)$", printed, re.MULTILINE)
     return int(resumed[1]) if resumed else 0 if re.search(r"^step 0/", printed, re.MULTILINE) else None
 
@@ -260,7 +260,7 @@ def _check_start(outcome: Outcome, log: Path, newest: int) -> None:
     found = _started_at(log)
     if found not in (None, newest):
         outcome.wrong.append(f"{log.name} started at step {found}; the newest complete checkpoint was {newest}")
-    if "damaged" in (printed := _printed(log)):
+    if "damaged" in (printed := output(log)):
         outcome.wrong.append(f"{log.name} found a damaged checkpoint:\n{printed[-2000:]}")
 
 

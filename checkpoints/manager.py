@@ -391,12 +391,13 @@ class RunCheckpoints(CheckpointManager):
             causes = [f"rank {rank}: {cause!r}" for rank, (cause, _) in sorted(error.failures.items())]
         else:
             causes = [repr(error)]
-        said = f"step {step} could not be saved in {self.folder}: {'; '.join(causes)}."
+        room = newest = ""
         with suppress(OSError):  # of a disk that can't be asked
-            steps, free = complete_steps(Path(self.folder)), shutil.disk_usage(self.config.job.dump_folder).free
-            newest = f"step {steps[-1]}" if steps else "none"
-            said += f" The newest complete checkpoint is {newest}. {free / GIB:.1f} GiB are free there; a quota may allow less."
-        return said
+            free = shutil.disk_usage(self.config.job.dump_folder).free
+            room = f" ({free / GIB:.1f} GiB free there; a quota may allow less)"
+            steps = complete_steps(Path(self.folder))
+            newest = f" The newest complete checkpoint is {f'step {steps[-1]}' if steps else 'none'}."
+        return f"step {step} could not be saved in {self.folder}{room}: {'; '.join(causes)}.{newest}"
 
     def _discard_failed(self, step: int) -> None:
         """A disk that is full has room again for the next."""

@@ -1,19 +1,20 @@
 """Checkpoints that are damaged, cut short, written while training goes on, or not written at all."""
 
+import multiprocessing
 import os
 import random
 import resource
 import shutil
-import subprocess
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from benchmarks.kills import Kill, Training, kill_and_resume, rows, train_undisturbed
+from benchmarks.kills import Kill, Training, join, kill_and_resume, output, rows, train_undisturbed
 from benchmarks.kills import weights as weight_bytes
 from checkpoints.card import read_history
 from checkpoints.convert import checkpoint_to_model_dir
@@ -264,8 +265,7 @@ class Whole:
 
     def resume(self, name):
         log = self.training.folder / f"{name}.log"
-        statuses = [process.wait() for process in self.training.start(name, log)]
-        return statuses, log.read_text()
+        return [*join(self.training.start(name, log))], output(log)
 
 
 @pytest.fixture(scope="module")
@@ -316,11 +316,14 @@ def test_a_run_that_was_done_before_its_kill_is_aimed_at_again(whole):
     class Scripted(Training):
         def start(self, name, log):
             assert not last.exists()
-            log.write_text(f"resuming from {last.with_name('step-20')}\nstep 23/24  loss 1.0\n")
+            log.mkdir(exist_ok=True)
+            (log / "0.err").write_text(f"resuming from {last.with_name('step-20')}\nstep 23/24  loss 1.0\n")
             starts.append(log)
             if len(starts) == 1:
                 shutil.copytree(whole.folder / "checkpoint" / "step-24", last)
-            return [subprocess.Popen(["sleep", "60"] if len(starts) == 2 else ["true"])]
+            rank = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60 * (len(starts) == 2),))
+            rank.start()
+            return SimpleNamespace(processes=[rank])
 
     training = Scripted(whole.training.folder, steps=24, interval=4)
     outcome = kill_and_resume(training, name, whole.run, ["training"], random.Random(0))
@@ -333,7 +336,7 @@ def test_fsdp_saves_the_step_s_state_asynchronously(whole):
     """Weights, moments, schedule and data order, beside those that one process saved and waited for."""
     training = Training(whole.training.folder, steps=24, interval=4, ranks=2, asynchronous=True)
     log = training.folder / "fsdp.log"
-    assert [process.wait() for process in training.start("fsdp", log)] == [0, 0], log.read_text()
+    assert join(training.start("fsdp", log)) == {0}, output(log)
     for step in (20, 24):  # saved while training went on, and the last
         one, two = (contents(training.folder / n / "checkpoint" / f"step-{step}") for n in ("undisturbed", "fsdp"))
         assert one.keys() == two.keys()
