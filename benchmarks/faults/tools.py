@@ -36,7 +36,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("evals.needle {model} --lengths 64 --task nosuch", ("nosuch",)),
     ("evals.needle {model} --lengths 64 --trials -1", ("--trials",)),
     ("evals.needle {model} --lengths 4", ("4",)),
-    ("evals.ripra {dense} --data {text} --length 0", ("--length",)),
+    ("evals.ripra {dense} --data {text} --length -3", ("--length",)),
     ("evals.ripra {dense} --passkeys 1 --evidence 9:3", ("evidence",)),
     ("evals.external {here}/gone.json", ("gone.json",)),
     ("evals.external {text}", ("text.txt",)),
@@ -79,7 +79,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("data.tokenizer train --out {here}/t --text {here}/gone.txt", ("gone.txt",)),
     ("data.tokenizer show {here} --text x", ("tokenizer",)),
     ("data.needles --out {here}/x.jsonl --documents 0 --tokens 100", ("--documents",)),
-    ("data.needles --out {here}/x.jsonl --documents 1 --tokens 3", ("3",)),
+    ("data.needles --out {here}/x.jsonl --documents 1 --tokens 3", ("165",)),
 )
 
 
