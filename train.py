@@ -47,7 +47,7 @@ logger = logging.getLogger("farsight")
 
 @dataclass(frozen=True)
 class Work:
-    """What a command line asks for, checked."""
+    """A parsed and checked command line."""
 
     config: JobConfig
     build: Callable[[], Trainer]
@@ -56,7 +56,7 @@ class Work:
     out_of_memory: Callable[[BaseException, Trainer | None], str] = lambda error, trainer: (
         f"{error}\n`python -m launch.plan` with this config says what takes the memory, and what to lower."
     )
-    """What to say when a GPU's memory was not enough."""
+    """Returns the message for a GPU that ran out of memory."""
 
 
 def pretrain(arguments: list[str]) -> Work:

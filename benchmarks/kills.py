@@ -92,7 +92,7 @@ def join(ranks: Forked) -> set[int | None]:
 
 
 def output(log: Path) -> str:
-    """What rank 0 has printed so far."""
+    """Returns the output of rank 0 so far."""
     file = log / "0.err"
     return file.read_text() if file.exists() else ""
 

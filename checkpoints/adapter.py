@@ -180,7 +180,7 @@ class Adapter:
     fingerprint: str
     """Of the base's weights."""
     checksum: str | None
-    """Of all their bytes; None of adapters that older versions wrote."""
+    """Checksum over all of the base's weights; None in adapters written by older versions."""
     base_position: Position
     """The base's own."""
     architecture: Architecture

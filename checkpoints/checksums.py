@@ -25,9 +25,9 @@ logger = logging.getLogger("farsight")
 MANIFEST = "checksums.json"
 ALGORITHM = "xxh3_128"
 BLOCK_BYTES = 64 * 2**20
-"""Of a checksum: what one thread reads at a time, and what a report of damage names."""
+"""Size of a checksummed block: the unit of work for a thread, and of a damage report."""
 READ_BYTES = 2**20
-"""Of a read: small enough to be hashed in the processor's cache."""
+"""Size of one read, small enough to be hashed in the processor's cache."""
 SLOW_SECONDS = 3
 """Reading that takes longer ends with a log line."""
 

@@ -85,7 +85,7 @@ _KNOWN = {
     # The folder that a checkpoint was saved in.
     **_records("pathlib", "PosixPath", "WindowsPath"), **_records("pathlib._local", "PosixPath", "WindowsPath"),
 }  # fmt: skip
-"""What `.metadata` names, beside `torch.Size` and dtypes."""
+"""The classes that `.metadata` may name, besides `torch.Size` and dtypes."""
 
 
 class _Unpickler(pickle.Unpickler):

@@ -20,7 +20,7 @@ from configs.load import to_dict
 from farsight.progress import progress
 
 ROWS = 4
-"""So many of each matrix are looked at, spread evenly: other training changes all of them."""
+"""Rows sampled from each matrix, spread evenly: other training changes all of them."""
 
 
 def base_entry(directory: Path) -> dict[str, Any]:

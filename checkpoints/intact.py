@@ -32,7 +32,7 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def faults(checkpoint: Path, verify: bool = True) -> list[str]:
-    """What is wrong with a checkpoint folder, a line a file or block; nothing where it is whole.
+    """Lists the damage in a checkpoint folder, one line per file or block; empty if it is intact.
 
     Args:
         verify: read every byte and compare checksums, where the checkpoint has them; else look at sizes.
@@ -53,7 +53,7 @@ def refuse_damaged(checkpoint: Path, verify: bool = True) -> None:
 
 
 def look(checkpoint: Path, verify: bool = True) -> tuple[list[str], Manifest | None]:
-    """What shows without reading the large files.
+    """Checks everything that can be checked without reading the large files.
 
     Args:
         verify: compare the small ones with their checksums.

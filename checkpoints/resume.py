@@ -1,4 +1,4 @@
-"""What a run may change when it goes on from a checkpoint, and what it may not."""
+"""Checks which settings have changed when a run resumes, and refuses those that must not."""
 
 import dataclasses
 import json

@@ -81,7 +81,7 @@ def _ranges(cls: type) -> dict[str, Range]:
 
 
 def _first_line(cls: type) -> str:
-    """Of the docstring; a dataclass without one is given its signature."""
+    """First line of the docstring; Python gives dataclasses without one their signature, which is left out."""
     doc = inspect.getdoc(cls) or ""
     return "" if doc.startswith(f"{cls.__name__}(") else doc.partition("\n")[0]
 

@@ -28,7 +28,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def fields_of(path: Path) -> Iterator[None]:
-    """What is read from a file's object: fields that are missing or of another type become sentences.
+    """Turns missing fields and fields of the wrong type into errors that name the file.
 
     Raises:
         ConfigError: in place of the KeyError, TypeError or AttributeError that such a field causes.

@@ -40,7 +40,7 @@ def identify(paths: Sequence[str | Path]) -> FileList:
 
 
 def difference(saved: FileList, now: FileList) -> str | None:
-    """What became of the files since they were saved, in words; None where their contents are the same, in the same order."""
+    """Describes how the files have changed since the checkpoint; None if their contents are the same, in the same order."""
     if [identity for _, identity in saved] == [identity for _, identity in now]:
         return None
     found = list(_differences(saved, now)) or ["their order changed"]

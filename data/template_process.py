@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MEMORY = 1 << 30
 """Bytes of address space; Python and Jinja take some 30 MB of it."""
 SECONDS = 3.0
-"""Of the CPU, for one conversation. Common templates take some 50 µs for a message."""
+"""CPU seconds allowed for one conversation. Common templates take some 50 µs for a message."""
 LONGEST = 1 << 26
 """Characters of a text."""
 

@@ -1,4 +1,4 @@
-"""What every tokenizer can do, and long texts, which are encoded slice by slice."""
+"""The interface of all tokenizers, which encode long texts slice by slice."""
 
 import re
 import time

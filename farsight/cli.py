@@ -1,4 +1,4 @@
-"""What every command-line tool does when something goes wrong, and types for the numbers that it is given.
+"""Error handling and argument types shared by all command-line tools.
 
 Bad input ends a tool with one sentence and status 2. Any other error is a fault of Farsight's: it ends with status 1 and one
 line that asks for a report, and the traceback goes into a file.
@@ -69,7 +69,7 @@ def refuse(sentence: str, status: int = EXIT_INPUT, cause: BaseException | None 
 
 
 def explain(error: BaseException) -> str | None:
-    """What to tell the user of an error in one sentence, or None where it is a fault of Farsight's."""
+    """Returns the sentence that explains an error to the user, or None if the error is a bug in Farsight."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -21,7 +21,7 @@ class Range:
     """One more value that stands for something else, such as -1 for all."""
 
     def problem(self, value: float) -> str | None:
-        """What is wrong with a value, to follow it in a sentence ("must be more than 0"), or None."""
+        """Returns what to say after the value in an error ("must be more than 0"), or None if it is in range."""
         if isinstance(value, int) and abs(value) >= 2**63:
             return "must fit into 64 bits"
         if not math.isfinite(value):

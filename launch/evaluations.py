@@ -90,7 +90,7 @@ def run_child(command: list[str]) -> int:
 
 
 def ended(status: int) -> str:
-    """What to say of a child that failed."""
+    """Describes how a child process failed."""
     return process.killed_by(-status) if status < 0 else f"ended with status {status}"
 
 

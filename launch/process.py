@@ -1,4 +1,4 @@
-"""How a process of a run starts, is stopped, and ends.
+"""Starting, stopping and ending the processes of a run.
 
 The standard library alone: this works before torch is loaded, which takes seconds.
 """
@@ -39,7 +39,7 @@ BEFORE_TRAINING = "stopped before training began; nothing was lost, and the same
 BETWEEN_STEPS = "stopped; the same command goes on from here"
 
 _at_once: str | None = None
-"""What to say when a signal ends the process at once; None while something else handles signals."""
+"""Message printed when a signal ends the process at once; None while other handlers are in charge."""
 
 
 # ── Ranks ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -156,7 +156,7 @@ def _watch(signals: int, launcher: int | None) -> None:
 
 
 def killed_by(number: int) -> str:
-    """What to say of a process that a signal ended."""
+    """Describes a process that was ended by a signal."""
     reason = {
         signal.SIGKILL: " (the kernel's out-of-memory killer does that: look in dmesg)",
         signal.SIGSEGV: " (a crash inside a library)",

@@ -1,4 +1,4 @@
-"""What goes wrong between the ranks of a run: too few of them, no place to meet, and one that is gone."""
+"""Errors between ranks: too few of them, a rendezvous that fails, and a rank that is lost."""
 
 import os
 
@@ -29,7 +29,7 @@ def check_layout(config: JobConfig, processes: int) -> None:
 
 
 def lost_rank(error: BaseException) -> str | None:
-    """What to say where a rank failed because of another; None for other errors."""
+    """Returns the message for a rank that failed because of another one, or None for other errors."""
     text = str(error).strip()
     first = text.partition("\n")[0].partition(". ")[0]
     # gloo raises plain RuntimeErrors.

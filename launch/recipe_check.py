@@ -1,4 +1,4 @@
-"""What a recipe needs before it runs: layouts that can be, and files and folders that are there."""
+"""Checks made before a recipe runs: that its layouts are possible, and its files and folders exist."""
 
 import dataclasses
 import shutil
@@ -39,7 +39,7 @@ def check_stages(stages: Sequence["Stage"], processes: int | None) -> None:
 
 
 def missing(recipe: "Recipe", stages: Sequence["Stage"]) -> list[str]:
-    """What would stop a recipe on its way: one sentence for each thing that is not there."""
+    """Lists what would stop the recipe later, one sentence for each thing that is missing."""
     root, wrong = stages[0].folder.parent, []
     if is_run(root):
         wrong.append(f"{root} is a run itself: set another recipe.name or recipe.folder.")

@@ -1,4 +1,4 @@
-"""What a recipe will do, as text: a table of its stages, and how each one's positions differ from the last one's."""
+"""A recipe's plan as text: a table of its stages, and how positions change from stage to stage."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

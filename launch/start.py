@@ -1,4 +1,4 @@
-"""What a run that starts from other weights should know of them."""
+"""Warnings for runs that start from existing weights."""
 
 import logging
 import tomllib

@@ -34,7 +34,7 @@ EVERY = sorted({*numbers(JobConfig), *numbers(FinetuneConfig)}, key=str)
 
 
 def refused(option, value, cls):
-    """What is said of `--option value`, and of the same value in a file."""
+    """Returns the errors for `--option value` and for the same value in a file."""
     said = []
     values = {}
     for key in reversed(option.split(".")):

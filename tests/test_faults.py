@@ -27,7 +27,7 @@ def test_the_table_is_large_and_names_what_messages_must_have():
 
 
 def test_every_command_that_opens_a_model_meets_the_attacks():
-    """Of all tools there are, by what runs as a program, but for those that read no model."""
+    """All programs of the three packages are covered, except those that read no model."""
     programs = {
         f"{path.parent.name}.{path.stem}"
         for folder in ("checkpoints", "evals", "analysis")

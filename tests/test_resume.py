@@ -1,4 +1,4 @@
-"""What a start finds, leaves alone and refuses: damaged bytes, others' files, weights that are not finite, other settings."""
+"""Resuming: damaged bytes, others' files, weights that are not finite, other settings."""
 
 import json
 import math

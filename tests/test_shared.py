@@ -50,7 +50,7 @@ def write(folder: Path, kind: str, texts: list[str]) -> Data:
 
 
 def pieces_of_a_pass(config: Data, lanes: int, tokenizer: Tokenizer = BYTES, epoch: int = 0) -> list[list[np.ndarray]]:
-    """What each lane draws in a pass."""
+    """The documents that each lane draws in a pass."""
     found = []
     for lane in range(lanes):
         sources = open_sources(config, "train")

@@ -17,7 +17,7 @@ from benchmarks.faults.workshop import Workshop
 from launch.forked import Finished
 
 STEPS = 16
-"""Of a whole run; it is spoiled at step 12."""
+"""Steps of a complete run, which is spoiled at step 12."""
 TRAIN = (
     f"train.py --job.config_file {{config}} --checkpoint.keep_latest_k 0 --training.steps {STEPS} --job.dump_folder "
 )
@@ -173,7 +173,7 @@ def tmpfs(folder: Path, kilobytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def can_mount(folder: Path) -> bool:
-    """Whether this user may make small disks."""
+    """Returns whether this user may mount a tmpfs."""
     try:
         with tmpfs(folder / "trial", 64):
             return True

@@ -66,7 +66,7 @@ BOUND_SECONDS = 90.0
 """Longest that a command may take to refuse its input, on a machine with other work."""
 
 Content = bytes | str | Callable[[Path], None]
-"""Of a file: what is in it, or what makes it, given its path."""
+"""A file's content, or a function that creates the file at a given path."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ class Verdict:
     done: Finished
     seconds: float
     wrong: tuple[str, ...]
-    """What was not as it should be: "traceback", "hang", "executed", "status …", "unclear: …", "lost data: …"."""
+    """The faults found: "traceback", "hang", "executed", "status …", "unclear: …", "lost data: …"."""
 
 
 def judge(case: Case, done: Finished, seconds: float, here: Path, before: dict[str, str]) -> tuple[str, ...]:
-    """What is wrong with how a case ended; nothing where it is as it has to be."""
+    """Returns the faults in how a case ended; empty if there are none."""
     printed = done.stdout + done.stderr
     wrong = []
     if "Traceback (most recent call last)" in printed or "fault in Farsight" in printed:
