@@ -78,5 +78,8 @@ def run_missing(
             (model.weights / folder).mkdir(exist_ok=True)
             # A tool brings what it needs alone: imported when it runs.
             importlib.import_module(f"{package}.{kind}").main(arguments(kind))
-        except (SystemExit, OSError, ValueError) as error:  # the page is made all the same, and says what it lacks
+        # The page is made all the same, and says what it lacks.
+        except SystemExit:  # the tool has printed why
+            print(f"{model.name}: {kind} was not measured, for the reason above.", file=sys.stderr)
+        except (OSError, ValueError) as error:
             print(f"{model.name}: {kind} was not measured: {error}", file=sys.stderr)

@@ -276,9 +276,15 @@ def test_a_tool_that_refuses_does_not_cost_the_page(tmp_path, capsys):
     model = write_model(tmp_path / "model", trained_length=256)
     (tmp_path / "text.txt").write_text("short\n")
     page = make(tmp_path, model, "--measure", "--data", tmp_path / "text.txt", "--lengths", 20)
-    said = capsys.readouterr().err
-    assert "perplexity was not measured: length 20: a window needs at least 2 tokens" in said
-    assert "needle was not measured: --lengths 20" in said
+    said = capsys.readouterr().err.splitlines()
+    for tool, reason in (
+        ("perplexity", "length 20: the longest document has 6 tokens; name a longer text."),
+        ("needle", "--lengths 20: 20 tokens are too few: without any haystack the prompt and its answer take 165."),
+    ):
+        [place] = [
+            i for i, line in enumerate(said) if line.endswith(f": {tool} was not measured, for the reason above.")
+        ]
+        assert said[place - 1] == reason
     assert page.count("Not measured") >= 2
 
 
