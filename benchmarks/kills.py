@@ -29,7 +29,7 @@ from checkpoints.intact import COMPLETE, faults
 from checkpoints.steps import complete_steps, step_folders
 from farsight.cli import bounded, command
 from farsight.files import prepare_file
-from launch.forked import Forked
+from launch.forked import Forked, start_server
 
 CONFIG = (
     MODEL
@@ -128,6 +128,7 @@ class Outcome:
 
 
 def train_undisturbed(training: Training) -> Undisturbed:
+    start_server()  # the first run's start-up shall take as long as the others'
     log, begin = training.folder / "undisturbed.log", time.time()
     (status,) = join(training.start("undisturbed", log))
     if status:
@@ -236,10 +237,13 @@ def _wait_for(
         seconds, reached = whole.save_seconds, lambda: save.exists() and _started_at(log) is not None
     else:
         seconds, reached = whole.export_seconds, (checkpoints / f"step-{training.steps}" / COMPLETE).exists
-    delay = rng.random() * seconds
-    while not reached() and all(process.is_alive() for process in ranks.processes):
+    delay, end = rng.random() * seconds, None
+    while all(process.is_alive() for process in ranks.processes):
+        if end is None and reached():
+            end = time.monotonic() + delay
+        if end is not None and time.monotonic() >= end:
+            return
         time.sleep(0.001)
-    time.sleep(delay)
 
 
 def _last_step(log: Path) -> int:

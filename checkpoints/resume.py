@@ -26,10 +26,9 @@ _NUMBERS = re.compile(
 
 def refuse_another_model(saved: ModelConfig, ours: ModelConfig, where: str) -> None:
     """What weights depend on may not change: their shapes, and which head has which scope."""
-    if dataclasses.replace(saved.architecture, depth_init=ours.architecture.depth_init) != ours.architecture:
-        raise ConfigError(
-            f"{where} holds another architecture:\n  there: {saved.architecture}\n  here:  {ours.architecture}"
-        )
+    theirs = dataclasses.replace(saved.architecture, depth_init=ours.architecture.depth_init)
+    if changed := _changed(_flat(to_dict(theirs), "architecture"), _flat(to_dict(ours.architecture), "architecture")):
+        raise ConfigError("\n  ".join([f"{where} holds another architecture:", *changed]))
     layouts = [getattr(c.position.heads, "layout", None) for c in (saved, ours)]
     if None not in layouts and layouts[0] != layouts[1]:
         raise ConfigError(
@@ -46,9 +45,10 @@ def refuse_other_layers(checkpoint: Path, config: JobConfig, base: str | None) -
     """
     entry = (read_history(checkpoint) or [{}])[-1]
     if isinstance(config, FinetuneConfig) and entry.get("adapter") != (now := adapter_entry(config)):
+        changed = _changed(_flat(entry.get("adapter") or {}), _flat(now))
         raise ConfigError(
-            f"{checkpoint} holds other adapters:\n  there: {entry.get('adapter')}\n  here:  {now}\n"
-            "Set them back, or start a new run (job.dump_folder)."
+            "\n  ".join([f"{checkpoint} holds other adapters:", *changed])
+            + "\nSet them back, or start a new run (job.dump_folder)."
         )
     if base is not None and entry.get("base") != base:
         raise ConfigError(
@@ -99,12 +99,7 @@ def refuse_other_settings(checkpoint: Path, config: JobConfig, saved: ModelConfi
         theirs = _numbers(to_dict(type(config)())) | _numbers(job)
         compared["optimizer"] = theirs, _numbers(to_dict(config))
     for kind, (theirs, ours) in compared.items():
-        changed = [
-            f"{name} = {_shown(theirs, name)} there, {_shown(ours, name)} here"
-            for name in sorted({*theirs, *ours})
-            if theirs.get(name) != ours.get(name)
-        ]
-        if not changed:
+        if not (changed := _changed(theirs, ours)):
             continue
         if kind in config.checkpoint.accept_changes:
             logger.warning(f"resuming from {checkpoint} with other settings, as accepted: {'; '.join(changed)}")
@@ -128,12 +123,22 @@ def _numbers(job: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in _flat(job).items() if _NUMBERS.fullmatch(name)}
 
 
+def _changed(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """The settings that differ, with both values."""
+    return [
+        f"{name} = {_shown(theirs, name)} there, {_shown(ours, name)} here"
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
+    ]
+
+
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} → {"a.b": 1}; items of a list by their numbers."""
+    """{"a": {"b": 1}} → {"a.b": 1}; tables in a list by their numbers."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         name = f"{prefix}.{key}" if prefix else key
-        items = dict(enumerate(value)) if isinstance(value, list) else value
+        of_tables = isinstance(value, list) and any(isinstance(item, dict) for item in value)
+        items = dict(enumerate(value)) if of_tables else value
         flat |= _flat(items, name) if isinstance(items, dict) else {name: value}
     return flat
 

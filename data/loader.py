@@ -382,9 +382,8 @@ def refuse_other_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
     differences = list(_differences(saved, now))
     if differences:
         raise DataError(
-            "the checkpoint's data order can't be continued, because these changed: "
-            + "; ".join(differences)
-            + ". Set them back, or begin a new order, as a new stage does: a run in a folder of its own "
+            "\n  ".join(["the checkpoint's data order can't be continued, because these changed:", *differences])
+            + "\nSet them back, or begin a new order, as a new stage does: a run in a folder of its own "
             "(job.dump_folder) that starts from the checkpoint's weights (checkpoint.initial_load_path)."
         )
 

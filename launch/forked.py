@@ -80,6 +80,13 @@ class Forked:
         return Finished(code, *printed)
 
 
+def start_server() -> None:
+    """Imports what runs need now, in place of with the first of them."""
+    process = _server().Process(target=int)
+    process.start()
+    process.join()
+
+
 def _server() -> ForkServerContext:
     """The context whose server has imported what a run needs; the first process starts it."""
     context = multiprocessing.get_context("forkserver")

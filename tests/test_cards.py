@@ -1,10 +1,7 @@
 """The code in the cards of model directories and adapters runs as it is printed, and writes what our tools write."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,9 +14,9 @@ from configs.schema import Architecture, NoRotary, Position, Rope, Scope
 from data.tokenizer import BytesTokenizer
 from evals import generate
 from evals.generate import encode_prompt
+from launch.forked import Forked
 from model.build import ModelConfig, build_model
 from tests.finetuned import tokens, write_base
-from tests.running import ROOT
 from tests.test_adapter import trained_adapter
 
 POSITIONS = {"llama": Position(rotary=Rope()), "farsight": Position(heads=Scope(), rotary=NoRotary())}
@@ -43,10 +40,9 @@ def blocks(card: Path) -> list[str]:
 
 def run(code: str, folder: Path) -> list:
     """The last line that code prints, in a process of its own whose working directory is the folder."""
-    environment = {**os.environ, "HF_HOME": str(folder.parent / "hf"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env={**environment, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )  # fmt: skip
+    script, printed = folder.parent / "card.py", folder.parent / "printed"
+    script.write_text(code)
+    done = Forked([], 1, printed, str(script), folder).wait()
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -109,35 +109,49 @@ def export(folder: Path, position: Position, tokenizer_dir: Path | None = None, 
     return config
 
 
-def run_elsewhere(folder: Path, script: str) -> dict[str, torch.Tensor]:
-    out = folder.parent / "out.safetensors"
+ELSEWHERE = f"""
+import sys
+sys.meta_path = [f for f in sys.meta_path if 'editable' not in f'{{f}} {{getattr(f, "__module__", "")}}']
+sys.path = [p for p in sys.path if p != {str(Path(__file__).parents[1])!r}]
+script, *folders = sys.argv[1:]
+for folder in folders:
+    print(folder)
+    sys.argv[1:] = folder, folder + ".safetensors"
+    exec(script, {{}})
+"""
+
+
+def run_elsewhere(folders: list[Path], script: str) -> dict[str, dict[str, torch.Tensor]]:
+    """What a script saves for each folder, by its name; one process, since transformers takes nine seconds to import."""
+    (parent,) = {folder.parent for folder in folders}
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    environment |= {"HF_HOME": str(folder.parent / "hf"), "HF_HUB_OFFLINE": "1"}
+    environment |= {"HF_HOME": str(parent / "hf"), "HF_HUB_OFFLINE": "1"}
     # -P and another folder: neither the script's folder nor this one is searched for modules; -S would lose pip's.
-    hidden = (
-        "import sys\n"
-        "sys.meta_path = [f for f in sys.meta_path if 'editable' not in f'{f} {getattr(f, \"__module__\", \"\")}']\n"
-        f"sys.path = [p for p in sys.path if p != {str(Path(__file__).parents[1])!r}]\n"
-    )
     done = subprocess.run(
-        [sys.executable, "-P", "-c", hidden + script, str(folder), str(out)],
-        cwd=folder.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return load_file(out)
+        [sys.executable, "-P", "-c", ELSEWHERE, script, *map(str, folders)],
+        cwd=parent, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return {folder.name: load_file(f"{folder}.safetensors") for folder in folders}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Models of all positions, their configs, and what transformers computes with them."""
+    parent = tmp_path_factory.mktemp("exported")
+    configs = {
+        name: export(parent / name, position, qk_norm=name == "mixed", tie_embeddings=name == "alibi")
+        for name, position in POSITIONS.items()
+    }
+    return parent, configs, run_elsewhere([parent / name for name in POSITIONS], LOADER)
 
 
 @pytest.mark.parametrize("name", POSITIONS)
-def test_exported_model_equals_ours(tmp_path, name):
-    folder = tmp_path / name
-    config = export(folder, POSITIONS[name], qk_norm=name == "mixed", tie_embeddings=name == "alibi")
+def test_exported_model_equals_ours(exported, name):
+    parent, configs, results = exported
+    folder, config, result = parent / name, configs[name], results[name]
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert values["model_type"] == "farsight"
-    result = run_elsewhere(folder, LOADER)
 
     model, _ = load_model(folder)
     tokens = torch.randint(96, (2, 60), generator=torch.Generator().manual_seed(1))
@@ -163,7 +177,7 @@ def test_exported_model_equals_ours(tmp_path, name):
     torch.testing.assert_close(result["grad"], grad, atol=1e-5, rtol=1e-3)
 
     # What transformers saved again is still a model of ours, with its own code beside it.
-    again = tmp_path / f"{name}-again"
+    again = parent / f"{name}-again"
     assert (again / "modeling_farsight.py").is_file()
     assert read_model_config(again).position == config.position
     with torch.no_grad():
@@ -215,7 +229,7 @@ def test_harnesses_find_what_they_expect_of_generate(tmp_path):
     beforehand, stop tokens from the model's own settings, flash attention by name, bf16, a device map."""
     load_tokenizer(Tokenizer(kind="bytes")).save(tmp_path / "tokenizer")
     config = export(tmp_path / "model", MIXED, tokenizer_dir=tmp_path / "tokenizer", vocab_size=260)
-    result = run_elsewhere(tmp_path / "model", HARNESS)
+    result = run_elsewhere([tmp_path / "model"], HARNESS)["model"]
     assert result["stops"].tolist() == [257]
     text = b"the river runs under seven stones"
     assert result["ids"][0].tolist() == [256, *text[-23:]]
@@ -262,11 +276,21 @@ save_file({"rows": rows, "labels": labels}, out)
 """
 
 
-@pytest.mark.parametrize("name", ["scope_lasp", "mixed"])
-def test_a_plain_trainer_takes_the_steps_that_the_equations_give(tmp_path, name):
-    folder = tmp_path / name
-    export(folder, POSITIONS[name])
-    batch = run_elsewhere(folder, TRAINER)
+BY_TRAINER = ["scope_lasp", "mixed"]
+
+
+@pytest.fixture(scope="module")
+def trained_elsewhere(tmp_path_factory):
+    parent = tmp_path_factory.mktemp("trained")
+    for name in BY_TRAINER:
+        export(parent / name, POSITIONS[name])
+    return parent, run_elsewhere([parent / name for name in BY_TRAINER], TRAINER)
+
+
+@pytest.mark.parametrize("name", BY_TRAINER)
+def test_a_plain_trainer_takes_the_steps_that_the_equations_give(trained_elsewhere, name):
+    parent, batches = trained_elsewhere
+    folder, batch = parent / name, batches[name]
     model, config = load_model(folder)
     set_length(model, config, 40)
     for step in range(2):
@@ -278,7 +302,7 @@ def test_a_plain_trainer_takes_the_steps_that_the_equations_give(tmp_path, name)
         with torch.no_grad():
             for parameter, grad in zip(model.parameters(), grads, strict=True):
                 parameter -= 0.1 * grad
-    trained = load_model(tmp_path / f"{name}-trained")[0]
+    trained = load_model(parent / f"{name}-trained")[0]
     start = load_model(folder)[0]
     for key, value in trained.state_dict().items():
         moved = value - start.state_dict()[key]
@@ -330,7 +354,7 @@ save_file(result, out)
 def test_hidden_states_are_llama_s_and_what_is_not_supported_is_said(tmp_path):
     """The same weights in `transformers`' Llama and in our modelling file, which is given dense heads and one RoPE."""
     export(tmp_path / "model", POSITIONS["nope"])
-    result = run_elsewhere(tmp_path / "model", ASKED_FOR)
+    result = run_elsewhere([tmp_path / "model"], ASKED_FOR)["model"]
     assert result["ours"].shape == (4, 2, 20, 64)  # the embedding's, and each layer's
     torch.testing.assert_close(result["ours"], result["llama"], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(result["ours_last"], result["llama_last"], atol=1e-5, rtol=1e-4)

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -31,10 +30,11 @@ from configs.schema import (
     SlidingWindow,
     YarnRope,
 )
+from launch.forked import Forked
 from launch.recipe import load_recipe, main
 from launch.recipe_check import check_stages
 from model.build import ModelConfig, count_parameters, trained_layers
-from tests.running import ROOT, environment, forked, metrics, run
+from tests.running import ROOT, forked, metrics, run
 
 RECIPES = ROOT / "configs" / "recipes"
 
@@ -324,14 +324,18 @@ def test_every_tiny_twin_trains(first, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_tiny_twin_runs_and_is_skipped_once_finished(name, tmp_path):
+def test_tiny_twin_runs_and_is_skipped_once_finished(name, tmp_path, monkeypatch, capsys, caplog):
     recipe = tmp_path / f"{name}.toml"
     recipe.write_text(f'base = "{RECIPES / "tiny" / name}.toml"\n[recipe]\nfolder = "{tmp_path}"\n')
-    command = [sys.executable, "-m", "launch.recipe", str(recipe)]
-    done = run(command)
+    monkeypatch.setattr("launch.recipe.wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode)
+    if name == WHOLE[0]:  # with all that stands between a user and the training, which takes half a minute
+        printed = run([sys.executable, "-m", "launch.recipe", str(recipe)]).stdout
+    else:
+        assert main([str(recipe)]) == 0
+        printed = capsys.readouterr().out
     root = tmp_path / name
     last = root / "adapt-128k" / "model"
-    assert done.stdout.rstrip().endswith(f"model directory: {last}")
+    assert printed.rstrip().endswith(f"model directory: {last}")
     summary = json.loads((root / "summary.json").read_text())
     assert summary["model_dir"] == str(last)
     assert [s["seq_len"] for s in summary["stages"]] == [64, 128, 256]
@@ -357,13 +361,14 @@ def test_tiny_twin_runs_and_is_skipped_once_finished(name, tmp_path):
     metadata = ModelCard(card).data.to_dict()
     assert {"farsight", "scope"} <= {*metadata["tags"]}
     (code,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
-    home = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([sys.executable, "-c", code], cwd=last, env={**environment(), **home}, check=True)
+    (tmp_path / "card.py").write_text(code)
+    assert Forked([], 1, tmp_path / "printed", str(tmp_path / "card.py"), last).wait().returncode == 0
 
     # A stage begins where the last one ended, and what is finished is not run again.
     names = ["pretrain-4k", "finetune-32k", "adapt-128k"]
     before = [metrics(root / n) for n in names]
     shutil.rmtree(root / names[2])
-    again = run(command)
-    assert again.stderr.count("is finished") == 2
+    caplog.set_level("INFO")
+    assert main([str(recipe)]) == 0
+    assert caplog.text.count("is finished") == 2
     assert [[row["loss"] for row in metrics(root / n)] for n in names] == [[row["loss"] for row in b] for b in before]
