@@ -1,6 +1,6 @@
 """Compiles a Triton kernel for GPUs that are not here; prints registers, spills and shared memory as JSON lines.
 
-    python -m tests.triton_ahead_of_time forward|dq|dkv|decode|delta|combine|head_rotation HEAD_DIM
+    python -m tests.triton_ahead_of_time forward|dq|dkv|decode|delta|combine|head_rotation HEAD_DIM …
 
 A process of its own: not one in which the kernels are interpreted.
 """
@@ -94,15 +94,16 @@ def registers_and_spills(ptx: str, sm: int) -> dict[str, int]:
 
 
 def main() -> None:
-    asked, head_dim = sys.argv[1:]
+    asked, *head_dims = sys.argv[1:]
     # float16 is bfloat16 to the compiler: the same instructions and sizes.
-    for name, dtype, sm in itertools.product(
-        TOGETHER.get(asked, (asked,)), (torch.bfloat16, torch.float32), (80, 90, 100)
+    for name, head_dim, dtype, sm in itertools.product(
+        TOGETHER.get(asked, (asked,)), map(int, head_dims), (torch.bfloat16, torch.float32), (80, 90, 100)
     ):
         for group in GROUPS.get(name, (4,)):
             # Documents and slopes: what takes most registers.
-            compiled = compile_kernel(name, int(head_dim), dtype, sm, starts=True, slopes=True, group=group)
-            report = {"kernel": name, "dtype": str(dtype).removeprefix("torch."), "sm": sm, "group": group}
+            compiled = compile_kernel(name, head_dim, dtype, sm, starts=True, slopes=True, group=group)
+            report = {"kernel": name, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."), "sm": sm}
+            report["group"] = group
             report["shared"] = compiled.metadata.shared
             print(json.dumps(report | registers_and_spills(compiled.asm["ptx"], sm)), flush=True)
 
