@@ -8,7 +8,6 @@ import json
 import lzma
 import math
 import os
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,7 +25,7 @@ from evals.extensions import parse_extension
 from evals.perplexity import Windows, encode_file, main, perplexity_by_length, window_nll
 from evals.texts import read_texts
 from model.build import ModelConfig, build_model, set_length
-from tests.running import run
+from tests.running import forked
 from tests.test_model import SMALL, fresh_model
 
 BYTES = dataclasses.replace(SMALL, vocab_size=320)
@@ -246,8 +245,9 @@ def test_several_processes_and_models(tmp_path, tokenizer_dir, text):
     ]
     main([*arguments, "--json", str(tmp_path / "one.json"), "--picture", str(tmp_path / "p.png")])
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    run([*launcher, "-m", "evals.perplexity", *arguments, "--device", "cpu", "--json", str(tmp_path / "two.json")])
+    arguments += ["--device", "cpu", "--json", str(tmp_path / "two.json")]
+    done = forked(arguments, tmp_path / "printed", ranks=2, script="evals.perplexity")
+    assert done.returncode == 0, done.stderr
     one, two = (json.loads((tmp_path / f"{n}.json").read_text())["models"] for n in ("one", "two"))
     assert list(one) == [str(tmp_path / "a"), str(tmp_path / "b")]
     for folder, figures in one.items():

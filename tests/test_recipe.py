@@ -297,6 +297,15 @@ WHOLE = ["scope_llama3_8b", "scope_lasp_llama3_8b"]
 """Twins that another test runs with all of their steps."""
 
 
+def test_the_command_runs_a_stage_in_a_process_of_its_own(tmp_path):
+    recipe = tmp_path / "nano_scope.toml"
+    recipe.write_text(f'base = "{RECIPES / "tiny" / "nano_scope"}.toml"\n[recipe]\nfolder = "{tmp_path}"\n')
+    done = run([sys.executable, "-m", "launch.recipe", str(recipe), "--training.steps", "2"])
+    summary = json.loads((tmp_path / "nano_scope" / "summary.json").read_text())
+    assert [stage["steps"] for stage in summary["stages"]] == [2]
+    assert done.stdout.rstrip().endswith(f"model directory: {summary['model_dir']}")
+
+
 @pytest.mark.parametrize("first", sorted({*NAMES} - {*WHOLE, *(name for chain in CHAINS.values() for name in chain)}))
 def test_every_tiny_twin_trains(first, tmp_path, monkeypatch):
     monkeypatch.setattr("launch.recipe.wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode)
@@ -328,11 +337,8 @@ def test_tiny_twin_runs_and_is_skipped_once_finished(name, tmp_path, monkeypatch
     recipe = tmp_path / f"{name}.toml"
     recipe.write_text(f'base = "{RECIPES / "tiny" / name}.toml"\n[recipe]\nfolder = "{tmp_path}"\n')
     monkeypatch.setattr("launch.recipe.wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode)
-    if name == WHOLE[0]:  # with all that stands between a user and the training, which takes half a minute
-        printed = run([sys.executable, "-m", "launch.recipe", str(recipe)]).stdout
-    else:
-        assert main([str(recipe)]) == 0
-        printed = capsys.readouterr().out
+    assert main([str(recipe)]) == 0
+    printed = capsys.readouterr().out
     root = tmp_path / name
     last = root / "adapt-128k" / "model"
     assert printed.rstrip().endswith(f"model directory: {last}")

@@ -3,8 +3,6 @@
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +19,7 @@ from checkpoints.intact import faults, main
 from configs.load import ConfigError
 from configs.schema import Architecture, Position
 from model.build import ModelConfig
-from tests.running import ROOT, environment
+from tests.running import forked
 
 CONFIG = ModelConfig(
     Architecture(vocab_size=320, dim=16, n_layers=1, head_dim=4, n_heads=2, n_kv_heads=2), Position(), 64
@@ -100,10 +98,8 @@ def test_metadata_is_not_run(folder, mark, tmp_path, capsys):
 )
 def test_no_tool_runs_it(folder, mark, command):
     write_metadata(folder, Attack(mark))
-    arguments = [part.format(folder=folder) for part in command]
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300
-    )
+    module, *arguments = [part.format(folder=folder) for part in command]
+    done = forked(arguments, folder.parent / "printed", script=module)
     assert done.returncode
     assert "asks for posix.system" in done.stderr
     assert "Traceback" not in done.stderr
