@@ -113,18 +113,22 @@ def read_toml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     return merge(below, values)
 
 
-def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def merge(below: dict[str, Any], above: dict[str, Any], section: str = "") -> dict[str, Any]:
     """`above` over `below`, table by table; a table that names another `kind` replaces the one below it, of which it keeps
-    the RoPE base alone: weights turn with theta, whatever scales it."""
+    the RoPE base alone: weights turn with theta, whatever scales it.
+
+    Args:
+        section: the name before the tables' own, for messages.
+    """
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
         if isinstance(value, dict) and isinstance(old, list):
-            merged[key] = _merge_items(key, old, value)
+            merged[key] = _merge_items(f"{section}{key}", old, value)
         elif (
             isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind")
         ):
-            merged[key] = merge(old, value)
+            merged[key] = merge(old, value, f"{section}{key}.")
         else:
             table = _inline(value, key) if isinstance(value, _Raw) and value.startswith("{") else value
             merged[key] = _with_theta(table, old) if isinstance(table, dict) else value
@@ -157,9 +161,12 @@ def _merge_items(key: str, items: list[Any], changes: dict[str, Any]) -> list[An
     items = list(items)
     for index, change in changes.items():
         if not index.isdigit() or int(index) >= len(items):
-            raise ConfigError(f"{key}.{index}: this list has {len(items)} items, counted from 0.")
-        item = items[int(index)]
-        items[int(index)] = merge(item, change) if isinstance(change, dict) and isinstance(item, dict) else change
+            items_there = f"{len(items)} item{'s' * (len(items) != 1)}"
+            raise ConfigError(f"{key}.{index}: this list has {items_there}, counted from 0.")
+        item, place = items[int(index)], f"{key}.{index}."
+        items[int(index)] = (
+            merge(item, change, place) if isinstance(change, dict) and isinstance(item, dict) else change
+        )
     return items
 
 

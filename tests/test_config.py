@@ -43,8 +43,8 @@ def test_merge_reaches_into_lists_by_index():
         {"a": {"x": 1, "y": 2}},
         {"a": {"x": 3, "y": 4}},
     ]
-    with pytest.raises(ConfigError, match="2 items"):
-        merge(below, {"stages": {"2": {}}})
+    with pytest.raises(ConfigError, match=r"^recipe\.stages\.2: this list has 2 items, counted from 0"):
+        merge({"recipe": below}, {"recipe": {"stages": {"2": {}}}})
 
 
 def test_kinds_and_unions():
