@@ -198,6 +198,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="F", help="write completions and figures here too")
     add_model_options(parser)
     options = parser.parse_args(arguments)
+    if options.top_p < 1 and not options.temperature:
+        parser.error("--top-p goes with a --temperature above 0, such as 0.8: at 0 the most likely token is taken")
     check_outputs(parser, options)
     try:
         _run(options, int(os.environ.get("WORLD_SIZE", "1")))

@@ -39,7 +39,7 @@ from evals.perplexity_picture import draw
 from evals.ranks import sharing_processes
 from evals.scope_growth import with_growing_scopes
 from evals.several_models import add_output_options, check_outputs, write_figures
-from evals.texts import encode_file
+from evals.texts import encode_file, has_fields
 from evals.windows import SIDE_BY_SIDE, TARGETS, Windows, first_target
 from farsight.cli import bounded, command
 from farsight.progress import progress
@@ -198,7 +198,7 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="FILE",
         help="UTF-8 text, .jsonl or .parquet; .gz or .zst too",
     )
-    parser.add_argument("--field", default="text", help="key of the text in .jsonl, column in .parquet (text)")
+    parser.add_argument("--field", help="key of the text in .jsonl, column in .parquet (text)")
     parser.add_argument(
         "--lengths", type=bounded(int, least=2), nargs="+", required=True, help="window lengths in tokens"
     )
@@ -221,6 +221,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.sliding and (options.documents or options.buckets):
         parser.error("--sliding goes with neither --documents nor --buckets, which measure windows that lie apart")
+    if options.field and not any(has_fields(path) for path in options.data):
+        parser.error("--field goes with .jsonl or .parquet files: other texts are whole files")
     check_outputs(parser, options)
     with sharing_processes() as (rank, world):
         windows = Windows(options.windows, options.documents, options.buckets, options.sliding, rank, world)
@@ -243,7 +245,9 @@ def main(arguments: list[str] | None = None) -> None:
 def _measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict[str, Any]:
     loaded = load(folder, options)
     decoder, config = loaded.decoder, loaded.config
-    documents = [document for path in options.data for document in encode_file(path, loaded.tokenizer, options.field)]
+    documents = [
+        document for path in options.data for document in encode_file(path, loaded.tokenizer, options.field or "text")
+    ]
     figures = perplexity_by_length(
         decoder.model, config, documents, options.lengths, windows, decoder.extension, decoder.chunk
     )

@@ -28,13 +28,23 @@ def read_texts(path: Path, field: str = "text") -> list[str]:
     """
     if not path.is_file():
         raise ConfigError(f"{path} is no regular file." if path.exists() else f"There is no file {path}.")
-    kind = Path(path.stem).suffix if path.suffix in _UNPACK else path.suffix
+    kind = _kind(path)
     if kind == ".parquet":
         if kind != path.suffix:
             raise ConfigError(f"{path}: Parquet compresses its own columns; decompress the file.")
         return list(_column(path, field))
     text = _decode(path, _read(path))
     return list(_lines(path, text, field)) if kind == ".jsonl" else [text]
+
+
+def has_fields(path: Path) -> bool:
+    """Whether a file holds records, in which the text is one field of several."""
+    return _kind(path) in (".jsonl", ".parquet")
+
+
+def _kind(path: Path) -> str:
+    """The ending of a file's name, before that of its compression."""
+    return Path(path.stem).suffix if path.suffix in _UNPACK else path.suffix
 
 
 def encode_file(path: Path, tokenizer: Tokenizer, field: str = "text") -> list[Tensor]:

@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from checkpoints.model_dir import read_model_config
+from checkpoints.resume import refuse_another_model
 from configs.check import check_processes
 from configs.load import ConfigError
 from configs.schema import HubSource, StdlibSource
@@ -45,13 +47,27 @@ def missing(recipe: "Recipe", stages: Sequence["Stage"]) -> list[str]:
         wrong.append(f"{root} is a run itself: set another recipe.name or recipe.folder.")
     if recipe.perplexity_lengths and recipe.perplexity_data and not Path(recipe.perplexity_data).is_file():
         wrong.append(f"recipe.perplexity_data = {recipe.perplexity_data!r} is not a file.")
-    if recipe.start and not stages[0].finished and not Path(recipe.start).is_dir():
-        wrong.append(no_start(recipe.start))
+    if recipe.start and not stages[0].finished:
+        wrong += _wrong_start(Path(recipe.start), stages[0])
     found: dict[str, list[str]] = {}
     for stage in stages:
         for sentence in [] if stage.finished else _missing_of(stage, root / "tokenizer"):
             found.setdefault(sentence, []).append(stage.name)
     return wrong + [f"{', '.join(names)}: {sentence}" for sentence, names in found.items()]
+
+
+def _wrong_start(start: Path, first: "Stage") -> list[str]:
+    if not start.is_dir():
+        return [no_start(str(start))]
+    try:
+        theirs, ours = read_model_config(start), ModelConfig.from_job(first.config)
+        if not ours.architecture.vocab_size:  # the tokenizer's
+            size = theirs.architecture.vocab_size
+            ours = dataclasses.replace(ours, architecture=dataclasses.replace(ours.architecture, vocab_size=size))
+        refuse_another_model(theirs, ours, f"recipe.start = {start}")
+    except ConfigError as error:
+        return [str(error)]
+    return []
 
 
 def _missing_of(stage: "Stage", trained_here: Path) -> Iterator[str]:

@@ -334,6 +334,7 @@ def test_options_that_cannot_be_used(run_folder, capsys):
         ("--device", "gpu", "'gpu' is no device; write cpu, cuda"),
         ("--temperature", "nan", "nan must be a finite number"),
         ("--top-p", "0", "0 must be more than 0 and at most 1"),
+        ("--top-p", "0.9", "--top-p goes with a --temperature above 0"),
         ("--new-tokens", "0", "0 must be at least 1"),
         ("--rows", "2.5", "'2.5' is not a whole number"),
         ("--json", str(run_folder), "is a folder; name a file"),

@@ -348,7 +348,12 @@ def test_the_tool_takes_a_field(tmp_path, tokenizer_dir, text):
         found.append(json.loads((tmp_path / "f.json").read_text()))
     assert found[0]["lengths"] == found[1]["lengths"]
     assert found[0]["documents"] == 3
-    for options in (["--lengths", "1"], ["--lengths", "nan"], ["--lengths", "8", "--windows", "-1"]):
+    for options in (
+        ["--lengths", "1"],
+        ["--lengths", "nan"],
+        ["--lengths", "8", "--windows", "-1"],
+        ["--lengths", "8", "--field", "body"],  # of a plain text
+    ):
         with pytest.raises(SystemExit) as stop:
             main([str(tmp_path / "model"), "--data", "x", *options])
         assert stop.value.code == 2

@@ -83,7 +83,11 @@ def test_a_dry_run_finds_what_a_run_would_fail_on_later(tmp_path, monkeypatch, c
     assert f"run folder {tmp_path}/runs/story" in plan
     assert "long: rotary rope → yarn, factor - → 8\n" in plan
     assert {*tmp_path.iterdir()} == {recipe, data}  # it wrote nothing
+    write_base(tmp_path / "base")
+    (tmp_path / "folder").mkdir()
     for options, says in {
+        ("--recipe.start", "base"): "architecture.dim = 16 there, 128 here",
+        ("--recipe.start", "folder"): "folder is not a model directory: it has no config.json",
         ("--recipe.perplexity_data", "none.txt"): "recipe.perplexity_data = 'none.txt' is not a file",
         ("--data.sources", "[{kind='jsonl', path='x/*.jsonl'}]"): "short, long: jsonl source 'x/*.jsonl': no such file",
         ("--tokenizer.kind", "auto", "--tokenizer.path", "nowhere"): "tokenizer.path = nowhere: no such file",
@@ -99,6 +103,14 @@ def test_a_dry_run_finds_what_a_run_would_fail_on_later(tmp_path, monkeypatch, c
     (tmp_path / "runs" / "story").mkdir(parents=True)
     (tmp_path / "runs" / "story" / "metrics.jsonl").touch()
     assert "runs/story is a run itself" in started(capsys, *good)[2]
+
+
+def write_base(folder):
+    shape = Architecture(vocab_size=320, dim=16, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=8, ffn_dim=16)
+    config = ModelConfig(shape, Position(rotary=Rope(theta=250000.0)), 64)
+    model = build_model(config)
+    model.init_weights()
+    write_model_dir(folder, config, dict(model.named_parameters()))
 
 
 def rotaries(tmp_path, text, **options):
@@ -175,11 +187,7 @@ def test_stages_start_from_each_other(tmp_path):
 
 
 def test_a_start_with_another_theta_is_said_unless_the_recipe_names_one(tmp_path, caplog):
-    shape = Architecture(vocab_size=320, dim=16, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=8, ffn_dim=16)
-    config = ModelConfig(shape, Position(rotary=Rope(theta=250000.0)), 64)
-    model = build_model(config)
-    model.init_weights()
-    write_model_dir(tmp_path / "base", config, dict(model.named_parameters()))
+    write_base(tmp_path / "base")
     says = "position.rotary.theta = 10000 by default, but the weights of"
     for rotary, loud in (
         ('kind = "yarn", factor = 2.0', True),
