@@ -100,9 +100,13 @@ class DocumentSource(BadRows, ABC):
     def lane(self, lane: int, lanes: int) -> DocumentLane:
         """Reading position of lane `lane` of `lanes`, at the start of the sequence."""
 
-    @abstractmethod
     def documents(self) -> Iterator[Document]:
         """Every document of the split, once, in file order."""
+        return (document for document in self.read_rows() if document is not None)
+
+    @abstractmethod
+    def read_rows(self) -> Iterator[Document | None]:
+        """Every row, once, in file order; None for one that is passed over."""
 
     @abstractmethod
     def rows_if_fewer(self, than: int) -> int | None:

@@ -45,10 +45,8 @@ class LocalSource(DocumentSource):
     def lane(self, lane: int, lanes: int) -> "LocalLane":
         return LocalLane(self, self._order, lane, lanes)
 
-    def documents(self) -> Iterator[Document]:
-        for row in range(self._order.rows):
-            if (document := self.read_row(row)) is not None:
-                yield document
+    def read_rows(self) -> Iterator[Document | None]:
+        return map(self.read_row, range(self._order.rows))
 
     def describe(self) -> dict[str, Any]:
         return {"rows": self._order.rows, "bytes": self._bytes, "files": identify(self._paths)}

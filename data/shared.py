@@ -77,8 +77,7 @@ class SharedDocuments:
         with progress(
             desc=f"{self._source.name}: measuring documents", total=self._rows, unit="document", unit_scale=True
         ) as shown:
-            for row in range(self._rows):
-                document = self._source.read_row(row)
+            for row, document in enumerate(self._source.read_rows()):
                 if document is not None and self._wanted(document):
                     found[row] = len(document.text)
                 shown.update()

@@ -42,10 +42,8 @@ class StreamedDataset(DocumentSource):
     def lane(self, lane: int, lanes: int) -> "StreamedLane":
         return StreamedLane(self, self._seed, lane, lanes)
 
-    def documents(self) -> Iterator[Document]:
-        for shard, row, value in self._all_rows():
-            if (document := self.document(shard, row, value)) is not None:
-                yield document
+    def read_rows(self) -> Iterator[Document | None]:
+        return (self.document(*row) for row in self._all_rows())
 
     def describe(self) -> dict[str, Any]:
         found: dict[str, Any] = {"shards": self.shards}
@@ -63,8 +61,7 @@ class StreamedDataset(DocumentSource):
         return rows if rows < than else None
 
     def read_row(self, row: int) -> Document | None:
-        shard, within, value = next(islice(self._all_rows(), row, None))
-        return self.document(shard, within, value)
+        return self.document(*next(islice(self._all_rows(), row, None)))
 
     def _all_rows(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Shard, number in it, and value of each row."""
