@@ -128,7 +128,7 @@ class Outcome:
 
 
 def train_undisturbed(training: Training) -> Undisturbed:
-    start_server()  # the first run's start-up shall take as long as the others'
+    start_server()  # so that this run's start-up takes as long as the others'
     log, begin = training.folder / "undisturbed.log", time.time()
     (status,) = join(training.start("undisturbed", log))
     if status:

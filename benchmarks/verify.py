@@ -91,7 +91,7 @@ def measure(gb: float, rounds: int, folder: Path) -> dict[str, Any]:
         "verify and load": (with_sums, verified_load),
     }
     seconds: dict[tuple[str, str], list[float]] = {}
-    # Into folders that nothing reads: which memory a file's pages are given takes longer than its checksums.
+    # Into folders that nothing else reads: the state of the page cache costs more than checksums do.
     saves = [("save", folder / "step-2", False), ("save with checksums", folder / "step-3", True)]
     for _ in tqdm(range(rounds), unit="round", disable=not sys.stderr.isatty()):
         for what, (path, act) in work.items():

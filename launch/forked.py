@@ -81,7 +81,7 @@ class Forked:
 
 
 def start_server() -> None:
-    """Imports what runs need now, in place of with the first of them."""
+    """Starts the server and waits until it has imported everything, which the first run would otherwise do."""
     process = _server().Process(target=int)
     process.start()
     process.join()
