@@ -37,7 +37,8 @@ def test_rows(small, tmp_path):
     assert ripra["over_self_extend"] == pytest.approx(ripra["median_s"] / self_extend["median_s"] - 1)
 
 
-def test_nothing_is_timed_where_logits_differ(small, monkeypatch):
+def test_nothing_is_timed_where_logits_differ(small, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # where the traceback goes
     logits = ripra_decode.Decoder.logits
     calls = iter(range(10**6))
     monkeypatch.setattr(ripra_decode.Decoder, "logits", lambda self, h: logits(self, h) + 0.1 * next(calls))
