@@ -38,7 +38,7 @@ def read_texts(path: Path, field: str = "text") -> list[str]:
 
 
 def has_fields(path: Path) -> bool:
-    """Whether a file holds records, in which the text is one field of several."""
+    """Whether a file holds records with fields (JSON lines, Parquet) rather than one plain text."""
     return _kind(path) in (".jsonl", ".parquet")
 
 

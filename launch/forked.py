@@ -81,7 +81,7 @@ class Forked:
 
 
 def start_server() -> None:
-    """Starts the server and waits until it has imported everything, which the first run would otherwise do."""
+    """Starts the server and waits until it has imported everything, so that the first run does not have to."""
     process = _server().Process(target=int)
     process.start()
     process.join()

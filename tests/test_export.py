@@ -122,7 +122,10 @@ for folder in folders:
 
 
 def run_elsewhere(folders: list[Path], script: str) -> dict[str, dict[str, torch.Tensor]]:
-    """What a script saves for each folder, by its name; one process, since transformers takes nine seconds to import."""
+    """Runs a script on each folder and returns the tensors it saved, by folder name.
+
+    One process serves all folders, because importing transformers takes nine seconds.
+    """
     (parent,) = {folder.parent for folder in folders}
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"HF_HOME": str(parent / "hf"), "HF_HUB_OFFLINE": "1"}

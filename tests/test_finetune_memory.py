@@ -15,7 +15,6 @@ from configs.load import build_config, load_config
 from launch.finetune_fit import Device, find_device, memory_text, suggestions
 from launch.finetune_memory import adapter_parameters, base_weights, finetune_memory, is_linear
 from launch.layout import Layout
-from launch.out_of_memory import MemoryMarks, MemoryRecorder, explain_out_of_memory
 from launch.plan import main as plan
 from launch.suggest import changed
 from model.adapted_layers import adapted
@@ -285,6 +284,31 @@ def test_recomputation_of_a_block_is_what_it_would_keep():
     assert kept.recomputed == 0
 
 
+def test_copies_in_bf16_are_those_that_autograd_keeps():
+    """Of the trained matrices, in the forward pass: all where blocks are kept, none where they run again."""
+    for mode, expected in (("none", 1.0), ("full", 0.0)):
+        config = small(activation_checkpoint={"mode": mode}, garfa={"enable": False})
+        model, held = built(config), {}
+        shapes = {tuple(p.shape) for p in model.parameters() if p.requires_grad}
+
+        def pack(x, held=held, shapes=shapes):
+            if x.dtype == torch.bfloat16 and shapes & {tuple(x.shape), tuple(x.shape)[::-1]}:
+                held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        tokens = torch.randint(512, (1, 24))
+        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), autocast:
+            loss = model(tokens, labels=tokens)
+        matrices = sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
+        # No gradient goes to what the lowest layer's q, k and v read, and so none is taken by their A.
+        unread = 3 * 2 * config.lora.rank * config.architecture.dim
+        assert sum(held.values()) == expected * (matrices - unread)
+        casts = finetune_memory(config).casts
+        assert casts == matrices if mode == "none" else 0 < casts < matrices
+        del loss
+
+
 def test_nothing_is_kept_below_the_lowest_layer_that_trains():
     low, high = (finetune_memory(small(lora={"layers": layers})) for layers in ([0], [2]))
     assert high.saved < low.saved
@@ -416,83 +440,3 @@ def test_every_config_can_be_planned(tmp_path):
         options = ["--model.flavor=tiny"] if made else []
         assert plan([str(path), "--gpu", "h100-80g", "--json", str(out), *options]) == 0, path
         assert json.loads(out.read_text())["fits"], path
-
-
-# Out of memory
-
-GIB = 2**30
-
-
-def test_the_part_that_grew_is_named():
-    config, memory = paper(), finetune_memory(paper())
-    device = Device("a GPU", 20 * GIB)
-    base, state = memory.base + memory.adapters, memory.gradients + memory.optimizer
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
-    marks = MemoryMarks(base, base + state, base + state + 12 * GIB, "backward")
-    text = explain_out_of_memory(error, config, marks, device)
-    assert text.startswith(
-        "Out of memory in the backward pass on a GPU: CUDA out of memory. Tried to allocate 2.00 GiB."
-    )
-    assert "activations, loss and transient: " in text
-    assert f"{(12 * GIB - (memory.peak - base - state)) / GIB:.2f} GiB more than estimated" in text
-    assert "--training.local_batch_size 1" in text
-
-    text = explain_out_of_memory(error, config, MemoryMarks(2 * base, 0, 0, "loading"), device)
-    assert "while loading the base" in text
-    assert "base and trained parameters: " in text
-    text = explain_out_of_memory(
-        error, config, MemoryMarks(base, base + 3 * state, base + 3 * state, "optimizer"), device
-    )
-    assert "while the optimizer stepped" in text
-    assert f"gradients and optimizer: {2 * state / GIB:.2f} GiB more" in text
-
-
-def test_where_nothing_grew_the_device_is_named():
-    config, memory = paper(), finetune_memory(paper())
-    base = memory.base + memory.adapters
-    error, marks = torch.OutOfMemoryError("no"), MemoryMarks(base, 0, memory.peak, "forward")
-    assert "other processes hold memory" in explain_out_of_memory(error, config, marks, Device("large", 80 * GIB))
-    text = explain_out_of_memory(error, config, marks, Device("less", 7 * GIB))
-    assert f"Nothing grew: the estimate's peak is {memory.peak / GIB:.2f} GiB, and the run had 7.00" in text
-    assert "By the estimate it fits with --training.local_batch_size 1" in text
-
-
-def test_recorder_reads_where_it_failed(monkeypatch):
-    amounts = iter([5, 7, 8, 11])
-    monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: next(amounts))
-    recorder = MemoryRecorder(torch.device("cuda"))
-    assert recorder.marks.phase == "loading"
-    recorder.loaded()
-    with recorder.during("forward"):
-        pass
-    recorder.stepped()
-    recorder.stepped()
-    with pytest.raises(torch.OutOfMemoryError), recorder.during("backward"):
-        raise torch.OutOfMemoryError("no")
-    assert recorder.marks == MemoryMarks(5, 7, 8, "backward")
-    assert MemoryRecorder(torch.device("cpu")).marks == MemoryMarks(phase="loading")
-
-
-def test_copies_in_bf16_are_those_that_autograd_keeps():
-    """Of the trained matrices, in the forward pass: all where blocks are kept, none where they run again."""
-    for mode, expected in (("none", 1.0), ("full", 0.0)):
-        config = small(activation_checkpoint={"mode": mode}, garfa={"enable": False})
-        model, held = built(config), {}
-        shapes = {tuple(p.shape) for p in model.parameters() if p.requires_grad}
-
-        def pack(x, held=held, shapes=shapes):
-            if x.dtype == torch.bfloat16 and shapes & {tuple(x.shape), tuple(x.shape)[::-1]}:
-                held[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        tokens = torch.randint(512, (1, 24))
-        autocast = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), autocast:
-            loss = model(tokens, labels=tokens)
-        matrices = sum(2 * p.numel() for p in model.parameters() if p.requires_grad)
-        # No gradient goes to what the lowest layer's q, k and v read, and so none is taken by their A.
-        unread = 3 * 2 * config.lora.rank * config.architecture.dim
-        assert sum(held.values()) == expected * (matrices - unread)
-        casts = finetune_memory(config).casts
-        assert casts == matrices if mode == "none" else 0 < casts < matrices
-        del loss

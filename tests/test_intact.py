@@ -186,7 +186,7 @@ def test_blocks_of_a_file(tmp_path, monkeypatch, size):
 @pytest.mark.slow
 def test_every_flipped_byte_is_noticed(tmp_path):
     """In every file of a small checkpoint, one by one."""
-    folder = save(tmp_path / "step-1", weight=torch.ones(2))
+    folder = save(tmp_path / "step-1", weight=torch.ones(2), step=1)
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
         for at in range(len(data)):

@@ -166,8 +166,8 @@ class TestIds:
 
     def test_tokenizer_without_special_tokens(self, tmp_path):
         class Plain(BytesTokenizer):
-            bos_id = None  # type: ignore[assignment]  # a tokenizer without one
-            eos_id = None  # type: ignore[assignment]  # nor the other
+            bos_id = None  # a tokenizer without one
+            eos_id = None  # nor the other
 
         (tmp_path / "a.txt").write_text("ab")
         run = mixture(Data(sources=(TextSource(path=str(tmp_path)),), held_out=0.0), tokenizer=Plain())

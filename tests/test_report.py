@@ -9,20 +9,15 @@ import subprocess
 from html.parser import HTMLParser
 
 import pytest
-import torch
 
 from checkpoints.model_dir import write_model_dir
 from configs.load import ConfigError, to_toml
 from configs.schema import (
-    Alibi,
     Architecture,
     JobConfig,
-    LayerRule,
     NoRotary,
     Position,
-    Rope,
     Scope,
-    SlidingWindow,
     Tokenizer,
 )
 from data.tokenizer import load_tokenizer
@@ -31,9 +26,7 @@ from evals.report import main
 from evals.report_models import find_models
 from evals.report_results import collect, line_numbers, names, of_kind
 from evals.report_training import thin
-from evals.serving_cost import serving_costs
 from model.build import ModelConfig, build_model
-from model.flops import batch_flops
 
 ARCHITECTURE = Architecture(vocab_size=320, dim=32, n_layers=3, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=48)
 HOSTILE = "<script>alert('x')&amp;\"y"
@@ -429,44 +422,6 @@ def test_files_that_cannot_be_written_are_told_before_anything_is_measured(tmp_p
 def test_folders_of_the_page_are_made(tmp_path):
     main([str(write_model(tmp_path / "model")), "--out", str(tmp_path / "new" / "page" / "r.html")])
     assert "At a glance" in (tmp_path / "new" / "page" / "r.html").read_text()
-
-
-# Cost
-
-
-@pytest.mark.parametrize(
-    "position",
-    [
-        Position(),
-        Position(rotary=NoRotary(), heads=Scope(layout="sorted")),
-        Position(heads=Scope(layout="interleaved", scope_max="length")),
-        Position(heads=SlidingWindow(window=20), rules=(LayerRule(layers="1", heads=Scope(s_max=50)),)),
-        Position(rotary=NoRotary(), bias=Alibi()),
-    ],
-    ids=["dense", "sorted", "grown", "mixed", "alibi"],
-)
-def test_cost_equals_counting(position):
-    config = ModelConfig(ARCHITECTURE, position, trained_length=64)
-    lengths = (1, 16, 64, 200)
-    for cost, length in zip(serving_costs(config, lengths), lengths, strict=True):
-        layers = config.layers(length)
-        pairs = sum(min(scope, t + 1) for layer in layers for scope in layer.scopes for t in range(length))
-        slots = sum(min(max(layer.scopes[2 * head : 2 * head + 2]), length) for layer in layers for head in range(4))
-        assert cost.pairs == pairs
-        assert cost.cache_bytes == slots * 8 * 2 * 2  # head dim, keys and values, two bytes each
-        assert cost.dense_cache_bytes == 3 * 4 * length * 8 * 2 * 2
-        assert cost.dense_pairs == 3 * 8 * length * (length + 1) // 2
-        head = 2 * ARCHITECTURE.dim * ARCHITECTURE.vocab_size * length
-        step = batch_flops(ARCHITECTURE, layers, torch.arange(length)[None])  # a backward pass is two forward ones
-        assert 3 * (cost.attention_flops + cost.linear_flops + head) == step
-
-
-def test_a_cache_in_the_order_of_scopes_holds_a_sixth_of_dense():
-    architecture = Architecture(n_layers=1, n_heads=32, n_kv_heads=8, head_dim=128, dim=64, ffn_dim=64)
-    config = ModelConfig(architecture, Position(rotary=Rope(), heads=Scope(layout="sorted")), trained_length=131072)
-    (cost,) = serving_costs(config, [131072])
-    assert cost.dense_cache_bytes == 2 * 131072 * 8 * 128 * 2
-    assert cost.cache_bytes / cost.dense_cache_bytes == pytest.approx(0.1622, abs=1e-4)
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")

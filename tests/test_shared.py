@@ -195,7 +195,7 @@ def test_texts_without_line_ends_are_cut_before_words_or_anywhere():
             return iter([self.read_row(0)])
 
     for text, ends in [("word " * 500, r"(word )*word|( word)*|( word)* "), ("x" * 2500, "x*")]:
-        shared = SharedDocuments(One(text), 1, 7, 0, lambda document: True)  # type: ignore[arg-type]  # what it needs
+        shared = SharedDocuments(One(text), 1, 7, 0, lambda document: True)
         pieces = [shared.read(piece) for lane in range(7) for piece in shared.pieces(lane, 0)]
         assert sum(len(piece.text) for piece in pieces) == len(text)
         assert all(re.fullmatch(ends, piece.text) for piece in pieces)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.faults.settings import TRAIN, TUNE
@@ -12,7 +13,7 @@ LINE = json.dumps({"text": "some words of a document " * 8}) + "\n"
 CHAT = json.dumps({"instruction": "Say 1.", "input": "", "output": "It is 1."}) + "\n"
 
 
-def _parquet(**columns: list) -> Content:
+def _parquet(**columns: list) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -23,7 +24,7 @@ def _parquet(**columns: list) -> Content:
 
 
 def _cut(path: Path) -> None:
-    _parquet(text=["words " * 100] * 50)(path)  # type: ignore[operator]  # it is a function
+    _parquet(text=["words " * 100] * 50)(path)
     path.write_bytes(path.read_bytes()[:-40])
 
 
