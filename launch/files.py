@@ -61,7 +61,8 @@ def check_run_folder(folder: Path) -> None:
     names = [name for name in ("config.toml", "metrics.jsonl") if (folder / name).exists()]
     if names and not (folder / ".lock").exists():
         raise ConfigError(
-            f"{folder} holds {' and '.join(names)} that no run wrote, and a run would write over: name another folder."
+            f"{folder} holds {' and '.join(names)} that no run wrote, and a run would write over: name another folder. "
+            "(If they are a run's whose .lock was not copied along, create an empty file of that name.)"
         )
     if is_run(folder):
         return
