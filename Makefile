@@ -22,9 +22,9 @@ lint: setup
 pictures: setup
 	for recipe in configs/recipes/nano_*.toml; do \
 		name=$${recipe#configs/recipes/nano_}; \
-		$(BIN)/python -m analysis.positions $$recipe --picture docs/positions/$${name%.toml}.png > /dev/null || exit 1; \
+		$(BIN)/farsight positions $$recipe --picture docs/positions/$${name%.toml}.png > /dev/null || exit 1; \
 	done
-	$(BIN)/python -m analysis.positions docs/positions/garfa.toml --picture docs/positions/garfa.png > /dev/null
+	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/garfa.png > /dev/null
 
 setup: .venv/installed
 

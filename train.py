@@ -6,12 +6,12 @@
     python train.py finetune                                    QLoRA and GARFA on the quickstart's model, in minutes too
     python train.py finetune --job.config_file configs/finetune/X.toml [--section.key value …] [--dry-run | --inspect 3]
 
-`launch/trainer.py` has the training step and the loop, `launch/finetuner.py` what fine-tuning does otherwise.
+`training/trainer.py` has the training step and the loop, `training/finetune/trainer.py` what fine-tuning does otherwise.
 """
 
 import sys
 
-from launch import process
+from farsight import process
 
 if __name__ == "__main__":
     process.begin(process.BETWEEN_STEPS if len(sys.argv) == 1 else process.BEFORE_TRAINING)
@@ -25,22 +25,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from checkpoints.manager import SaveError
-from configs.finetuning import FinetuneConfig
-from configs.help import help_text
-from configs.load import ConfigError, load_config
-from configs.schema import JobConfig
 from farsight import cli
+from farsight.checkpoints.manager import SaveError
+from farsight.configs.finetuning import FinetuneConfig
+from farsight.configs.help import help_text
+from farsight.configs.load import ConfigError, load_config
+from farsight.configs.schema import JobConfig
 from farsight.errors import NonFiniteError
-from launch.files import lock_run_folder
-from launch.logs import start_logging
-from launch.ranks import check_layout, lost_rank
-from launch.start import say_theta
-from launch.trainer import Interrupted, Trainer
-from model.build import ModelConfig, trained_layers
-from model.layers import describe
-from parallel.device import check_float8, import_deepspeed
-from parallel.pipeline import layers_by_stage
+from farsight.model.build import ModelConfig, trained_layers
+from farsight.model.position.layers import describe
+from farsight.parallel.device import check_float8, import_deepspeed
+from farsight.parallel.pipeline import layers_by_stage
+from farsight.training.logs import start_logging
+from farsight.training.ranks import check_layout, lost_rank
+from farsight.training.run_folder import lock_run_folder
+from farsight.training.start import say_theta
+from farsight.training.trainer import Interrupted, Trainer
 
 logger = logging.getLogger("farsight")
 
@@ -54,7 +54,7 @@ class Work:
     dry_run: bool = False
     """Do everything but train."""
     out_of_memory: Callable[[BaseException, Trainer | None], str] = lambda error, trainer: (
-        f"{error}\n`python -m launch.plan` with this config says what takes the memory, and what to lower."
+        f"{error}\n`farsight plan` with this config says what takes the memory, and what to lower."
     )
     """Returns the message for a GPU that ran out of memory."""
 
@@ -80,9 +80,9 @@ def pretrain(arguments: list[str]) -> Work:
 def finetune(arguments: list[str]) -> Work | None:
     """Adapters beside a base model; None where rows were to be shown alone."""
     # What pre-training does not need, bitsandbytes and PEFT among it, is imported here.
-    from launch import finetune_report as report
-    from launch.finetune import load_finetune_config
-    from launch.finetuner import Finetuner
+    from farsight.launch.plan import finetune_report as report
+    from farsight.training.finetune.spec import load_finetune_config
+    from farsight.training.finetune.trainer import Finetuner
 
     options, dry_run, inspect = report.take_flags(arguments)
     config = load_finetune_config(options)
@@ -176,7 +176,7 @@ def main(arguments: list[str]) -> int:
             case "pretrain" if not arguments:
                 if ranks.world_size > 1:
                     raise ConfigError("Under torchrun, name a config: --job.config_file configs/X.toml.")
-                from launch.recipe import main as run_recipe
+                from farsight.launch.recipe import main as run_recipe
 
                 return run_recipe([str(Path(__file__).parent / "configs" / "quickstart.toml")])
             case "pretrain":

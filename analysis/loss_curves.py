@@ -1,6 +1,6 @@
 """Losses of runs over the tokens that they were trained on, beside each other: SCOPE's Figure 15 and its kind.
 
-    python -m analysis.loss_curves runs/nano_nope runs/nano_uniform_alibi runs/nano_alibi runs/nano_scope --picture F --json F
+    farsight loss-curves runs/nano_nope runs/nano_uniform_alibi runs/nano_alibi runs/nano_scope --picture F --json F
 
 Takes run folders and recipes' folders, whose stages are joined, also of runs that are still going. Lines are training losses, each
 point the mean of --smooth logged steps; markers are the means over held-out documents.
@@ -12,12 +12,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from configs.load import ConfigError
-from evals.model_options import positive
-from evals.report_models import ReportedModel, find_models
-from evals.several_models import add_output_options, check_outputs, model_style, write_figures
 from farsight.cli import command
-from launch.summary import loss_points
+from farsight.configs.load import ConfigError
+from farsight.inference.model_options import positive
+from farsight.launch.summary import loss_points
+from farsight.outputs import add_output_options, check_outputs, model_style, write_figures
+from farsight.training.runs import ReportedModel, find_models
 
 
 def read_losses(model: ReportedModel) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def draw(curves: Sequence[dict[str, Any]], path: Path, smooth: int) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m analysis.loss_curves", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="farsight loss-curves", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--smooth", type=positive, default=5, metavar="N", help="logged steps a point (%(default)s)")

@@ -1,7 +1,7 @@
 """How far back a model can tell in which order tokens came: Definition 2.1 of SCOPE, on a real model.
 
-    python -m analysis.order_awareness MODEL_DIR --data FILE --json F --picture F
-    python -m analysis.order_awareness MODEL_DIR --data FILE --length 4096 --permutations 16
+    farsight order-awareness MODEL_DIR --data FILE --json F --picture F
+    farsight order-awareness MODEL_DIR --data FILE --length 4096 --permutations 16
 
 The last t tokens of a sequence are put into another order, for t = 2, 4, 8 … the length, and the last position's hidden state is
 compared with what it was: ‖f(x) − f(πx)‖ / ‖f(x)‖, after each block. Three kinds of permutations are tried. Random ones of all t tokens
@@ -24,14 +24,14 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from analysis.sequences import add_text_options, read_sequences
-from configs.load import ConfigError
-from evals.decoder import Decoder
-from evals.model_options import LoadedModel, add_model_options, load, positive
-from evals.several_models import add_output_options, check_outputs, write_figures
+from farsight.analysis.sequences import add_text_options, read_sequences
 from farsight.cli import bounded, command
+from farsight.configs.load import ConfigError
+from farsight.inference.decoder import Decoder
+from farsight.inference.model_options import LoadedModel, add_model_options, load, positive
+from farsight.model.llama import Llama
+from farsight.outputs import add_output_options, check_outputs, write_figures
 from farsight.progress import progress
-from model.llama import Llama
 
 SEQUENCES, PERMUTATIONS = 2, 3
 Kind = Literal["kept", "exchanged", "all"]
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     assert __doc__
     parser = argparse.ArgumentParser(
-        prog="python -m analysis.order_awareness",
+        prog="farsight order-awareness",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

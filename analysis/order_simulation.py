@@ -1,7 +1,7 @@
 """How many positions a stack of top-1 attention layers keeps apart, by the heads' windows: SCOPE's simulation (appendix A.3).
 
-    python -m analysis.order_simulation --json F --picture F
-    python -m analysis.order_simulation --lengths 32768 --heads 16 --gammas 1.5 1.8 2 4 8 --picture F
+    farsight order-simulation --json F --picture F
+    farsight order-simulation --lengths 32768 --heads 16 --gammas 1.5 1.8 2 4 8 --picture F
 
 Every head of every layer adds one token, drawn uniformly from its window, to each token's own. Layers are then matrices M of
 whole numbers with H + 1 entries a row, and the last token's state after l layers is v = e M_1 … M_l: how often each token of the
@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from configs.check import ConfigError
-from evals.model_options import positive
-from evals.several_models import add_output_options, check_outputs, model_style
 from farsight.cli import bounded, command
+from farsight.configs.check import ConfigError
 from farsight.files import write_text
+from farsight.inference.model_options import positive
+from farsight.outputs import add_output_options, check_outputs, model_style
 from farsight.progress import progress
 
 MOST = 2**63 - 1
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     assert __doc__
     parser = argparse.ArgumentParser(
-        prog="python -m analysis.order_simulation",
+        prog="farsight order-simulation",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,7 +1,7 @@
 """How the layers of a model know position, before anything is trained: a table, a picture, figures.
 
-    python -m analysis.positions configs/recipes/lasp_llama3_8b.toml --picture lasp.png
-    python -m analysis.positions runs/my_run/model --length 32768 --json positions.json
+    farsight positions configs/recipes/lasp_llama3_8b.toml --picture lasp.png
+    farsight positions runs/my_run/model --length 32768 --json positions.json
 
 It takes a config, a recipe (of which the last stage, or `--stage`) or a model directory. The picture has a panel for
 each thing the layers use: the wavelengths of what rotates, GARFA's factors, who sees whom, how much ALiBi leaves of a
@@ -18,19 +18,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analysis.garfa import draw_alphas_on
-from checkpoints.model_dir import read_model_config
-from configs.load import ConfigError, load_config, read_toml
-from configs.schema import NoRotary, Rope, Rotating
+from farsight.analysis.garfa import draw_alphas_on
+from farsight.checkpoints.model_dir.api import read_model_config
 from farsight.cli import bounded, command
+from farsight.configs.load import ConfigError, load_config, read_toml
+from farsight.configs.schema import NoRotary, Rope, Rotating
 from farsight.files import prepare_file, write_text
-from launch.recipe import load_recipe
-from model.build import ModelConfig
-from model.garfa import LayerGarfa, alpha, alphas, head_scales
-from model.layers import LayerPosition, describe, layer_selection
-from model.rope import rope_frequencies
-from model.scope import DENSE_SCOPE, cost_ratio
-from model.sinusoidal import sinusoidal_embedding
+from farsight.launch.recipe import load_recipe
+from farsight.model.adapt.garfa import LayerGarfa, alpha, alphas, head_scales
+from farsight.model.build import ModelConfig
+from farsight.model.position.layers import LayerPosition, describe, layer_selection
+from farsight.model.position.rope import rope_frequencies
+from farsight.model.position.scope import DENSE_SCOPE, cost_ratio
+from farsight.model.position.sinusoidal import sinusoidal_embedding
 
 
 def read_config(path: Path, stage: str | None = None) -> ModelConfig:
@@ -230,7 +230,7 @@ def _draw_scopes(axes: Any, layers: Sequence[LayerPosition], length: int) -> Non
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m analysis.positions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="farsight positions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="config file, recipe or model directory")
     parser.add_argument("--stage", help="stage of a recipe (default: the last)")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.attention_rows import (
+from farsight.benchmarks.attention_rows import (
     PASSES,
     SCOPES,
     Case,
@@ -31,9 +31,9 @@ from benchmarks.attention_rows import (
     measure_stack,
     scoped_backends,
 )
-from benchmarks.layer_stack import StackShape
+from farsight.benchmarks.layer_stack import StackShape
 from farsight.cli import bounded, command
-from kernels.scoped_attention import BACKENDS
+from farsight.kernels.scoped_attention import BACKENDS
 
 
 def table(rows: list[dict]) -> str:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from benchmarks.layer_stack import Attend, LayerStack, StackShape
-from kernels.scoped_attention import RollingCache, scoped_attention, scoped_decode, visible_pairs
+from farsight.benchmarks.layer_stack import Attend, LayerStack, StackShape
+from farsight.kernels.scoped_attention import RollingCache, scoped_attention, scoped_decode, visible_pairs
 
 PASSES = ("forward", "forward+backward", "decode", "prefill", "training step")
 SCOPES = ("exponential", "dense", "window")

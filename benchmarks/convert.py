@@ -25,11 +25,11 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from checkpoints.model_dir import write_model_dir
-from configs.schema import Architecture, Position, Rope
 from farsight import cli
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.cli import bounded
-from model.build import ModelConfig, build_model
+from farsight.configs.schema import Architecture, Position, Rope
+from farsight.model.build import ModelConfig, build_model
 
 GB = 10**9
 
@@ -71,7 +71,7 @@ def digests(folder: Path) -> dict[str, str]:
 _PEAK = (
     "import atexit, re; atexit.register(lambda: print(re.search('VmHWM:.*', open('/proc/self/status').read())[0]))\n"
 )
-_AS_MODULE = "import runpy, sys; del sys.argv[0]; runpy.run_module(sys.argv[0], run_name='__main__')"
+_CONVERT = "from farsight.checkpoints.convert import main; main()"
 
 
 def run(code: str, *arguments: str) -> tuple[float, int]:
@@ -92,8 +92,8 @@ def measure(width: int, shard_bytes: int, rounds: int, folder: Path) -> dict[str
     make_model_dir(source, width, shard_bytes)
     expected = digests(source)
     shards = [path.stat().st_size for path in source.glob("*.safetensors")]
-    _, bare = run("import checkpoints.convert")
-    convert = [_AS_MODULE, "checkpoints.convert"]
+    _, bare = run("import farsight.checkpoints.convert")
+    convert = [_CONVERT]
     commands = {
         "from-hf": [*convert, "from-hf", str(source), str(checkpoint), "--dtype", "bfloat16"],
         "to-hf": [*convert, "to-hf", str(checkpoint), str(back)],

@@ -24,15 +24,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from checkpoints.model_dir import write_model_dir
-from configs.load import build_config
-from evals.decoder import Decoder, Rows
-from evals.kv_cache import RollingLayer
-from evals.sampling import GREEDY, choose
-from evals.several_models import check_outputs
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.cli import bounded, command
-from kernels.scoped_attention import RollingCache
-from model.build import ModelConfig, build_model
+from farsight.configs.load import build_config
+from farsight.inference.decoder import Decoder, Rows
+from farsight.inference.kv_cache import RollingLayer
+from farsight.inference.sampling import GREEDY, choose
+from farsight.kernels.scoped_attention import RollingCache
+from farsight.model.build import ModelConfig, build_model
+from farsight.outputs import check_outputs
 
 WARM_UP = 2
 TOLERANCE = 1e-4

@@ -24,12 +24,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.tiny import MODEL, SETTINGS
-from checkpoints.intact import COMPLETE, faults
-from checkpoints.steps import complete_steps, step_folders
+from farsight.benchmarks.forked import Forked, start_server
+from farsight.benchmarks.tiny import MODEL, SETTINGS
+from farsight.checkpoints.intact import COMPLETE, faults
+from farsight.checkpoints.steps import complete_steps, step_folders
 from farsight.cli import bounded, command
 from farsight.files import prepare_file
-from launch.forked import Forked, start_server
 
 CONFIG = (
     MODEL

@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from checkpoints.names import from_hf_name
-from configs.finetuning import Base, Lora
-from configs.load import build_config
+from farsight.checkpoints.model_dir.names import from_hf_name
 from farsight.cli import bounded, command
-from model.build import ModelConfig, build_model
-from model.llama import Llama
-from model.lora import MODULES, add_lora
-from parallel.device import prepare_device
+from farsight.configs.finetuning import Base, Lora
+from farsight.configs.load import build_config
+from farsight.model.adapt.lora import MODULES, add_lora
+from farsight.model.build import ModelConfig, build_model
+from farsight.model.llama import Llama
+from farsight.parallel.device import prepare_device
 
 OURS, PLAIN_HEAD, PEFT = "ours", "ours, plain head", "peft + transformers"
 RANK, ALPHA = 16, 32.0

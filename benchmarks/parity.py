@@ -16,9 +16,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.tiny import SETTINGS
+from farsight.benchmarks.forked import Forked
+from farsight.benchmarks.tiny import SETTINGS
 from farsight.cli import command
-from launch.forked import Forked
 
 TOLERANCE = 1e-4
 """Relative. Sums come in another order; a wrong share or a missing token is far above."""

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from configs.load import build_config, read_toml
-from evals.model_options import positive
 from farsight.cli import command
-from launch.logs import start_logging
-from launch.trainer import Trainer
-from parallel.device import prepare_device
+from farsight.configs.load import build_config, read_toml
+from farsight.inference.model_options import positive
+from farsight.parallel.device import prepare_device
+from farsight.training.logs import start_logging
+from farsight.training.trainer import Trainer
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from configs.load import build_config
-from evals.decoder import Decoder, Rows
-from evals.extensions.ripra import Ripra
-from evals.extensions.self_extend import SelfExtend
-from evals.kv_cache import RollingLayer
 from farsight.cli import bounded, command
-from model.build import ModelConfig, build_model
-from model.llama import Llama
-from parallel.device import prepare_device
+from farsight.configs.load import build_config
+from farsight.inference.decoder import Decoder, Rows
+from farsight.inference.extend.ripra import Ripra
+from farsight.inference.extend.self_extend import SelfExtend
+from farsight.inference.kv_cache import RollingLayer
+from farsight.model.build import ModelConfig, build_model
+from farsight.model.llama import Llama
+from farsight.parallel.device import prepare_device
 
 PLAIN, SELF_EXTEND, RIPRA = "plain", "self_extend", "ripra"
 EXTENSIONS = {PLAIN: None, SELF_EXTEND: SelfExtend(), RIPRA: Ripra()}

@@ -32,12 +32,12 @@ from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.train import Trainer as TitanTrainer
 from tqdm import tqdm
 
-from configs.load import build_config
 from farsight.cli import bounded, command
-from launch import spec
-from launch.logs import start_logging
-from launch.trainer import Trainer
-from parallel.device import prepare_device
+from farsight.configs.load import build_config
+from farsight.parallel.device import prepare_device
+from farsight.training import spec
+from farsight.training.logs import start_logging
+from farsight.training.trainer import Trainer
 
 TITAN, TITAN_KEEPING, FARSIGHT = "torchtitan", "torchtitan, keeping memory", "farsight"
 VOCAB = 2048

@@ -23,14 +23,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tqdm import tqdm
 
-from checkpoints.card import CONFIG
-from checkpoints.checksums import MANIFEST
-from checkpoints.dcp import Writer, load
-from checkpoints.intact import faults
-from configs.schema import Architecture, Position
+from farsight.checkpoints.cards.model import CONFIG
+from farsight.checkpoints.checksums import MANIFEST
+from farsight.checkpoints.dcp import Writer, load
+from farsight.checkpoints.intact import faults
 from farsight.cli import bounded, command
+from farsight.configs.schema import Architecture, Position
 from farsight.files import prepare_file
-from model.build import ModelConfig
+from farsight.model.build import ModelConfig
 
 GB = 10**9
 SIDE = 4096

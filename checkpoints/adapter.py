@@ -22,11 +22,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints.adapter_card import adapter_card
-from checkpoints.card import CARD, adapter_entry, checked_history
-from checkpoints.fingerprint import checksum, fingerprint
-from checkpoints.hf_config import uniform_rotary
-from checkpoints.model_dir import (
+from farsight.checkpoints.cards.adapter import adapter_card
+from farsight.checkpoints.cards.model import CARD, adapter_entry, checked_history
+from farsight.checkpoints.model_dir.api import (
     ADAPTER_CONFIG,
     ADAPTER_MARKER,
     GARFA_FILE,
@@ -34,22 +32,24 @@ from checkpoints.model_dir import (
     check_tensors,
     read_model_config,
 )
-from checkpoints.names import from_hf_name, to_hf_name, to_peft_name
-from checkpoints.safetensors_files import TensorReader, read_tensors, refuse_non_finite
-from configs.finetuning import Base, FinetuneConfig, GarfaTraining, Lora
-from configs.json_files import fields_of, read_object
-from configs.load import ConfigError, from_dict, to_dict
-from configs.schema import Architecture, Garfa, Position
-from data.chat import chat_template
-from data.tokenizer import load_tokenizer
+from farsight.checkpoints.model_dir.fingerprint import checksum, fingerprint
+from farsight.checkpoints.model_dir.hf_config import uniform_rotary
+from farsight.checkpoints.model_dir.names import from_hf_name, to_hf_name, to_peft_name
+from farsight.checkpoints.model_dir.safetensors_files import TensorReader, read_tensors, refuse_non_finite
+from farsight.configs.finetuning import Base, FinetuneConfig, GarfaTraining, Lora
+from farsight.configs.json_files import fields_of, read_object
+from farsight.configs.load import ConfigError, from_dict, to_dict
+from farsight.configs.schema import Architecture, Garfa, Position
+from farsight.data.instructions.chat import chat_template
+from farsight.data.tokenizers.tokenizer import load_tokenizer
+from farsight.model.adapt.garfa import garfa_of_tensors
+from farsight.model.adapt.layers import adapted
+from farsight.model.adapt.lora import ADAPTER, add_lora, as_pattern, by_linear, hf_linear, is_lora, lora_layers
+from farsight.model.adapt.quantized import fill, is_quantized, quantize_linears, unpack_parameters
+from farsight.model.build import ModelConfig, build_model
+from farsight.model.llama import Llama
 from farsight.new_folder import check_new, holds_only, new_folder
 from farsight.progress import progress
-from model.adapted_layers import adapted
-from model.build import ModelConfig, build_model
-from model.garfa import garfa_of_tensors
-from model.llama import Llama
-from model.lora import ADAPTER, add_lora, as_pattern, by_linear, hf_linear, is_lora, lora_layers
-from model.quantized import fill, is_quantized, quantize_linears, unpack_parameters
 
 FORMAT = 2
 """Version of the marker."""
@@ -270,7 +270,7 @@ class Adapter:
         if not directory.is_dir():
             raise ConfigError(
                 f"{self.directory} was trained beside {directory}, which is not there. Put the base back, or merge the "
-                f"adapter into a copy of it: python -m checkpoints.merge {self.directory} --base DIR --out OUT"
+                f"adapter into a copy of it: farsight merge {self.directory} --base DIR --out OUT"
             )
         config = read_model_config(directory)
         if config.architecture != self.architecture:
@@ -288,7 +288,7 @@ class Adapter:
             raise ConfigError(
                 f"{directory} is not the base that {self.directory} was trained beside: its {' and '.join(other)} are others. "
                 "Put that one back, or name where it lies. To merge the adapter into this one all the same: "
-                f"python -m checkpoints.merge {self.directory} --base {directory} --other-base --out OUT"
+                f"farsight merge {self.directory} --base {directory} --other-base --out OUT"
             )
         if other:
             logger.warning(f"{directory} has other {' and '.join(other)} than what {self.directory} was trained beside")

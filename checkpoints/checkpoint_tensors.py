@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from checkpoints.card import CONFIG
-from checkpoints.dcp import Reader, load
-from checkpoints.intact import refuse_damaged
-from configs.load import ConfigError
-from model.build import ModelConfig, build_model
+from farsight.checkpoints.cards.model import CONFIG
+from farsight.checkpoints.dcp import Reader, load
+from farsight.checkpoints.intact import refuse_damaged
+from farsight.configs.load import ConfigError
+from farsight.model.build import ModelConfig, build_model
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:

@@ -1,7 +1,7 @@
 """Checkpoint ↔ model directory.
 
-    python -m checkpoints.convert to-hf   runs/my_run/checkpoint/step-1000  OUT
-    python -m checkpoints.convert from-hf MODEL_DIR                         OUT
+    farsight convert to-hf   runs/my_run/checkpoint/step-1000  OUT
+    farsight convert from-hf MODEL_DIR                         OUT
 
 `to-hf` writes a Hugging Face model directory from a training checkpoint of any parallel layout. `from-hf` writes a
 checkpoint that a run can start from (`--checkpoint.initial_load_path OUT`); a run can also start from MODEL_DIR itself.
@@ -18,19 +18,25 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from checkpoints.card import CONFIG, read_history
-from checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
-from checkpoints.checksums import MANIFEST
-from checkpoints.dcp import Writer
-from checkpoints.intact import refuse_damaged
-from checkpoints.model_dir import SHARD_BYTES, TensorReader, check_tensors, read_model_config, write_model_dir
-from checkpoints.safetensors_files import refuse_non_finite
-from data.tokenizer import find_tokenizer_dir, load_tokenizer_dir
+from farsight.checkpoints.cards.model import CONFIG, read_history
+from farsight.checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
+from farsight.checkpoints.checksums import MANIFEST
+from farsight.checkpoints.dcp import Writer
+from farsight.checkpoints.intact import refuse_damaged
+from farsight.checkpoints.model_dir.api import (
+    SHARD_BYTES,
+    TensorReader,
+    check_tensors,
+    read_model_config,
+    write_model_dir,
+)
+from farsight.checkpoints.model_dir.safetensors_files import refuse_non_finite
 from farsight.cli import command
+from farsight.data.tokenizers.tokenizer import find_tokenizer_dir, load_tokenizer_dir
 from farsight.files import check_new_folder
+from farsight.model.build import ModelConfig
 from farsight.new_folder import new_folder
 from farsight.progress import progress
-from model.build import ModelConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -114,7 +120,7 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m checkpoints.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="farsight convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("direction", choices=["to-hf", "from-hf"])
     parser.add_argument("source", type=Path, help="a step-N checkpoint folder (to-hf) or a model directory (from-hf)")

@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from checkpoints.card import CONFIG
-from checkpoints.checksums import MANIFEST, FileSums, SummedFile, sums_of, write_manifest
-from configs.load import ConfigError
+from farsight.checkpoints.cards.model import CONFIG
+from farsight.checkpoints.checksums import MANIFEST, FileSums, SummedFile, sums_of, write_manifest
+from farsight.configs.load import ConfigError
 from farsight.errors import UserError
 from farsight.files import inside
 

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from checkpoints.parts import PartOfTensor
 from farsight.errors import NonFiniteError
-from parallel.device import default_device
+from farsight.parallel.device import default_device
+from farsight.parallel.parts import PartOfTensor
 
 
 def refuse_non_finite(weights: dict[str, Any], what: str) -> None:

@@ -1,7 +1,7 @@
 """Grafts two models: the first layers of one in front of the other layers of the other (LASP paper, Algorithm 1).
 
-    python -m checkpoints.graft --front BASE --back LONG --layers 4 --out OUT        # the paper's B-Front
-    python -m checkpoints.graft --front LONG --back BASE --layers 4 --out OUT        # its L-Front
+    farsight graft --front BASE --back LONG --layers 4 --out OUT        # the paper's B-Front
+    farsight graft --front LONG --back BASE --layers 4 --out OUT        # its L-Front
 
 The front model gives the embedding and layers 0 to K − 1, the back model layers K to N − 1, the final norm and the output head:
 with K = 0 every layer is the back model's, with K = N the front model's. Layers keep their positions: RoPE and its scaling,
@@ -10,7 +10,7 @@ one was trained on from the other.
 
 Both may be model directories or checkpoints. Weights pass one at a time and are written as they are, bit for bit. OUT is a
 model directory as other ones are; it appears whole or not at all. docs/analysis/graft.md says what becomes of tied embeddings,
-scopes and trained lengths; analysis.graft_sweep measures all depths without writing any.
+scopes and trained lengths; farsight graft-sweep measures all depths without writing any.
 """
 
 import argparse
@@ -25,26 +25,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from checkpoints.card import read_history, training_table
-from checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
-from checkpoints.convert import DTYPES
-from checkpoints.intact import is_complete
-from checkpoints.model_dir import (
+from farsight.checkpoints.cards.model import read_history, training_table
+from farsight.checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
+from farsight.checkpoints.convert import DTYPES
+from farsight.checkpoints.intact import is_complete
+from farsight.checkpoints.model_dir.api import (
     check_tensors,
     is_adapter,
     read_model_config,
     tensor_dtypes,
     write_model_dir,
 )
-from checkpoints.safetensors_files import TensorReader
-from configs.json_files import fields_of, read_object
-from configs.load import ConfigError
-from data.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
+from farsight.checkpoints.model_dir.safetensors_files import TensorReader
 from farsight.cli import bounded, command
+from farsight.configs.json_files import fields_of, read_object
+from farsight.configs.load import ConfigError
+from farsight.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
 from farsight.files import check_new_folder, prepare_file, write_text
-from model.build import ModelConfig
-from model.graft import grafted_config, source
-from model.layers import describe, layer_selection
+from farsight.model.build import ModelConfig
+from farsight.model.graft import grafted_config, source
+from farsight.model.position.layers import describe, layer_selection
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def open_stock(directory: Path) -> Stock:
     if is_adapter(directory):
         raise ConfigError(
             f"{directory} is an adapter, whose layers are its base's with something added: merge it, and graft what that "
-            f"writes (python -m checkpoints.merge {directory} --out OUT)."
+            f"writes (farsight merge {directory} --out OUT)."
         )
     if is_complete(directory):
         config = read_model_config(directory)
@@ -228,7 +228,7 @@ def _notes(front: Path, back: Path, layers: int, config: ModelConfig) -> str:
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m checkpoints.graft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="farsight graft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--front", type=Path, required=True, metavar="A", help="model of the embedding and the first layers"

@@ -1,6 +1,6 @@
 """Whether a checkpoint is whole: every file there, at its size, with the bytes that were saved.
 
-    python -m checkpoints.intact runs/my_run/checkpoint/step-1000 [MORE …]
+    farsight intact runs/my_run/checkpoint/step-1000 [MORE …]
 
 Every file is compared with its checksums in `checksums.json`. A checkpoint without them, saved by an earlier version, is
 looked at by sizes when a run starts from it; this command compares the CRC-32 of its tensors too.
@@ -15,11 +15,11 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from checkpoints.card import CONFIG
-from checkpoints.checksums import MANIFEST, Manifest, altered, read_manifest
-from checkpoints.dcp import COMPLETE, read_metadata
-from configs.load import ConfigError
+from farsight.checkpoints.cards.model import CONFIG
+from farsight.checkpoints.checksums import MANIFEST, Manifest, altered, read_manifest
+from farsight.checkpoints.dcp import COMPLETE, read_metadata
 from farsight.cli import command
+from farsight.configs.load import ConfigError
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -149,7 +149,7 @@ def _altered_pieces(checkpoint: Path) -> list[str]:
 @command
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m checkpoints.intact", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="farsight intact", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("checkpoints", type=Path, nargs="+", help="step-N folders")
     damaged = False

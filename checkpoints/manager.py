@@ -24,20 +24,20 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
 from torchtitan.tools.utils import GarbageCollection
 
-from checkpoints.card import CONFIG, read_history, training_entry
-from checkpoints.checksums import MANIFEST, altered
-from checkpoints.dcp import COMPLETE, Writer, load
-from checkpoints.finite import refuse_non_finite
-from checkpoints.intact import is_complete, look
-from checkpoints.model_dir import check_tensors, read_model_config
-from checkpoints.names import from_hf_name, to_hf_name
-from checkpoints.resume import (
+from farsight.checkpoints.cards.model import CONFIG, read_history, training_entry
+from farsight.checkpoints.checksums import MANIFEST, altered
+from farsight.checkpoints.dcp import COMPLETE, Writer, load
+from farsight.checkpoints.finite import refuse_non_finite
+from farsight.checkpoints.intact import is_complete, look
+from farsight.checkpoints.model_dir.api import check_tensors, read_model_config
+from farsight.checkpoints.model_dir.names import from_hf_name, to_hf_name
+from farsight.checkpoints.resume import (
     refuse_another_model,
     refuse_other_layers,
     refuse_other_optimizer,
     refuse_other_settings,
 )
-from checkpoints.steps import (
+from farsight.checkpoints.steps import (
     complete_steps,
     delete,
     discard_incomplete,
@@ -46,11 +46,11 @@ from checkpoints.steps import (
     set_aside,
     set_aside_before,
 )
-from configs.load import ConfigError, to_toml
-from configs.schema import JobConfig
-from model.build import ModelConfig
-from parallel.device import GIB
-from parallel.ranks import on_every_rank, on_rank_zero
+from farsight.configs.load import ConfigError, to_toml
+from farsight.configs.schema import JobConfig
+from farsight.model.build import ModelConfig
+from farsight.parallel.device import GIB
+from farsight.parallel.ranks import on_every_rank, on_rank_zero
 
 logger = logging.getLogger("farsight")
 

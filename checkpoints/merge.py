@@ -1,7 +1,7 @@
 """Merges an adapter into its base: a model directory that needs no adapter.
 
-    python -m checkpoints.merge runs/my_finetune/adapter --out merged
-    python -m checkpoints.merge runs/my_finetune/adapter --out merged --drop-garfa --data text.txt --json merge.json
+    farsight merge runs/my_finetune/adapter --out merged
+    farsight merge runs/my_finetune/adapter --out merged --drop-garfa --data text.txt --json merge.json
 
 LoRA was trained beside the base as it was kept: quantised. So it is added to the weights that quantising and reading back
 leaves ("dequantized", the default), which gives the model that was trained; "original" adds it to the base's own weights,
@@ -23,24 +23,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from checkpoints.adapter import load_adapter, read_adapter
-from checkpoints.card import CARD
-from checkpoints.model_dir import check_model_out, load_model, write_model_dir
-from checkpoints.safetensors_files import TensorReader
-from configs.json_files import read_object
-from configs.load import ConfigError
-from data.files import stdlib_files
-from data.tokenizer import load_tokenizer_dir
-from evals.model_options import add_device_option
-from evals.texts import encode_file, read_texts
+from farsight.checkpoints.adapter import load_adapter, read_adapter
+from farsight.checkpoints.cards.model import CARD
+from farsight.checkpoints.model_dir.api import check_model_out, load_model, write_model_dir
+from farsight.checkpoints.model_dir.safetensors_files import TensorReader
 from farsight.cli import command
+from farsight.configs.json_files import read_object
+from farsight.configs.load import ConfigError
+from farsight.data.sources.files import stdlib_files
+from farsight.data.texts import encode_file, read_texts
+from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.files import check_new_folder, prepare_file, write_text
+from farsight.inference.model_options import add_device_option
+from farsight.model.adapt.lora import ADAPTER, merged_weight
+from farsight.model.adapt.quantized import dequantize
+from farsight.model.build import build_model
+from farsight.model.llama import Llama
+from farsight.parallel.device import default_device
 from farsight.progress import progress
-from model.build import build_model
-from model.llama import Llama
-from model.lora import ADAPTER, merged_weight
-from model.quantized import dequantize
-from parallel.device import default_device
 
 Into = Literal["dequantized", "original"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -220,7 +220,7 @@ def report(figures: dict[str, Any]) -> list[str]:
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m checkpoints.merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="farsight merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("adapter", type=Path, help="adapter directory of a fine-tuning run")
     parser.add_argument("--out", type=Path, required=True, help="model directory to write")

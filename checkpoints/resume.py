@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from checkpoints.card import CONFIG, adapter_entry, read_history
-from configs.finetuning import FinetuneConfig
-from configs.load import ConfigError, to_dict
-from configs.schema import JobConfig
-from model.build import ModelConfig, trained_layers
-from model.layers import select_layers
+from farsight.checkpoints.cards.model import CONFIG, adapter_entry, read_history
+from farsight.configs.finetuning import FinetuneConfig
+from farsight.configs.load import ConfigError, to_dict
+from farsight.configs.schema import JobConfig
+from farsight.model.build import ModelConfig, trained_layers
+from farsight.model.position.layers import select_layers
 
 logger = logging.getLogger("farsight")
 

@@ -5,9 +5,9 @@ import re
 import shutil
 from pathlib import Path
 
-from checkpoints.checksums import MANIFEST
-from checkpoints.dcp import COMPLETE, UNFINISHED
-from checkpoints.intact import is_complete
+from farsight.checkpoints.checksums import MANIFEST
+from farsight.checkpoints.dcp import COMPLETE, UNFINISHED
+from farsight.checkpoints.intact import is_complete
 
 logger = logging.getLogger("farsight")
 

@@ -5,8 +5,8 @@ import functools
 import math
 from pathlib import Path
 
-from configs.metrics import check_plasticity
-from configs.schema import JobConfig
+from farsight.configs.metrics import check_plasticity
+from farsight.configs.schema import JobConfig
 from farsight.errors import UserError
 
 
@@ -84,7 +84,7 @@ _UNSUPPORTED = {
     "metrics.disable_color_printing": "nothing is printed in colour",
     "checkpoint.last_save_model_only": "model/ is written anyway, and a run that is stopped has to save all of its state",
     "checkpoint.last_save_in_hf": "model/ is written anyway",
-    "checkpoint.export_dtype": "use `python -m checkpoints.convert to-hf … --dtype`",
+    "checkpoint.export_dtype": "use `farsight convert to-hf … --dtype`",
     "checkpoint.create_seed_checkpoint": "initial weights are the same on every layout without one",
     "checkpoint.initial_load_in_hf": "name the directory in checkpoint.initial_load_path; what it is, is seen",
     "checkpoint.initial_load_in_hf_quantized": "quantised weights are not read",

@@ -2,9 +2,9 @@
 
 import functools
 
-from configs.check import ConfigError, model_parallel_ranks
-from configs.finetuning import PROJECTIONS, FinetuneConfig
-from configs.schema import JobConfig
+from farsight.configs.check import ConfigError, model_parallel_ranks
+from farsight.configs.finetuning import PROJECTIONS, FinetuneConfig
+from farsight.configs.schema import JobConfig
 
 # Sections of pre-training that mean nothing here: what to set instead.
 _UNSUPPORTED = {
@@ -16,7 +16,7 @@ _UNSUPPORTED = {
     "training.tokens": "set training.epochs or training.steps",
     "model.converters": "base_model.quantization says how linear layers are kept",
     "lr_scheduler.total_steps": "set training.steps",
-    "metrics.plasticity_freq": "rows are conversations; run analysis.geometry and analysis.plasticity on the adapter instead",
+    "metrics.plasticity_freq": "rows are conversations; run farsight geometry and farsight plasticity on the adapter instead",
     "lr_scheduler.decay_ratio": "the learning rate falls from the end of its warm-up on",
     "deepspeed.offload_parameters": "a quantised base is small; see base_model.quantization",
 }

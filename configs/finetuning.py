@@ -7,7 +7,7 @@ meaning. What the base says is not said again: its shapes, positions and tokeniz
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.schema import (
+from farsight.configs.schema import (
     ActivationCheckpoint,
     Checkpoint,
     JobConfig,
@@ -250,7 +250,7 @@ class FinetuneConfig(JobConfig):
     position: Position | None = None  # type: ignore[assignment]  # None until the base's is read
     """In place of the base's, to extend its context; empty takes the base's."""
     merge: bool = False
-    """At the end write model/ too: the adapter merged into its base, as `python -m checkpoints.merge` does it."""
+    """At the end write model/ too: the adapter merged into its base, as `farsight merge` does it."""
     trained_length: Count = 0
     """Sequence length that positions are made for, such as SCOPE's longest scope; 0 takes the base's, or
     training.seq_len where that is more."""

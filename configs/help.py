@@ -11,8 +11,9 @@ import typing
 from collections.abc import Sequence
 from typing import get_args, get_origin
 
-from configs.load import ConfigError, default_of, field_names, nearest
-from configs.schema import JobConfig
+from farsight.configs.load import ConfigError, default_of, field_names
+from farsight.configs.schema import JobConfig
+from farsight.errors import nearest
 from farsight.ranges import Range
 
 
@@ -40,7 +41,7 @@ def _section(hint: typing.Any) -> typing.Any:
 
 
 def _section_help(cls: type, path: str) -> list[str]:
-    lines = ["", f"[{path}]" + (f"  {_first_line(cls)}" if cls.__module__.startswith("configs.") else "")]
+    lines = ["", f"[{path}]" + (f"  {_first_line(cls)}" if cls.__module__.startswith("farsight.") else "")]
     hints, docs, spans = typing.get_type_hints(cls), _field_docs(cls), _ranges(cls)
     nested = []
     for field in dataclasses.fields(cls):

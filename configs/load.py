@@ -6,7 +6,6 @@ torchtitan's own manager lets a wrongly typed TOML value through, and names no n
 """
 
 import dataclasses
-import difflib
 import tomllib
 import types
 import typing
@@ -16,8 +15,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import tomli_w
 
-from configs.check import ConfigError, check, training_steps
-from configs.schema import JobConfig
+from farsight.configs.check import ConfigError, check, training_steps
+from farsight.configs.schema import JobConfig
+from farsight.errors import nearest
 from farsight.ranges import FINITE, Range
 
 T = TypeVar("T")
@@ -46,7 +46,7 @@ def load_config(arguments: Sequence[str], cls: type[C] = JobConfig) -> C:  # typ
     config_file = options.get("job", {}).get("config_file")
     values = read_toml(Path(config_file)) if config_file else {}
     if "stages" in values:
-        raise ConfigError(f"{config_file} is a recipe of several stages: python -m launch.recipe {config_file}")
+        raise ConfigError(f"{config_file} is a recipe of several stages: farsight recipe {config_file}")
     return build_config(merge(values, options), cls)
 
 
@@ -343,13 +343,6 @@ def default_of(field: dataclasses.Field) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
-
-
-def nearest(name: str, known: Sequence[str], say_known: bool = True) -> str:
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if match:
-        return f" Did you mean {match[0]!r}?"
-    return f" Known: {', '.join(known)}." if say_known and known else ""
 
 
 # ── Writing ──────────────────────────────────────────────────────────────────────────────────

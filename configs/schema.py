@@ -14,55 +14,23 @@ from typing import Annotated, Literal
 
 import torchtitan.config as titan
 
-from configs.metrics import Metrics as Metrics
-from configs.training import (
-    ActivationCheckpoint as ActivationCheckpoint,
-)
-from configs.training import (
-    Attention as Attention,
-)
-from configs.training import (
-    Checkpoint as Checkpoint,
-)
-from configs.training import (
-    Comm as Comm,
-)
-from configs.training import (
-    Compile as Compile,
-)
-from configs.training import (
-    Debug as Debug,
-)
-from configs.training import (
-    DeepSpeed as DeepSpeed,
-)
-from configs.training import (
-    Job as Job,
-)
-from configs.training import (
-    Loss as Loss,
-)
-from configs.training import (
-    LRScheduler as LRScheduler,
-)
-from configs.training import (
-    Model as Model,
-)
-from configs.training import (
-    Optimizer as Optimizer,
-)
-from configs.training import (
-    Parallelism as Parallelism,
-)
-from configs.training import (
-    Profiling as Profiling,
-)
-from configs.training import (
-    Training as Training,
-)
-from configs.training import (
-    Validation as Validation,
-)
+from farsight.configs.metrics import Metrics as Metrics
+from farsight.configs.training import ActivationCheckpoint as ActivationCheckpoint
+from farsight.configs.training import Attention as Attention
+from farsight.configs.training import Checkpoint as Checkpoint
+from farsight.configs.training import Comm as Comm
+from farsight.configs.training import Compile as Compile
+from farsight.configs.training import Debug as Debug
+from farsight.configs.training import DeepSpeed as DeepSpeed
+from farsight.configs.training import Job as Job
+from farsight.configs.training import Loss as Loss
+from farsight.configs.training import LRScheduler as LRScheduler
+from farsight.configs.training import Model as Model
+from farsight.configs.training import Optimizer as Optimizer
+from farsight.configs.training import Parallelism as Parallelism
+from farsight.configs.training import Profiling as Profiling
+from farsight.configs.training import Training as Training
+from farsight.configs.training import Validation as Validation
 from farsight.ranges import Count, Dim, PartialShare, Positive, Range, Size
 
 # ── Architecture ──────────────────────────────────────────────────────────────────────────────────────
@@ -233,7 +201,7 @@ class Scope:
     scope_max: Literal["trained", "length"] = "trained"
     """Past the trained length: keep T ("trained") or let T grow with the sequence ("length")."""
     layout: Literal["sorted", "interleaved", "group_balanced"] = "interleaved"
-    """Which head gets which scope: see `model/scope.py`. Stored with the weights, so it can't be changed later."""
+    """Which head gets which scope: see `model/position/scope.py`. Stored with the weights, so it can't be changed later."""
 
 
 Heads = Dense | SlidingWindow | Scope

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 
-from checkpoints.dcp import load
-from configs import schema
-from data.documents import DataError, DocumentSource, Split
-from data.identity import difference
-from data.mixture import MixedSource, Mixture
-from data.packing import Packer, Rows
-from data.prefetch import Prefetch
-from data.sources import open_sources
-from data.tokenizer import Tokenizer
+from farsight.checkpoints.dcp import load
+from farsight.configs import schema
+from farsight.data.mixture import MixedSource, Mixture
+from farsight.data.packing import Packer, Rows
+from farsight.data.prefetch import Prefetch
+from farsight.data.sources.build import open_sources
+from farsight.data.sources.documents import DataError, DocumentSource, Split
+from farsight.data.sources.identity import difference
+from farsight.data.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

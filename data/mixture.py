@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from configs import schema
-from data.documents import DataError, Document, DocumentLane, DocumentSource, Split
-from data.order import hash64
-from data.shared import SharedDocuments
-from data.sources import open_sources
-from data.tokenizer import Tokenizer
+from farsight.configs import schema
+from farsight.data.order import hash64
+from farsight.data.sources.build import open_sources
+from farsight.data.sources.documents import DataError, Document, DocumentLane, DocumentSource, Split
+from farsight.data.sources.shared import SharedDocuments
+from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.progress import progress
 
 _TYPICAL_TEXT = "The order of documents depends on the seed alone: for i in range(3): return words[i]"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.documents import DataError
+from farsight.data.sources.documents import DataError
 
 IGNORE = -100
 """Label that the loss leaves out, as in PyTorch."""

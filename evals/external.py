@@ -1,7 +1,7 @@
-"""Results of other harnesses as the tables and JSON of `evals.harness`.
+"""Results of other harnesses as the tables and JSON of `farsight harness`.
 
-    python -m evals.external HELMET/output/my_model --json F
-    python -m evals.external LOFT/outputs LongBench-Pro/output/my_model/*_summary.json
+    farsight external HELMET/output/my_model --json F
+    farsight external LOFT/outputs LongBench-Pro/output/my_model/*_summary.json
 
 Reads what HELMET, LOFT and LongBench-Pro write, and what L-Eval prints (docs/evaluate.md says how to run each of them, and where
 their results lie). A folder is searched for files of these kinds; other files in it are passed over. Figures are shares of
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.check import ConfigError
-from configs.json_files import fields_of, read_object
-from evals.harness import table
-from evals.several_models import check_outputs
 from farsight.cli import command
+from farsight.configs.check import ConfigError
+from farsight.configs.json_files import fields_of, read_object
+from farsight.evals.harness.harness import table
 from farsight.files import write_text
+from farsight.outputs import check_outputs
 
 logger = logging.getLogger("farsight")
 
@@ -263,7 +263,7 @@ def _leval(path: Path) -> list[Figure]:
 
 
 def figures_of(found: Sequence[Figure]) -> dict[str, Any]:
-    """As `evals.harness` writes them: {"results": {task: …}, "means": {group: mean}}.
+    """As `farsight harness` writes them: {"results": {task: …}, "means": {group: mean}}.
 
     The mean of one of HELMET's categories is there when all of its columns are, and HELMET's own when all categories are.
     """
@@ -299,7 +299,7 @@ def figures_of(found: Sequence[Figure]) -> dict[str, Any]:
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m evals.external",
+        prog="farsight external",
         description=f"{__doc__}\n{KINDS}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,7 +1,7 @@
 """Answers to LOFT's prompts, as its `run_evaluation.py` takes them: LOFT's own inference knows Gemini alone.
 
-    python -m evals.loft MODEL_DIR --prompts PROMPTS.csv --out outputs/rag/nq/128k/test_predictions.jsonl
-    python -m evals.loft MODEL_DIR --prompts PROMPTS.csv --corpus data/retrieval/nq/128k/corpus.jsonl --out …
+    farsight loft MODEL_DIR --prompts PROMPTS.csv --out outputs/rag/nq/128k/test_predictions.jsonl
+    farsight loft MODEL_DIR --prompts PROMPTS.csv --corpus data/retrieval/nq/128k/corpus.jsonl --out …
 
 PROMPTS.csv is what LOFT's `dump_prompts.py --output_format=csv` writes, questions of one turn. The answer is the list in the
 first line of what the model writes that has one ("Final Answer: ['Spain']"). In retrieval the list holds numbers of the
@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.check import ConfigError
-from evals.generate import generate, warn_of_long_prompts
-from evals.model_options import add_model_options, load, positive
-from evals.several_models import check_outputs
 from farsight.cli import command
+from farsight.configs.check import ConfigError
 from farsight.files import write_text
+from farsight.inference.generate import generate, warn_of_long_prompts
+from farsight.inference.model_options import add_model_options, load, positive
+from farsight.outputs import check_outputs
 from farsight.progress import progress
 
 
@@ -103,7 +103,7 @@ def _plain(answer: Any) -> Any:
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m evals.loft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="farsight loft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="CSV of dump_prompts.py")

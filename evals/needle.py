@@ -1,8 +1,8 @@
 """What a model finds in its context, by the context's length and by the depth at which it stands there.
 
-    python -m evals.needle MODEL_DIR [OTHER …] --lengths 1024 4096 --depths 10 --json F --picture F.png
-    python -m evals.needle MODEL_DIR --lengths 4096 --task variable_tracking:chains=2,hops=6 --trials 50
-    torchrun --nproc_per_node 8 -m evals.needle MODEL_DIR --lengths 131072 --haystack BOOK.txt
+    farsight needle MODEL_DIR [OTHER …] --lengths 1024 4096 --depths 10 --json F --picture F.png
+    farsight needle MODEL_DIR --lengths 4096 --task variable_tracking:chains=2,hops=6 --trials 50
+    torchrun --nproc_per_node 8 -m farsight needle MODEL_DIR --lengths 131072 --haystack BOOK.txt
 
 Tasks: passkey and multikey, by length and depth; multi_passkey, multivalue, multiquery, variable_tracking, common_words and
 frequent_words, by length. Prompts are made up from the seed, the length, the depth and the trial, so that all models
@@ -23,22 +23,22 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from configs.check import ConfigError
-from data.needles import Haystack, Sample, answer_tokens
-from data.order import hash64
-from data.retrieval_tasks import TASKS, Task, parse_task
-from data.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
-from evals.decoder import Decoder
-from evals.generate import encode_prompt, generate
-from evals.model_options import LoadedModel, add_model_options, load, positive
-from evals.needle_picture import draw
-from evals.ranks import sharing_processes
-from evals.scope_growth import with_growing_scopes
-from evals.several_models import add_output_options, check_outputs, write_figures
-from evals.texts import read_texts
 from farsight.cli import bounded, command
+from farsight.configs.check import ConfigError
+from farsight.data.order import hash64
+from farsight.data.retrieval.needles import Haystack, Sample, answer_tokens
+from farsight.data.retrieval.tasks import TASKS, Task, parse_task
+from farsight.data.texts import read_texts
+from farsight.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
+from farsight.evals.needle_picture import draw
+from farsight.evals.ranks import sharing_processes
+from farsight.inference.decoder import Decoder
+from farsight.inference.generate import encode_prompt, generate
+from farsight.inference.model_options import LoadedModel, add_model_options, load, positive
+from farsight.inference.scope_growth import with_growing_scopes
+from farsight.model.build import set_length
+from farsight.outputs import add_output_options, check_outputs, write_figures
 from farsight.progress import progress
-from model.build import set_length
 
 WRONG_KEPT = 20
 """Answers with a score below 1 that are written down, of each model and reading."""
@@ -246,7 +246,7 @@ def parse_depths(values: Sequence[str]) -> tuple[float, ...]:
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m evals.needle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="farsight needle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
     parser.add_argument("--lengths", type=positive, nargs="+", required=True, help="of prompt and answer, in tokens")

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evals.several_models import model_style, short_names
+from farsight.outputs import model_style, short_names
 
 _WRITTEN = 144
 """Cells of a heat map that have their figure written in; with more they are too small."""
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Writes the picture (PNG, SVG or PDF) of the figures of `evals.needle`, by model."""
+    """Writes the picture (PNG, SVG or PDF) of the figures of `farsight needle`, by model."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
 """Perplexity by context length.
 
-    python -m evals.perplexity MODEL_DIR --data FILE --lengths 1024 4096 --json F
-    torchrun --nproc_per_node 8 -m evals.perplexity MODEL_DIR OTHER_DIR --data BOOKS.jsonl --lengths 4096 131072 \\
+    farsight perplexity MODEL_DIR --data FILE --lengths 1024 4096 --json F
+    torchrun --nproc_per_node 8 -m farsight perplexity MODEL_DIR OTHER_DIR --data BOOKS.jsonl --lengths 4096 131072 \\
         --documents --picture perplexity.png
 
 A document is a line of a .jsonl file or a row of a .parquet file (its "text", or what --field names), or any other file
@@ -31,20 +31,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from configs.load import ConfigError
-from evals.decoder import CHUNK, Decoder
-from evals.extensions import Extension
-from evals.model_options import add_model_options, load
-from evals.perplexity_picture import draw
-from evals.ranks import sharing_processes
-from evals.scope_growth import with_growing_scopes
-from evals.several_models import add_output_options, check_outputs, write_figures
-from evals.texts import encode_file, has_fields
-from evals.windows import SIDE_BY_SIDE, TARGETS, Windows, first_target
 from farsight.cli import bounded, command
+from farsight.configs.load import ConfigError
+from farsight.data.texts import encode_file, has_fields
+from farsight.evals.perplexity_picture import draw
+from farsight.evals.ranks import sharing_processes
+from farsight.evals.windows import SIDE_BY_SIDE, TARGETS, Windows, first_target
+from farsight.inference.decoder import CHUNK, Decoder
+from farsight.inference.extend import Extension
+from farsight.inference.model_options import add_model_options, load
+from farsight.inference.scope_growth import with_growing_scopes
+from farsight.model.build import ModelConfig, set_length
+from farsight.model.llama import Llama
+from farsight.outputs import add_output_options, check_outputs, write_figures
 from farsight.progress import progress
-from model.build import ModelConfig, set_length
-from model.llama import Llama
 
 WHOLE = 32768
 """Tokens that a window may have to be read at once, as in training: no layer's keys and values are kept. Of longer ones no
@@ -187,7 +187,7 @@ def _perplexities(sums: Tensor, counts: Tensor) -> list[float]:
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m evals.perplexity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="farsight perplexity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
     parser.add_argument(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evals.several_models import model_style, short_names
+from farsight.outputs import model_style, short_names
 
 _MOST_RATIO = 20
 """Between the highest and the lowest perplexity on an even scale; with more it is logarithmic."""

@@ -1,11 +1,11 @@
 """What RiPRA does with a text: what its layers find relevant, and what sharing positions within a block of a prompt changes.
 
-    python -m evals.ripra MODEL_DIR --data FILE --length 8192 --json F --picture F.png
-    python -m evals.ripra MODEL_DIR --passkeys 10 --length 8192 --picture F.png
-    python -m evals.ripra MODEL_DIR --data QUESTIONS.jsonl --evidence 1200:1216 5030:5046 --extend ripra:chunk=128
+    farsight ripra MODEL_DIR --data FILE --length 8192 --json F --picture F.png
+    farsight ripra MODEL_DIR --passkeys 10 --length 8192 --picture F.png
+    farsight ripra MODEL_DIR --data QUESTIONS.jsonl --evidence 1200:1216 5030:5046 --extend ripra:chunk=128
 
 The first --length tokens of the first document are read (0: all of them), and with --evidence of one for each; the last is the
-query. With --passkeys the documents are prompts made up by data.needles, whose evidence is known. Then come out
+query. With --passkeys the documents are prompts made up by farsight needles, whose evidence is known. Then come out
 
 - the similarity of layers: cosines between the relevance of all chunks to the query in each pair of layers (figure 3 of the
   paper), and of each layer with the anchor whose positions it takes;
@@ -15,7 +15,7 @@ query. With --passkeys the documents are prompts made up by data.needles, whose 
   at the same tokens.
 
 Every layer's queries are held while it reads, beside the cache: 8.6 GB for an 8B model at 32,768 tokens in bfloat16.
-The method itself is evals/extensions/ripra.py, and --extend ripra:KEY=VALUE,… sets it.
+The method itself is inference/extend/ripra.py, and --extend ripra:KEY=VALUE,… sets it.
 """
 
 import argparse
@@ -28,18 +28,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from configs.load import ConfigError
-from data.needles import Haystack, passkey
-from data.tokenizer import Tokenizer
-from evals.decoder import Decoder, Rows
-from evals.extensions.remapped import RemappedLayer
-from evals.extensions.ripra import Allocation, Ripra, chunk_scores, relevance_landscape
-from evals.generate import encode_prompt
-from evals.model_options import LoadedModel, add_model_options, load, positive
-from evals.several_models import add_output_options, check_outputs
-from evals.texts import encode_file
 from farsight import cli
+from farsight.configs.load import ConfigError
+from farsight.data.retrieval.needles import Haystack, passkey
+from farsight.data.texts import encode_file
+from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.files import write_text
+from farsight.inference.decoder import Decoder, Rows
+from farsight.inference.extend.remapped import RemappedLayer
+from farsight.inference.extend.ripra import Allocation, Ripra, chunk_scores, relevance_landscape
+from farsight.inference.generate import encode_prompt
+from farsight.inference.model_options import LoadedModel, add_model_options, load, positive
+from farsight.outputs import add_output_options, check_outputs
 from farsight.progress import progress
 
 NEIGHBOURS = 10
@@ -226,7 +226,7 @@ def _method(loaded: LoadedModel) -> Ripra:
 @cli.command
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m evals.ripra", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="farsight ripra", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model_dir", type=Path)
     texts = parser.add_mutually_exclusive_group(required=True)
@@ -260,7 +260,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         write_text(options.json, json.dumps(result, indent=2) + "\n")
     if options.picture:
-        from evals.ripra_picture import draw
+        from farsight.evals.ripra_picture import draw
 
         draw(result, options.picture)
         print(options.picture)

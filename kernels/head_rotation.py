@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from .scoped_attention.choice import TRIAL_TOLERANCE, in_a_thread
+from farsight.kernels.scoped_attention.choice import TRIAL_TOLERANCE, in_a_thread
 
 Backend = Literal["auto", "torch", "triton"]
 
@@ -58,7 +58,7 @@ def rotate_heads(
         raise ValueError(f"x_BLKH is {[B, L, K, H]} and positions_BL {list(positions)}: pass [{B}, {L}] or [1, {L}]")
     chosen = backend if backend != "auto" else "triton" if x_BLKH.is_cuda else "torch"
     if chosen == "triton":
-        from . import triton_head_rotation
+        from farsight.kernels import triton_head_rotation
 
         triton_head_rotation.check_runs(x_BLKH)
         if backend == "auto":

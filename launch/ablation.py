@@ -1,7 +1,7 @@
 """Runs an ablation: fine-tunes each config, evaluates the untuned base and every result, and prints how they compare.
 
-    python -m launch.ablation configs/finetune/ablation_*.toml --evaluations configs/finetune/evaluations/paper.toml
-    python -m launch.ablation configs/finetune/tiny/ablation_*.toml --out runs/tiny_ablation --dry-run
+    farsight ablation configs/finetune/ablation_*.toml --evaluations configs/finetune/evaluations/paper.toml
+    farsight ablation configs/finetune/tiny/ablation_*.toml --out runs/tiny_ablation --dry-run
 
 An experiment is named by the end of its file's name: ablation_a.toml is A. Each has a folder in --out, with its run, the merged
 model in model/ and what was measured. What is finished is not done again; an interrupted run goes on from its checkpoint. A run
@@ -14,7 +14,7 @@ the directory, which is not quantised:
 
     [[evaluations]]
     name = "perplexity, 1,024 tokens"
-    command = "python -m evals.perplexity {model} --data books.txt --lengths 1024 --json {json}"
+    command = "farsight perplexity {model} --data books.txt --lengths 1024 --json {json}"
     value = "lengths.1024"          # where in the file the figure is
     better = "lower"                # "higher" is the default
     percent = false                 # true: a share of 1, shown in percent and counted in the mean
@@ -22,7 +22,7 @@ the directory, which is not quantised:
 
 import sys
 
-from launch import process
+from farsight import process
 
 if __name__ == "__main__":
     process.begin(process.BETWEEN_STEPS)
@@ -35,14 +35,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from checkpoints.card import read_history
-from configs.check import ConfigError
-from configs.finetuning import FinetuneConfig
-from configs.load import load_config, parse_options, to_toml
+from farsight.checkpoints.cards.model import read_history
 from farsight.cli import command
+from farsight.configs.check import ConfigError
+from farsight.configs.finetuning import FinetuneConfig
+from farsight.configs.load import load_config, parse_options, to_toml
 from farsight.files import prepare_file, write_text
-from launch.ablation_tables import BASE, Columns, Results, draw, markdown, text
-from launch.evaluations import (
+from farsight.launch.ablation_tables import BASE, Columns, Results, draw, markdown, text
+from farsight.launch.evaluations import (
     HELD_OUT,
     Evaluation,
     Stopped,
@@ -53,7 +53,7 @@ from launch.evaluations import (
     result_file,
     run_child,
 )
-from launch.summary import read_metrics
+from farsight.launch.summary import read_metrics
 
 logger = logging.getLogger("farsight")
 
@@ -86,7 +86,7 @@ class Experiment:
         return [sys.executable, str(ROOT / "train.py"), "finetune", *config, *self.options]
 
     def merging(self) -> list[str]:
-        merge = [sys.executable, "-m", "checkpoints.merge"]
+        merge = [sys.executable, "-m", "farsight", "merge"]
         return [*merge, str(self.folder / "adapter"), "--out", str(self.model)]
 
 
@@ -207,7 +207,7 @@ def run(experiments: list[Experiment], evaluations: list[Evaluation], out: Path)
 @command
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m launch.ablation",
+        prog="farsight ablation",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

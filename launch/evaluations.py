@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from checkpoints.card import CARD
-from configs.check import ConfigError
-from configs.json_files import read_object
-from configs.load import from_dict, read_toml
+from farsight import process
+from farsight.checkpoints.cards.model import CARD
+from farsight.configs.check import ConfigError
+from farsight.configs.json_files import read_object
+from farsight.configs.load import from_dict, read_toml
 from farsight.files import write_text
-from launch import process
-from launch.ablation_tables import MEAN
-from launch.recipe import wait_for
+from farsight.launch.ablation_tables import MEAN
+from farsight.launch.recipe import wait_for
 
 logger = logging.getLogger("farsight")
 
@@ -29,7 +29,7 @@ class Evaluation:
 
     name: str = ""
     command: str = ""
-    """Run from here; {model} and {json} are replaced, and `python` is this one."""
+    """Run from here; {model} and {json} are replaced, and `farsight` and `python` are this one's."""
     value: str = ""
     """Keys of the JSON file that lead to the figure, with dots between them."""
     better: Literal["higher", "lower"] = "higher"
@@ -143,7 +143,8 @@ def evaluation_command(evaluation: Evaluation, model: Path, out: Path) -> list[s
     parts = [
         part.replace("{model}", str(model)).replace("{json}", str(out)) for part in shlex.split(evaluation.command)
     ]
-    return [sys.executable if part == "python" and i == 0 else part for i, part in enumerate(parts)]
+    own = {"python": [sys.executable], "farsight": [sys.executable, "-m", "farsight"]}
+    return [*own.get(parts[0], parts[:1]), *parts[1:]]
 
 
 def written(out: Path) -> list[Path]:

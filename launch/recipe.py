@@ -1,9 +1,9 @@
 """Runs a recipe: training stages in order, each from the last one's weights.
 
-    python -m launch.recipe configs/recipes/X.toml              run it, or go on where it stopped
-    python -m launch.recipe configs/recipes/X.toml --dry-run    check every stage and print the plan
-    python -m launch.recipe configs/recipes/X.toml --nproc 8    every stage under torchrun with 8 processes
-    python -m launch.recipe X.toml --torchrun "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500"
+    farsight recipe configs/recipes/X.toml              run it, or go on where it stopped
+    farsight recipe configs/recipes/X.toml --dry-run    check every stage and print the plan
+    farsight recipe configs/recipes/X.toml --nproc 8    every stage under torchrun with 8 processes
+    farsight recipe X.toml --torchrun "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500"
                                                                 on each of several nodes with a shared file system
 
 A recipe is a config file with `[recipe]` and `[[stages]]`: the sections outside the stages are shared, and a stage
@@ -14,7 +14,7 @@ form --section.key value change all stages, and --recipe.key value the recipe.
 
 import sys
 
-from launch import process
+from farsight import process
 
 if __name__ == "__main__":
     process.begin(process.BETWEEN_STEPS)
@@ -33,19 +33,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from checkpoints.steps import complete_steps
-from configs.load import ConfigError, build_config, from_dict, merge, parse_options, read_toml, to_toml
-from configs.schema import JobConfig, NoRotary, Rotary
-from data.tokenizer import load_tokenizer
 from farsight import cli
+from farsight.checkpoints.steps import complete_steps
+from farsight.configs.load import ConfigError, build_config, from_dict, merge, parse_options, read_toml, to_toml
+from farsight.configs.schema import JobConfig, NoRotary, Rotary
+from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.files import write_text
+from farsight.launch.recipe_check import check_stages, missing, no_start
+from farsight.launch.recipe_plan import plan_text
+from farsight.launch.summary import report, write_held_out
+from farsight.model.build import trained_layers
 from farsight.ranges import Count, Size
-from launch.recipe_check import check_stages, missing, no_start
-from launch.recipe_plan import plan_text
-from launch.start import other_theta, rotary_of, theta_of
-from launch.summary import report, write_held_out
-from launch.tokenizer import prepare_tokenizer, tokenizer_of
-from model.build import trained_layers
+from farsight.training.start import other_theta, rotary_of, theta_of
+from farsight.training.tokenizer import prepare_tokenizer, tokenizer_of
 
 logger = logging.getLogger("farsight")
 
@@ -317,7 +317,7 @@ def _end_with(parent: int) -> None:
 @cli.command
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m launch.recipe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="farsight recipe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", type=Path, help="TOML file with [[stages]]")
     parser.add_argument("--dry-run", action="store_true", help="check every stage and print the plan, run nothing")
@@ -336,7 +336,7 @@ def main(arguments: list[str] | None = None) -> int:
     launcher = shlex.split(options.launcher) if options.launcher else [sys.executable]
     if options.torchrun or (options.nproc or 1) > 1:
         given = options.torchrun or f"--standalone --nproc_per_node {options.nproc}"
-        launcher += ["-m", "launch.torchrun", *shlex.split(given)]
+        launcher += ["-m", "farsight", "torchrun", *shlex.split(given)]
     if options.launcher and (options.torchrun or options.nproc):
         parser.error("--launcher starts all ranks itself: leave out --nproc and --torchrun")
     recipe, stages = load_recipe(options.recipe, parse_options(rest))

@@ -7,19 +7,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from checkpoints.model_dir import read_model_config
-from checkpoints.resume import refuse_another_model
-from configs.check import check_processes
-from configs.load import ConfigError
-from configs.schema import HubSource, StdlibSource
-from data.documents import DataError
-from data.sources import open_sources
-from data.tokenizer import load_tokenizer
-from launch.files import check_run_folder, is_run
-from model.build import ModelConfig, trained_layers
+from farsight.checkpoints.model_dir.api import read_model_config
+from farsight.checkpoints.resume import refuse_another_model
+from farsight.configs.check import check_processes
+from farsight.configs.load import ConfigError
+from farsight.configs.schema import HubSource, StdlibSource
+from farsight.data.sources.build import open_sources
+from farsight.data.sources.documents import DataError
+from farsight.data.tokenizers.tokenizer import load_tokenizer
+from farsight.model.build import ModelConfig, trained_layers
+from farsight.training.run_folder import check_run_folder, is_run
 
 if TYPE_CHECKING:
-    from launch.recipe import Recipe, Stage
+    from farsight.launch.recipe import Recipe, Stage
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -88,14 +88,14 @@ def _missing_of(stage: "Stage", trained_here: Path) -> Iterator[str]:
 
 def no_start(start: str) -> str:
     """What to say of weights to start from that are not there; where a recipe that ships makes them, its command."""
-    from launch.recipe import load_recipe
+    from farsight.launch.recipe import load_recipe
 
     for path in sorted(CONFIGS.rglob("*.toml")):
         if path.stem in Path(start).parts:
             with suppress(ConfigError):  # it is no recipe
                 if any(Path(start).is_relative_to(stage.folder) for stage in load_recipe(path, {})[1]):
                     shown = path.relative_to(CONFIGS.parent)
-                    return f"recipe.start = {start!r} is not there yet: run python -m launch.recipe {shown} first."
+                    return f"recipe.start = {start!r} is not there yet: run farsight recipe {shown} first."
     return f"recipe.start = {start!r} does not exist: name a model directory or a checkpoint."
 
 

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from configs.check import MODEL_PARALLEL, model_parallel_ranks
-from configs.schema import JobConfig
-from launch.plan_text import gib
-from launch.recipe_check import free_bytes
-from model.build import ModelConfig, count_parameters
-from model.layers import describe
+from farsight.configs.check import MODEL_PARALLEL, model_parallel_ranks
+from farsight.configs.schema import JobConfig
+from farsight.launch.plan.text import gib
+from farsight.launch.recipe_check import free_bytes
+from farsight.model.build import ModelConfig, count_parameters
+from farsight.model.position.layers import describe
 
 if TYPE_CHECKING:
-    from launch.recipe import Stage
+    from farsight.launch.recipe import Stage
 
 
 def plan_text(stages: Sequence["Stage"], processes: int) -> str:

@@ -38,7 +38,7 @@ case ${1:-} in
         command=("${ranks[@]}" train.py "${@:2}")
         ;;
     recipe)
-        command=("$python" -m launch.recipe --launcher "${ranks[*]@Q}" "${@:2}")
+        command=("$python" -m farsight recipe --launcher "${ranks[*]@Q}" "${@:2}")
         ;;
     *)
         echo "$usage" >&2

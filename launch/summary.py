@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from checkpoints.model_dir import load_model
-from configs.schema import JobConfig
-from data.mixture import sample_texts
-from data.tokenizer import load_tokenizer_dir
-from evals.perplexity import perplexity_by_length
-from evals.texts import encode_file
+from farsight.checkpoints.model_dir.api import load_model
+from farsight.configs.schema import JobConfig
+from farsight.data.mixture import sample_texts
+from farsight.data.texts import encode_file
+from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
+from farsight.evals.perplexity import perplexity_by_length
 from farsight.files import write_text
-from launch.metrics import row_of
-from parallel.device import default_device
+from farsight.parallel.device import default_device
+from farsight.training.metrics import row_of
 
 if TYPE_CHECKING:
-    from launch.recipe import Recipe, Stage
+    from farsight.launch.recipe import Recipe, Stage
 
 
 logger = logging.getLogger("farsight")

@@ -1,11 +1,11 @@
 """torchrun, whose last line is one that a person can use: which rank ended the run, why, and with that rank's exit status.
 
-python -m launch.torchrun --standalone --nproc_per_node 8 train.py --job.config_file configs/X.toml
+farsight torchrun --standalone --nproc_per_node 8 train.py --job.config_file configs/X.toml
 """
 
 import sys
 
-from launch import process
+from farsight import process
 
 if __name__ == "__main__":
     process.begin(what="torchrun")
@@ -26,7 +26,7 @@ from torch.distributed.run import parse_args
 from torch.distributed.run import run as torchrun
 
 from farsight.cli import command, refuse
-from launch.process import EXIT_INTERRUPTED, Note, read_note
+from farsight.process import EXIT_INTERRUPTED, Note, read_note
 
 
 @command

@@ -27,8 +27,8 @@ fi
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-3600}
 
 case ${1:-} in
-    train) exec "$python" -m launch.torchrun "${arguments[@]}" train.py "${@:2}" ;;
-    recipe) exec "$python" -m launch.recipe --torchrun "${arguments[*]}" "${@:2}" ;;
+    train) exec "$python" -m farsight torchrun "${arguments[@]}" train.py "${@:2}" ;;
+    recipe) exec "$python" -m farsight recipe --torchrun "${arguments[*]}" "${@:2}" ;;
     *)
         echo "$usage" >&2
         exit 2

@@ -9,13 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from configs.schema import Architecture
-from kernels.head_rotation import rotate_heads
-from kernels.scoped_attention.api import scoped_attention
-from model.garfa import HeadFrequencies, HeadRope
-from model.layers import LayerPosition
-from model.norm import RMSNorm
-from model.rope import rotate
+from farsight.configs.schema import Architecture
+from farsight.kernels.head_rotation import rotate_heads
+from farsight.kernels.scoped_attention.api import scoped_attention
+from farsight.model.adapt.garfa import HeadFrequencies, HeadRope
+from farsight.model.norm import RMSNorm
+from farsight.model.position.layers import LayerPosition
+from farsight.model.position.rope import rotate
 
 
 class KeysOnTheirWay(Protocol):

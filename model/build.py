@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from configs.json_files import fields_of, read_object
-from configs.load import ConfigError, from_dict, to_dict
-from configs.schema import Architecture, Attention, JobConfig, Loss, Position
-from model.layers import LayerPosition, resolve_layers, select_layers
-from model.llama import Llama
+from farsight.configs.json_files import fields_of, read_object
+from farsight.configs.load import ConfigError, from_dict, to_dict
+from farsight.configs.schema import Architecture, Attention, JobConfig, Loss, Position
+from farsight.model.llama import Llama
+from farsight.model.position.layers import LayerPosition, resolve_layers, select_layers
 
 FORMAT = 1
 """Version of `farsight.json`."""

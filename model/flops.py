@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from configs.schema import Architecture
-from kernels.scoped_attention.semantics import visible_pairs_at_positions
-from model.layers import LayerPosition
+from farsight.configs.schema import Architecture
+from farsight.kernels.scoped_attention.semantics import visible_pairs_at_positions
+from farsight.model.position.layers import LayerPosition
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from dataclasses import fields, replace
 
 import torch
 
-from configs.load import ConfigError
-from configs.schema import Garfa, Heads, LayerRule, Position, Scope
-from model.build import ModelConfig, build_model
-from model.lasp import apply_lasp
-from model.layers import LayerPosition, layer_selection, layer_settings
-from model.llama import Llama
+from farsight.configs.load import ConfigError
+from farsight.configs.schema import Garfa, Heads, LayerRule, Position, Scope
+from farsight.model.build import ModelConfig, build_model
+from farsight.model.llama import Llama
+from farsight.model.position.lasp import apply_lasp
+from farsight.model.position.layers import LayerPosition, layer_selection, layer_settings
 
 _MAY_DIFFER = ("tie_embeddings", "depth_init")
 """Of the architecture: the head is asked for apart, and how weights were initialised no longer matters."""

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from configs.schema import Architecture, NoRotary
-from kernels.chunked_loss import chunked_cross_entropy
-from model.attention import Attention
-from model.garfa import HeadRope
-from model.layers import LayerPosition
-from model.norm import RMSNorm
-from model.rope import RopeFrequencies, rope_frequencies, rope_tables
-from model.sinusoidal import sinusoidal_embedding
+from farsight.configs.schema import Architecture, NoRotary
+from farsight.kernels.chunked_loss import chunked_cross_entropy
+from farsight.model.adapt.garfa import HeadRope
+from farsight.model.attention import Attention
+from farsight.model.norm import RMSNorm
+from farsight.model.position.layers import LayerPosition
+from farsight.model.position.rope import RopeFrequencies, rope_frequencies, rope_tables
+from farsight.model.position.sinusoidal import sinusoidal_embedding
 
 
 class _SwiGlu(torch.autograd.Function):

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torchtitan.distributed import ParallelDims
 
-from configs.schema import JobConfig
-from parallel.halo import Context
+from farsight.configs.schema import JobConfig
+from farsight.parallel.halo import Context
 
 
 def model_inputs(

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools import utils as titan_utils
 
-from configs.check import ConfigError
-from configs.schema import JobConfig
+from farsight.configs.check import ConfigError
+from farsight.configs.schema import JobConfig
 
 GIB = 1024**3
 A100_FLOPS = 312e12

@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torchtitan.distributed import ParallelDims
 
-from configs.schema import JobConfig
-from kernels.scoped_attention import scoped_attention
-from parallel.context import Layout, Rows, keys_seen, pieces, reaches, sent
+from farsight.configs.schema import JobConfig
+from farsight.kernels.scoped_attention import scoped_attention
+from farsight.parallel.context import Layout, Rows, keys_seen, pieces, reaches, sent
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
-from configs.finetuning import FinetuneConfig
-from configs.schema import JobConfig
-from model.attention import Attention
-from model.build import freeze_all_but, trained_layers
-from model.llama import Llama
-from parallel.halo import Context
-from parallel.tensor import apply_tensor_parallel
-from parallel.zero import partition
+from farsight.configs.finetuning import FinetuneConfig
+from farsight.configs.schema import JobConfig
+from farsight.model.attention import Attention
+from farsight.model.build import freeze_all_but, trained_layers
+from farsight.model.llama import Llama
+from farsight.parallel.halo import Context
+from farsight.parallel.tensor import apply_tensor_parallel
+from farsight.parallel.zero import partition
 
 
 def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Module:
@@ -81,13 +81,13 @@ def saved_ops(config: JobConfig) -> set:
     attention: set = {torch.ops.farsight.banded_attention.default}
     match config.attention.backend:
         case "triton" | "auto" if torch.cuda.is_available() and find_spec("triton"):
-            from kernels.scoped_attention import triton_attention  # noqa: F401  makes its operator known
+            from farsight.kernels.scoped_attention.triton import attention as triton_attention  # noqa: F401  makes its operator known
 
             attention.add(torch.ops.farsight.triton_attention.default)
         case "flex":  # seen where blocks are compiled; elsewhere it is inside a compiled function, and run again
             attention.add(torch._higher_order_ops.flex_attention)
         case "flash":
-            from kernels.scoped_attention import flash
+            from farsight.kernels.scoped_attention import flash
 
             flash.package()  # makes its operators known
             ops = torch.ops.flash_attn

@@ -21,10 +21,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule, pipeline_module_split
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
-from configs.check import ConfigError
-from configs.schema import JobConfig
-from model.build import ModelConfig
-from parallel.stages import layers_of_stages, stage_costs
+from farsight.configs.check import ConfigError
+from farsight.configs.schema import JobConfig
+from farsight.model.build import ModelConfig
+from farsight.parallel.stages import layers_of_stages, stage_costs
 
 
 class ShareOfLoss:

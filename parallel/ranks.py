@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from parallel.device import wait_for_rank_zero
+from farsight.parallel.device import wait_for_rank_zero
 
 T = TypeVar("T")
 

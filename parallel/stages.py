@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
-from kernels.scoped_attention.semantics import visible_pairs
-from model.build import ModelConfig
-from model.flops import layer_matmul_weights
+from farsight.kernels.scoped_attention.semantics import visible_pairs
+from farsight.model.build import ModelConfig
+from farsight.model.flops import layer_matmul_weights
 
 
 def stage_costs(config: ModelConfig, tokens: int) -> tuple[list[float], float, float]:

@@ -24,10 +24,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 
-from configs.check import ConfigError, check_tensor_parallel
-from configs.schema import Architecture, JobConfig
-from model.attention import Attention
-from model.llama import Llama
+from farsight.configs.check import ConfigError, check_tensor_parallel
+from farsight.configs.schema import Architecture, JobConfig
+from farsight.model.attention import Attention
+from farsight.model.llama import Llama
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from checkpoints.parts import PartOfTensor
-from configs.finetuning import FinetuneConfig
-from configs.schema import JobConfig
-from model.llama import Llama, unwrapped
-from parallel.device import default_device, import_deepspeed
+from farsight.configs.finetuning import FinetuneConfig
+from farsight.configs.schema import JobConfig
+from farsight.model.llama import Llama, unwrapped
+from farsight.parallel.device import default_device, import_deepspeed
+from farsight.parallel.parts import PartOfTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -28,7 +28,7 @@ def unreadable(monkeypatch):
 @pytest.fixture
 def start_run(tmp_path):
     """Managers of one run folder, one after the other, in a process group of one rank."""
-    from tests.saved_runs import Run
+    from tests.checkpoints.saved_runs import Run
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     runs = []

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoints.model_dir import write_model_dir
-from configs.finetuning import Base, FinetuneConfig, FinetuneTraining, GarfaTraining, Lora
-from configs.schema import Architecture, Llama3Rope, Position, Tokenizer
-from launch.finetune import build_adapted, with_base
-from model.build import ModelConfig, build_model
-from model.llama import Llama
+from farsight.checkpoints.model_dir.api import write_model_dir
+from farsight.configs.finetuning import Base, FinetuneConfig, FinetuneTraining, GarfaTraining, Lora
+from farsight.configs.schema import Architecture, Llama3Rope, Position, Tokenizer
+from farsight.model.build import ModelConfig, build_model
+from farsight.model.llama import Llama
+from farsight.training.finetune.spec import build_adapted, with_base
 
 ARCHITECTURE = Architecture(vocab_size=320, dim=64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96)
 

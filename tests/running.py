@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from benchmarks.tiny import MODEL, SETTINGS
-from launch.forked import Finished, Forked
+from farsight.benchmarks.forked import Finished, Forked
+from farsight.benchmarks.tiny import MODEL, SETTINGS
 
 ROOT = Path(__file__).parent.parent
 

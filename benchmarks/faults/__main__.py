@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from benchmarks import kills
-from benchmarks.faults import data, hostile, settings, tools
-from benchmarks.faults.runs import DISKS, Outcome, Runs, can_mount
-from benchmarks.faults.workshop import Case, Workshop, fingerprint
+from farsight.benchmarks import kills
+from farsight.benchmarks.faults import data, hostile, settings, tools
+from farsight.benchmarks.faults.runs import DISKS, Outcome, Runs, can_mount
+from farsight.benchmarks.faults.workshop import Case, Workshop, fingerprint
 from farsight.cli import bounded, command
 from farsight.files import prepare_file
 

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.faults.settings import TRAIN, TUNE
-from benchmarks.faults.workshop import Case, Content, fifo
+from farsight.benchmarks.faults.settings import TRAIN, TUNE
+from farsight.benchmarks.faults.workshop import Case, Content, fifo
 
 LINE = json.dumps({"text": "some words of a document " * 8}) + "\n"
 CHAT = json.dumps({"instruction": "Say 1.", "input": "", "output": "It is 1."}) + "\n"

@@ -10,51 +10,48 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.faults.settings import TRAIN
-from benchmarks.faults.workshop import EXECUTED, Case
-from checkpoints.checksums import MANIFEST, sums_of, write_manifest
+from farsight.benchmarks.faults.settings import TRAIN
+from farsight.benchmarks.faults.workshop import EXECUTED, Case
+from farsight.checkpoints.checksums import MANIFEST, sums_of, write_manifest
+from farsight.commands import GROUPS
 
 CONFIG_JSON = "config.json"
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 
 MODEL_TOOLS = (
-    "evals.generate {it} --prompt x --new-tokens 2",
-    "evals.perplexity {it} --data {text} --lengths 16 --windows 2",
-    "evals.needle {it} --lengths 200 --depths 1 --trials 1",
-    "evals.ripra {it} --data {text} --length 32",
-    "evals.harness {it} --tasks piqa --data piqa={piqa} --limit 2",
-    "evals.loft {it} --prompts {prompts} --out {here}/out.jsonl",
-    "evals.report {it} --out {here}/r.html",
-    "checkpoints.convert from-hf {it} {here}/out",
-    "checkpoints.graft --front {it} --back {dense} --layers 1 --out {here}/out",
-    "checkpoints.merge {adapter} --base {it} --out {here}/out",
-    "analysis.capture {it} --data {text} --length 32 --sequences 2 --out {here}/out",
-    "analysis.geometry {it} --data {text} --length 32 --sequences 2",
-    "analysis.plasticity {it} --data {text} --length 32 --sequences 2",
-    "analysis.layers {it} --data {text} --length 32 --sequences 2",
-    "analysis.layer_probes {it} --data {text} --length 32 --sequences 2 --probe mask",
-    "analysis.probes {it} --data {text} --length 32 --sequences 4",
-    "analysis.order_awareness {it} --data {text} --length 32 --sequences 2",
-    "analysis.graft_sweep --base {it} --long {dense} --data {text} --lengths 32",
-    "analysis.positions {it}",
-    "analysis.report {it} --out {here}/r.html",
+    "generate {it} --prompt x --new-tokens 2",
+    "perplexity {it} --data {text} --lengths 16 --windows 2",
+    "needle {it} --lengths 200 --depths 1 --trials 1",
+    "ripra {it} --data {text} --length 32",
+    "harness {it} --tasks piqa --data piqa={piqa} --limit 2",
+    "loft {it} --prompts {prompts} --out {here}/out.jsonl",
+    "report {it} --out {here}/r.html",
+    "convert from-hf {it} {here}/out",
+    "graft --front {it} --back {dense} --layers 1 --out {here}/out",
+    "merge {adapter} --base {it} --out {here}/out",
+    "capture {it} --data {text} --length 32 --sequences 2 --out {here}/out",
+    "geometry {it} --data {text} --length 32 --sequences 2",
+    "plasticity {it} --data {text} --length 32 --sequences 2",
+    "layers {it} --data {text} --length 32 --sequences 2",
+    "layer-probes {it} --data {text} --length 32 --sequences 2 --probe mask",
+    "probes {it} --data {text} --length 32 --sequences 4",
+    "order-awareness {it} --data {text} --length 32 --sequences 2",
+    "graft-sweep --base {it} --long {dense} --data {text} --lengths 32",
+    "positions {it}",
+    "inside {it} --out {here}/r.html",
     TRAIN + " --checkpoint.initial_load_path {it}",
     "train.py finetune --job.config_file {finetune} --base_model.path {it} --job.dump_folder {here}/new",
 )
 """Every command that opens a model directory."""
-WITHOUT_WEIGHTS = {"analysis.positions", "evals.report", "analysis.report"}
+WITHOUT_WEIGHTS = {"positions", "report", "inside"}
 """These open no weights: what is wrong there does not stop them."""
 
 CHECKPOINT_TOOLS = (
-    "checkpoints.intact {it}",
-    "checkpoints.convert to-hf {it} {here}/out",
-    *(
-        tool
-        for tool in MODEL_TOOLS
-        if tool.startswith(("evals.generate", "evals.perplexity", "evals.needle", "evals.ripra", "evals.harness"))
-    ),
-    *(tool for tool in MODEL_TOOLS if tool.startswith("analysis.") and not tool.startswith(tuple(WITHOUT_WEIGHTS))),
+    "intact {it}",
+    "convert to-hf {it} {here}/out",
+    *(tool for tool in MODEL_TOOLS if tool.startswith(("generate", "perplexity", "needle", "ripra", "harness"))),
+    *(tool for tool in MODEL_TOOLS if tool.split()[0] in GROUPS["look inside"].keys() - WITHOUT_WEIGHTS),
     TRAIN + " --checkpoint.initial_load_path {it}",
 )
 """Every command that opens a checkpoint."""
@@ -291,9 +288,9 @@ ADAPTERS: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     ),
 }  # fmt: skip
 ADAPTER_TOOLS = (
-    "checkpoints.merge {it} --out {here}/out",
-    "evals.generate {it} --prompt x --new-tokens 2",
-    "analysis.capture {it} --data {text} --length 32 --sequences 2 --out {here}/out",
+    "merge {it} --out {here}/out",
+    "generate {it} --prompt x --new-tokens 2",
+    "capture {it} --data {text} --length 32 --sequences 2 --out {here}/out",
 )
 
 
@@ -304,8 +301,8 @@ def _case(name: str, tool: str, kind: str, spoil: Spoil, says: tuple[str, ...], 
 
 
 def _status(tool: str) -> int:
-    """checkpoints.intact tells by its status that a checkpoint is damaged."""
-    return 1 if tool.startswith("checkpoints.intact") else 2
+    """farsight intact tells by its status that a checkpoint is damaged."""
+    return 1 if tool.startswith("intact ") else 2
 
 
 def cases() -> list[Case]:

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.faults.workshop import Workshop
-from launch.forked import Finished
+from farsight.benchmarks.faults.workshop import Workshop
+from farsight.benchmarks.forked import Finished
 
 STEPS = 16
 """Steps of a complete run, which is spoiled at step 12."""
@@ -279,8 +279,8 @@ DISKS: dict[str, Callable[[Runs, Path], tuple[list[str], str]]] = {
     "under TensorBoard": _tensorboard,
     "at the start": _start,
     "at the export": _export,
-    "in convert to-hf": _tool("checkpoints.convert to-hf {checkpoint} {disk}/out", "out"),
-    "in convert from-hf": _tool("checkpoints.convert from-hf {model} {disk}/out", "out"),
-    "in merge": _tool("checkpoints.merge {adapter} --out {disk}/out", "out"),
-    "in tokenizer training": _tool("data.tokenizer train --vocab-size 300 --text {text} --out {disk}/out", "out"),
+    "in convert to-hf": _tool("convert to-hf {checkpoint} {disk}/out", "out"),
+    "in convert from-hf": _tool("convert from-hf {model} {disk}/out", "out"),
+    "in merge": _tool("merge {adapter} --out {disk}/out", "out"),
+    "in tokenizer training": _tool("tokenizer train --vocab-size 300 --text {text} --out {disk}/out", "out"),
 }

@@ -1,11 +1,11 @@
 """Settings that can't be used: numbers out of range, broken config files, options that contradict each other."""
 
-from benchmarks.faults.workshop import Case
+from farsight.benchmarks.faults.workshop import Case
 
 TRAIN = "train.py --job.config_file {config} --job.dump_folder {here}/new"
 TUNE = "train.py finetune --job.config_file {finetune} --base_model.path {dense} --job.dump_folder {here}/new"
 FILE = "train.py --job.config_file {here}/x.toml --job.dump_folder {here}/new"
-RECIPE = "launch.recipe {here}/x.toml --recipe.folder {here}/runs"
+RECIPE = "recipe {here}/x.toml --recipe.folder {here}/runs"
 
 _NUMBERS = {
     "optimizer.lr": ("nan", "inf", "0", "-0.001", "fast"),
@@ -81,7 +81,7 @@ _TOML = {
     "sources that are a number": (b"[data]\nsources = 3\n", ("data.sources",)),
     "a flavor that is not there": (b'[model]\nflavor = "huge"\n', ("huge",)),
     "a checkpoint folder outside": (b'[checkpoint]\nfolder = "../../x"\n', ("checkpoint.folder", "..")),
-    "a recipe": (b'[[stages]]\nname = "a"\n', ("launch.recipe",)),
+    "a recipe": (b'[[stages]]\nname = "a"\n', ("farsight recipe",)),
 }
 _OPTIONS = {
     TRAIN + " --training 5 --training.steps 3": ("training", "options of its own"),

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 
-from benchmarks.tiny import MODEL, SETTINGS
-from launch.forked import Finished, Forked
+from farsight.benchmarks.forked import Finished, Forked
+from farsight.benchmarks.tiny import MODEL, SETTINGS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -75,7 +75,7 @@ class Case:
 
     name: str
     command: str
-    """`train.py …` or a module with its arguments. {here}, {model}, {dense}, {adapter}, {run}, {checkpoint}, {text}, {rows}
+    """`train.py …` or a command of `farsight` with its arguments. {here}, {model}, {dense}, {adapter}, {run}, {checkpoint}, {text}, {rows}
     and {config} stand for paths."""
     says: tuple[str, ...]
     """Words that its message must have."""

@@ -1,8 +1,8 @@
 """Attention in which every head sees its own number of tokens, at the cost of what it sees."""
 
-from .api import BACKENDS, scoped_attention, scoped_decode, scoped_prefill
-from .rolling_cache import RollingCache
-from .semantics import visible_pairs, visible_pairs_in_documents
+from farsight.kernels.scoped_attention.api import BACKENDS, scoped_attention, scoped_decode, scoped_prefill
+from farsight.kernels.scoped_attention.rolling_cache import RollingCache
+from farsight.kernels.scoped_attention.semantics import visible_pairs, visible_pairs_in_documents
 
 __all__ = [
     "BACKENDS",

@@ -9,12 +9,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .banded import banded_attention
-from .choice import pick_backend
-from .decode import ring_attention
-from .prefill import chunk_attention
-from .reference import reference_attention
-from .rolling_cache import RollingCache
+from farsight.kernels.scoped_attention.banded.banded import banded_attention
+from farsight.kernels.scoped_attention.choice import pick_backend
+from farsight.kernels.scoped_attention.decode import ring_attention
+from farsight.kernels.scoped_attention.prefill import chunk_attention
+from farsight.kernels.scoped_attention.reference import reference_attention
+from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 
 BACKENDS = ("reference", "banded", "triton", "flex", "flash")
 """What `backend` may name, besides "auto"."""
@@ -67,11 +67,11 @@ def scoped_attention(
             attention = banded_attention
         case "triton":
             _require_triton()
-            from .triton_attention import triton_attention as attention
+            from farsight.kernels.scoped_attention.triton.attention import triton_attention as attention
         case "flex":
-            from .flex import flex_attention as attention
+            from farsight.kernels.scoped_attention.flex import flex_attention as attention
         case "flash":
-            from .flash import flash_attention as attention
+            from farsight.kernels.scoped_attention.flash import flash_attention as attention
         case _:
             raise ValueError(f'backend is "{backend}": set it to "auto" or one of {", ".join(BACKENDS)}')
     return attention(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)
@@ -114,7 +114,7 @@ def scoped_decode(
             attention = ring_attention
         case "triton":
             _require_triton()
-            from .triton_decode import triton_decode as attention
+            from farsight.kernels.scoped_attention.triton.decode import triton_decode as attention
         case _:
             raise ValueError(f'backend is "{backend}": set it to "auto", "banded" or "triton"')
     return attention(q_BNH, cache, scopes_N, document_starts_B, alibi_slopes_N, scale)

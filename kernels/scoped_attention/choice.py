@@ -15,8 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .reference import reference_attention
-from .rolling_cache import RollingCache
+from farsight.kernels.scoped_attention.reference import reference_attention
+from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 
 TRITON_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 TRIAL_TOLERANCE = {"torch.bfloat16": 3e-2, "torch.float16": 4e-3, "torch.float32": 1e-3}
@@ -68,7 +68,7 @@ TRIAL_TOKENS, TRIAL_DOCUMENT = 300, 170  # where the second of two documents sta
 
 def _attention_error(device_type: str, dtype: str, head_dim: int) -> float:
     """Largest error of output and gradients, of one document and of two, in parts of the largest value."""
-    from .triton_attention import triton_attention
+    from farsight.kernels.scoped_attention.triton.attention import triton_attention
 
     q, k, v, do = _trial_inputs(device_type, dtype, head_dim)
     scopes = torch.tensor(TRIAL_SCOPES, device=device_type)
@@ -91,7 +91,7 @@ def _attention_error(device_type: str, dtype: str, head_dim: int) -> float:
 
 def _decode_error(device_type: str, dtype: str, head_dim: int) -> float:
     """Largest error of the last token's output, in parts of the largest value."""
-    from .triton_decode import triton_decode
+    from farsight.kernels.scoped_attention.triton.decode import triton_decode
 
     q, k, v, _ = _trial_inputs(device_type, dtype, head_dim)
     scopes, scale = torch.tensor(TRIAL_SCOPES, device=device_type), head_dim**-0.5

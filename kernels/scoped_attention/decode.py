@@ -6,8 +6,8 @@ Shape suffixes: B batch, N query heads, K key-value heads, G query heads of a ke
 import torch
 from torch import Tensor
 
-from . import semantics
-from .rolling_cache import RollingCache
+from farsight.kernels.scoped_attention import semantics
+from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 
 
 @torch.no_grad()

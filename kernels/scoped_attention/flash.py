@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import semantics
-from .host import host_values, kept
+from farsight.kernels.scoped_attention import semantics
+from farsight.kernels.scoped_attention.host import host_values, kept
 
 DTYPES = (torch.bfloat16, torch.float16)
 MOST_HEAD_DIM = 256

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
-from . import semantics
-from .host import host_values
+from farsight.kernels.scoped_attention import semantics
+from farsight.kernels.scoped_attention.host import host_values
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 128

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .rolling_cache import RollingCache
+from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-va
 import torch
 from torch import Tensor
 
-from . import semantics
+from farsight.kernels.scoped_attention import semantics
 
 
 def reference_attention(

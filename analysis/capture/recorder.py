@@ -1,0 +1,110 @@
+"""Keeps what attention layers compare, while a model reads as it always does.
+
+Shapes: B rows, L tokens of a call, t kept tokens, N query heads, K key heads, H head dim.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from farsight.kernels.scoped_attention.api import scoped_attention
+from farsight.model.attention import Attention, KeysOnTheirWay, SequenceContext
+
+
+class Recorder:
+    """A layer's context that keeps the queries and keys of some tokens, and else changes nothing.
+
+    A batch may come in several calls: rows in turn, as pipelines cut it, or the tokens of all rows in turn, as prompts are
+    read. Kept tokens come out in the order in which the calls held them: the order of `rows` (or `columns`) if that rises.
+
+    Args:
+        rows, columns: int64 [t], of the tokens in the batch.
+        inner: the context that the layer has anyway (other ranks' tokens, a cache).
+        along: in which direction the calls cut the batch.
+    """
+
+    rotates = False
+
+    def __init__(
+        self,
+        rows: Tensor,
+        columns: Tensor,
+        inner: SequenceContext | None = None,
+        along: Literal["rows", "tokens"] = "rows",
+    ) -> None:
+        self.rows, self.columns, self.inner, self.along = rows, columns, inner, along
+        self.seen = 0
+        """Rows, or tokens, of the calls so far."""
+        self._queries: list[Tensor] = []
+        self._keys: list[Tensor] = []
+
+    @property
+    def queries_TNH(self) -> Tensor:
+        return torch.cat(self._queries)
+
+    @property
+    def keys_TKH(self) -> Tensor:
+        return torch.cat(self._keys)
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is kept, and of the cache around which it is."""
+        return sum(x.nbytes for x in (*self._queries, *self._keys)) + getattr(self.inner, "nbytes", 0)
+
+    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> "Recorder":
+        numbers = self.rows if self.along == "rows" else self.columns
+        size = k_BLKH.shape[0 if self.along == "rows" else 1]
+        here = (numbers >= self.seen) & (numbers < self.seen + size)
+        self._rows = self.rows[here] - (self.seen if self.along == "rows" else 0)
+        self._columns = self.columns[here] - (self.seen if self.along == "tokens" else 0)
+        self.seen += size
+        self._keys.append(k_BLKH.detach()[self._rows, self._columns])
+        self._on_their_way: KeysOnTheirWay | tuple[Tensor, Tensor] = (
+            (k_BLKH, v_BLKH) if self.inner is None else self.inner.exchange(k_BLKH, v_BLKH, scopes)
+        )
+        return self
+
+    def attend(
+        self,
+        q_BLNH: Tensor,
+        scopes_N: Tensor,
+        document_starts_BT: Tensor | None,
+        alibi_slopes_N: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        self._queries.append(q_BLNH.detach()[self._rows, self._columns])
+        keys = self._on_their_way
+        del self._on_their_way
+        if not isinstance(keys, tuple):
+            return keys.attend(q_BLNH, scopes_N, document_starts_BT, alibi_slopes_N, backend)
+        return scoped_attention(
+            q_BLNH,
+            *keys,
+            scopes_N,
+            document_starts_BL=document_starts_BT,
+            alibi_slopes_N=alibi_slopes_N,
+            backend=backend,
+        )
+
+
+_NONE_OF_ITS_OWN: Any = object()
+
+
+@contextmanager
+def recording(attentions: Mapping[int, Attention], rows: Tensor, columns: Tensor) -> Iterator[dict[int, Recorder]]:
+    """Records these layers' queries and keys of some tokens of the batch that the model reads meanwhile."""
+    # As the modules themselves hold it, and not their class: torch.compile looks where it is, and would compile again.
+    before = {layer: vars(attention).get("context", _NONE_OF_ITS_OWN) for layer, attention in attentions.items()}
+    recorders = {layer: Recorder(rows, columns, attention.context) for layer, attention in attentions.items()}
+    try:
+        for layer, attention in attentions.items():
+            attention.context = recorders[layer]
+        yield recorders
+    finally:
+        for layer, attention in attentions.items():
+            del attention.context
+            if before[layer] is not _NONE_OF_ITS_OWN:
+                attention.context = before[layer]

@@ -1,0 +1,155 @@
+"""One layer of a model changed, everything else as it is: what its RoPE turns by, or noise on what it puts out.
+
+    probe = RopeProbe(layer=3, masked=True)
+    mean_loss(Decoder(model, config, probe), tokens_SL)
+
+Shape suffixes: B batch, S sequences, L tokens, D model, N query heads, K key-value heads, H head dim, F = H/2 frequencies.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from farsight.configs.check import ConfigError
+from farsight.configs.schema import NoRotary, Rotating
+from farsight.evals.perplexity import window_nll
+from farsight.inference.decoder import Decoder
+from farsight.inference.kv_cache import Batch, LayerCache, RollingLayer, rolling_layers
+from farsight.kernels.head_rotation import rotate_heads
+from farsight.model.attention import Attention
+from farsight.model.build import ModelConfig, set_length
+from farsight.model.llama import Llama
+from farsight.model.position.rope import RopeFrequencies, rope_frequencies, rope_tables, rotate
+
+
+@dataclass(frozen=True)
+class RopeProbe:
+    """Turns one layer's queries and keys otherwise: an `evals.extensions.Extension`, which no `--extend` names.
+
+    Scaled RoPE is worked out again for the changed base; GARFA's factors multiply the frequencies that come out. ALiBi and
+    scopes go by the tokens' own positions as before.
+    """
+
+    layer: int
+    """One that rotates."""
+    base: float = 1.0
+    """Multiplies theta (GARFA, section 3.2)."""
+    group: int = 1
+    """k: so many tokens share a position, floor(m / k) (LASP, section 4.1)."""
+    masked: bool = False
+    """Every token stands at position 0 (LASP, equation 6). YaRN's temperature stays."""
+
+    def change(self, config: ModelConfig) -> ModelConfig:
+        return config
+
+    def caches(self, model: Llama, config: ModelConfig, batch: Batch) -> dict[str, LayerCache]:
+        name, caches = str(self.layer), rolling_layers(model, batch)
+        rotary = model.positions[self.layer].rotary
+        assert not isinstance(rotary, NoRotary), f"layer {self.layer} does not rotate"
+        frequencies = rope_frequencies(self.rotary(rotary), model.architecture.head_dim, model.length)
+        return {**caches, name: _ProbedLayer(dict(model.attentions())[name], batch, frequencies, self)}
+
+    def rotary(self, rotary: Rotating) -> Rotating:
+        """The layer's, with its base changed and its scaling as it was."""
+        return dataclasses.replace(rotary, theta=rotary.theta * self.base)
+
+    def positions(self, positions_BL: Tensor) -> Tensor:
+        """Those that are turned by."""
+        return torch.zeros_like(positions_BL) if self.masked else positions_BL // self.group
+
+
+class _ProbedLayer(RollingLayer):
+    """A rolling cache of keys that a probe has turned."""
+
+    rotates = True
+
+    def __init__(self, attention: Attention, batch: Batch, frequencies: RopeFrequencies, probe: RopeProbe) -> None:
+        super().__init__(attention, batch, len(attention.scopes) // attention.group)
+        self.group, self.garfa, self.probe = attention.group, attention.garfa, probe
+        self.frequencies = frequencies._replace(inv_freq=frequencies.inv_freq.to(batch.device))
+
+    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> "RollingLayer":
+        first, L = self.tokens, k_BLKH.shape[1]
+        columns_BL = torch.arange(first, first + L, device=k_BLKH.device)[None]
+        if self.starts_B is not None:
+            columns_BL = (columns_BL - self.starts_B[:, None]).clamp_min(0)
+        self.positions_BL = self.probe.positions(columns_BL)
+        return super().exchange(self._turned(k_BLKH, keys=True), v_BLKH, scopes)
+
+    def attend(
+        self,
+        q_BLNH: Tensor,
+        scopes_N: Tensor,
+        document_starts_BT: Tensor | None,
+        alibi_slopes_N: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        q_BLNH = self._turned(q_BLNH, keys=False)
+        return super().attend(q_BLNH, scopes_N, document_starts_BT, alibi_slopes_N, backend)
+
+    def _turned(self, x: Tensor, keys: bool) -> Tensor:
+        """As `model.attention.Attention` turns them."""
+        if self.garfa is None or not (keys or self.garfa.queries):
+            return rotate(x, *rope_tables(self.positions_BL, self.frequencies))
+        inv_freq_KF = self.garfa(self.frequencies.inv_freq)
+        if not keys:
+            inv_freq_KF = inv_freq_KF.repeat_interleave(self.group, dim=0)
+        attention_factor = inv_freq_KF.new_full((), self.frequencies.attention_factor)
+        return rotate_heads(x, self.positions_BL, inv_freq_KF, attention_factor)
+
+
+@contextmanager
+def noise_after(block: nn.Module, factor: float, seed: int) -> Iterator[None]:
+    """Adds Gaussian noise to a layer's output hidden states meanwhile (LASP, A.2).
+
+    Its standard deviation is `factor` times the root mean square of the token's own hidden state: a first token whose
+    activations are massive does not set the noise of the others, nor do the tokens that are read together.
+
+    Args:
+        seed: of a generator that starts anew here and is drawn from call by call.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def add(_: nn.Module, __: tuple[Tensor, ...], h_BLD: Tensor) -> Tensor:
+        if h_BLD.device not in generators:
+            generators[h_BLD.device] = torch.Generator(h_BLD.device).manual_seed(seed)
+        noise_BLD = torch.randn(h_BLD.shape, generator=generators[h_BLD.device], device=h_BLD.device)
+        rms_BL1 = h_BLD.float().square().mean(-1, keepdim=True).sqrt()
+        return h_BLD + (factor * rms_BL1 * noise_BLD).to(h_BLD.dtype)
+
+    handle = block.register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def mean_loss(decoder: Decoder, tokens_SL: Tensor) -> float:
+    """Mean negative log-likelihood, in nats, of every token of the sequences but their first."""
+    set_length(decoder.model, decoder.config, tokens_SL.shape[1])
+    rows = list(tokens_SL)
+    sums, counts = window_nll(decoder.model, rows, firsts=[1] * len(rows), decoder=decoder)
+    return float(sums[0] / counts[0])
+
+
+def probed(decoder: Decoder, probe: RopeProbe) -> Decoder:
+    """The same model, read with a probe."""
+    return Decoder(decoder.model, decoder.config, probe, decoder.chunk)
+
+
+def rotating_layers(config: ModelConfig, length: int | None = None) -> list[bool]:
+    """Whether each layer rotates."""
+    return [not isinstance(layer.rotary, NoRotary) for layer in config.layers(length)]
+
+
+def refuse_own_keys(decoder: Decoder) -> None:
+    """Raises ConfigError for an extension that keeps and turns keys itself: a probe would take its place."""
+    if decoder.turns_own_keys:
+        raise ConfigError(
+            "--extend: this method turns keys anew for every query, and so does a probe; methods that change frequencies "
+            "(linear, ntk, yarn, …) go together with it."
+        )

@@ -1,0 +1,91 @@
+"""How far a layer tells a right text from one that is nearly the same and wrong (GARFA, section 3.1).
+
+Shapes: L tokens, D model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from farsight.configs.check import ConfigError
+from farsight.data.texts import read_texts
+from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.inference.decoder import Decoder
+from farsight.inference.generate import encode_prompt
+from farsight.progress import progress
+
+OWN_PAIRS = Path(__file__).parent / "minimal_pairs.jsonl"
+"""Five pairs of code, five of knowledge and five of mathematics, worded for Farsight: the paper shows two of its fifteen."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two texts that differ in as little as it takes to make one of them wrong."""
+
+    domain: str
+    correct: str
+    wrong: str
+
+
+def read_pairs(path: Path) -> list[Pair]:
+    """Pairs of a .jsonl file, {"domain", "correct", "wrong"} a line.
+
+    Raises:
+        ConfigError: no such file, or a line and its field that is no text, is empty, or equals the other one.
+    """
+    if path.suffix != ".jsonl":
+        raise ConfigError(f'--pairs {path}: give a .jsonl file of {{"domain", "correct", "wrong"}}, a pair a line.')
+    pairs = [Pair(*texts) for texts in zip(*(read_texts(path, f) for f in ("domain", "correct", "wrong")), strict=True)]
+    if not pairs:
+        raise ConfigError(f"--pairs {path} holds no pair.")
+    lines = [n for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1) if line.strip()]
+    for number, pair in zip(lines, pairs, strict=True):
+        empty = next((name for name in ("correct", "wrong") if not getattr(pair, name)), None)
+        if empty is not None:
+            raise ConfigError(f'{path}, line {number}: "{empty}" is empty.')
+        if pair.correct == pair.wrong:
+            raise ConfigError(f'{path}, line {number}: "wrong" is the same text as "correct".')
+    return pairs
+
+
+def sensitivity(decoder: Decoder, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> dict[str, list[float]]:
+    """delta of each layer, averaged within each domain: the inner mean of equation 4; `over_domains` takes the outer."""
+    found: dict[str, list[Tensor]] = {}
+    for pair in progress(pairs, unit="pair", desc="delta"):
+        right, wrong = (
+            layer_means(decoder, torch.tensor(encode_prompt(tokenizer, text))) for text in (pair.correct, pair.wrong)
+        )
+        found.setdefault(pair.domain, []).append(1 - F.cosine_similarity(right, wrong, dim=-1))
+    return {domain: torch.stack(deltas).mean(0).tolist() for domain, deltas in found.items()}
+
+
+def over_domains(by_domain: dict[str, list[float]]) -> list[float]:
+    """delta of each layer: equation 4."""
+    return [fmean(of_layer) for of_layer in zip(*by_domain.values(), strict=True)]
+
+
+def layer_means(decoder: Decoder, tokens_L: Tensor) -> Tensor:
+    """The sequence's mean hidden state after each layer: fp64 [layers, D].
+
+    After a layer is what its block puts out, attention and feed-forward added; of the last one, before the model's norm. In
+    fp64, because deltas are as small as what fp32 leaves of 1 − cosine.
+    """
+    blocks = list(decoder.model.layers.values())
+    sums = torch.zeros(len(blocks), decoder.config.architecture.dim, dtype=torch.float64)
+
+    def add(layer: int, _: nn.Module, __: tuple[Tensor, ...], h_BLD: Tensor) -> None:
+        sums[layer] += h_BLD[0].cpu().double().sum(0)
+
+    handles = [block.register_forward_hook(partial(add, layer)) for layer, block in enumerate(blocks)]
+    try:
+        decoder.hidden_states(tokens_L.to(next(decoder.model.parameters()).device))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return sums / len(tokens_L)

@@ -1,0 +1,154 @@
+"""A model's figures from its heads' plasticity profiles: bands of positions, layers, a map of distances.
+
+Shapes: P pairs of keys, C cells of a map each way.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farsight.analysis.capture.capture import Head
+from farsight.analysis.plasticity.heads import HeadProfile, midpoint
+from farsight.configs.load import ConfigError
+
+LEAST_BUCKETS = 8
+"""With fewer none but the skipped first bucket has its middle in the first 20 %."""
+BAND = 0.2
+"""Of the positions, in AP_first and AP_last."""
+TARGET_DROP = 0.10
+"""AP_drop below this is what the thesis would have a model trained for."""
+
+Profile = Sequence[float | None]
+"""Plasticity of every bucket; None where it has no queries or no pairs."""
+
+
+def check_buckets(buckets: int) -> None:
+    """Raises ConfigError where there are too few for bands."""
+    if buckets < LEAST_BUCKETS:
+        raise ConfigError(
+            f"{buckets} buckets: the first has no earlier keys, and no other has its middle in the first {BAND:.0%} of positions; "
+            f"capture with --buckets {LEAST_BUCKETS} or more."
+        )
+
+
+def band(profile: Profile, low: float, high: float) -> float | None:
+    """Mean over the buckets whose middle lies from `low` up to `high`, as shares of the length; the first bucket never counts."""
+    middles = [(b + 0.5) / len(profile) for b in range(len(profile))]
+    return mean(v for v, middle in zip(profile[1:], middles[1:], strict=True) if low <= middle < high)
+
+
+def bands(profile: Profile) -> dict[str, float | None]:
+    """{"first", "last", "drop"}: AP_first 20 %, AP_last 20 % and their difference; None where either has nothing."""
+    first, last = band(profile, 0.0, BAND), band(profile, 1 - BAND, 1.0)
+    return {"first": first, "last": last, "drop": None if first is None or last is None else first - last}
+
+
+def quintiles(profile: Profile) -> list[float | None]:
+    """Means over fifths of the positions (Table 6.1)."""
+    return [band(profile, fifth / 5, (fifth + 1) / 5) for fifth in range(5)]
+
+
+def overall(profile: Profile, queries: Sequence[int]) -> float | None:
+    """Mean over buckets, each weighted by its queries (section 4.4.5)."""
+    kept = [(value, many) for value, many in zip(profile, queries, strict=True) if value is not None]
+    total = sum(many for _, many in kept)
+    return sum(value * many for value, many in kept) / total if total else None
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are there."""
+    kept = [value for value in values if value is not None]
+    return sum(kept) / len(kept) if kept else None
+
+
+def mean_profile(profiles: Sequence[Profile]) -> list[float | None]:
+    """Place by place, over the profiles that have a value there."""
+    return [mean(values) for values in zip(*profiles, strict=True)]
+
+
+def head_figures(head: Head, profile: HeadProfile) -> dict[str, Any]:
+    """A head's entry in "heads". A head without a pair of keys anywhere is not "measurable"."""
+    values, counted = (without_nan(found) for found in (profile.plasticity, profile.counted))
+    return {
+        "layer": head.layer,
+        "head": head.head,
+        "scope": head.scope,
+        "slope": head.slope,
+        "measurable": bool(profile.of_bucket),
+        "profile": values,
+        "counted": counted,
+        "overall": overall(values, profile.queries),
+        **bands(values),
+        "quintiles": quintiles(values),
+    }
+
+
+def means_over(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a model or a layer has of its heads: means over those that have each figure."""
+    return {
+        "profile": mean_profile([head["profile"] for head in heads]),
+        "counted": mean_profile([head["counted"] for head in heads]),
+        "quintiles": mean_profile([head["quintiles"] for head in heads]),
+        **{key: mean(head[key] for head in heads) for key in ("overall", "first", "last", "drop")},
+    }
+
+
+def model_figures(heads: Sequence[dict[str, Any]], heat: "DistanceMap") -> dict[str, Any]:
+    """The figures of a model, from those of its heads."""
+    layers = sorted({head["layer"] for head in heads})
+    whole = means_over(heads)
+    drop = whole["drop"]
+    return {
+        **whole,
+        "target_drop": TARGET_DROP,
+        "meets_target": None if drop is None else drop < TARGET_DROP,
+        "not_measurable": [f"{head['layer']}.{head['head']}" for head in heads if not head["measurable"]],
+        "heat": heat.figures(),
+        "layers": {str(layer): means_over([head for head in heads if head["layer"] == layer]) for layer in layers},
+        "heads": list(heads),
+    }
+
+
+def without_nan(values: Iterable[float]) -> list[float | None]:
+    """JSON has no NaN."""
+    return [None if math.isnan(value) else value for value in values]
+
+
+class DistanceMap:
+    """Plasticity by how far two keys lie apart and how far the query lies behind their middle (Figure 6.3).
+
+    Args:
+        length: tokens; both distances go from 0 to it.
+        cells: each way, of equal width.
+    """
+
+    def __init__(self, length: int, cells: int) -> None:
+        self.length, self.cells = length, cells
+        self._sums = torch.zeros(cells * cells, dtype=torch.float64)
+        self._pairs = torch.zeros(cells * cells, dtype=torch.int64)
+
+    def add(self, profile: HeadProfile, positions_T: Tensor) -> None:
+        """Adds all pairs that a head's profile was made of."""
+        for bucket in profile.of_bucket.values():
+            first_P, second_P = (positions_T[found] for found in (bucket.pairs.first_P, bucket.pairs.second_P))
+            tau = midpoint(bucket.number, profile.buckets, profile.length)
+            behind_P, apart_P = tau - (first_P + second_P) / 2, (first_P - second_P).abs()
+            cell_P = self._cell(behind_P) * self.cells + self._cell(apart_P)
+            self._sums.index_add_(0, cell_P, bucket.plasticity_P)
+            self._pairs += cell_P.bincount(minlength=self.cells**2)
+
+    def _cell(self, distance_P: Tensor) -> Tensor:
+        return (distance_P * self.cells / self.length).long()
+
+    def figures(self) -> dict[str, Any]:
+        """{"distances": edges, "plasticity": rows by the query's distance, columns by the keys', "pairs": the same}."""
+        shape = self.cells, self.cells
+        values = (self._sums / self._pairs).view(shape)  # 0 / 0 is NaN
+        return {
+            "distances": [cell * self.length / self.cells for cell in range(self.cells + 1)],
+            "plasticity": [without_nan(row) for row in values.tolist()],
+            "pairs": self._pairs.view(shape).tolist(),
+        }

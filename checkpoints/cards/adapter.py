@@ -1,0 +1,111 @@
+"""The card (README.md) of an adapter directory: what is in it, beside which base, and how to load or merge it."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from farsight.checkpoints.cards.model import training_table
+from farsight.configs.schema import Garfa
+from farsight.model.adapt.garfa import alphas
+from farsight.model.position.layers import layer_selection
+
+
+def adapter_card(
+    name: str,
+    base: str,
+    own_type: bool,
+    entry: dict[str, Any],
+    needs: Sequence[str],
+    garfa: Garfa | None,
+    history: Sequence[dict[str, Any]],
+) -> str:
+    """The card's text.
+
+    Args:
+        name: of the adapter.
+        base: the base's directory.
+        own_type: whether the base carries our modelling file.
+        entry: from `checkpoints.card.adapter_entry`.
+        needs: the adapter's parts: "lora", "garfa", "layers".
+        garfa: what GARFA learned.
+        history: the runs that trained the base's weights, and the adapter's.
+    """
+    tags = "\n".join(f"- {tag}" for tag in ["farsight", *needs])
+    lines = [f"---\nlibrary_name: peft\nbase_model: {base}\ntags:\n{tags}\n---\n", f"# {name}\n"]
+    if garfa is not None:
+        lines.append(
+            "**`peft` loads a part of this adapter, and says nothing of the rest.** `garfa.safetensors` holds factors on the "
+            "RoPE base of key/value heads; without them this is another model than was trained. Load it with Farsight, or "
+            "merge it: a merged model keeps them.\n"
+        )
+    elif "layers" in needs:
+        lines.append("`layers.safetensors` replaces whole layers of the base; `peft` does not read it. Merge it.\n")
+    lines += ["## What it is\n", f"Trained beside `{base}`, which was kept in {_kept(entry)}.\n", *_parts(entry, needs)]
+    if garfa is not None:
+        lines += _alphas(garfa)
+    lines += ["## How it was trained\n", *training_table(history), "## How to load it\n"]
+    lines += [
+        "The whole of it, with Farsight:\n",
+        "```python",
+        "from pathlib import Path\n",
+        "from checkpoints.adapter import load_adapter\n",
+        'model, config = load_adapter(Path("."))  # this directory; base=Path(…) where the base lies elsewhere',
+        "```\n",
+    ]
+    if "lora" in needs:
+        # As Python writes them: a path may hold quotes.
+        options = f'{json.dumps(base)}, dtype="{entry["dtype"]}"' + ", trust_remote_code=True" * own_type
+        lines += [
+            f"LoRA{' alone, without GARFA,' * (garfa is not None)} with `peft`:\n",
+            "```python",
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM\n",
+            f"base = AutoModelForCausalLM.from_pretrained({options})",
+            'model = PeftModel.from_pretrained(base, ".")',
+            "```\n",
+        ]
+    lines += [
+        "Merged into a model directory, which `transformers` loads:\n",
+        "```",
+        "farsight merge . --out ../merged",
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _kept(entry: dict[str, Any]) -> str:
+    """How the base was kept while the adapter was trained."""
+    if entry["quantization"] == "none":
+        return entry["dtype"]
+    doubled = " with double quantisation" * (entry["double_quantization"] and entry["quantization"] != "int8")
+    return f"{entry['quantization']}{doubled}, computed in {entry['dtype']}"
+
+
+def _parts(entry: dict[str, Any], needs: Sequence[str]) -> list[str]:
+    lines = []
+    if lora := entry.get("lora"):
+        kind = "DoRA" if lora["dora"] else "rsLoRA" if lora["rslora"] else "LoRA"
+        lines.append(
+            f"{kind} of rank {lora['rank']}, alpha {lora['alpha']:g}, on {', '.join(lora['modules'])} of layers "
+            f"{layer_selection(lora['layers'])}: `adapter_model.safetensors`."
+        )
+    if garfa := entry.get("garfa"):
+        lines.append(f"GARFA on layers {layer_selection(garfa['layers'])}: `garfa.safetensors`.")
+    if "layers" in needs:
+        lines.append("Whole layers: `layers.safetensors`.")
+    return [*lines, ""]
+
+
+def _alphas(garfa: Garfa) -> list[str]:
+    """A table of what was learned."""
+    by_layer = alphas(garfa)
+    heads = range(len(next(iter(by_layer.values()))))
+    base = "its square root multiplies" if garfa.equation == 14 else "it multiplies"
+    turned = "keys and queries" if garfa.queries else "keys"
+    return [
+        f"alpha of each key/value head ({base} the RoPE base of {turned}; 1 changes nothing):\n",
+        "| layer | " + " | ".join(f"head {head}" for head in heads) + " |",
+        "|---" * (len(heads) + 1) + "|",
+        *(f"| {layer} | " + " | ".join(f"{a:.4f}" for a in row) + " |" for layer, row in by_layer.items()),
+        "",
+    ]

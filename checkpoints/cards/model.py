@@ -1,0 +1,261 @@
+"""The model card (README.md) of a model directory: what the model is, how it was trained, how to load it.
+
+`farsight.json` keeps an entry for each run that trained the weights, oldest first; the card is written from them.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from farsight.configs.check import ConfigError
+from farsight.configs.finetuning import FinetuneConfig, InstructionHub
+from farsight.configs.json_files import fields_of, read_object
+from farsight.configs.load import to_dict
+from farsight.configs.schema import HubSource, JobConfig, NoRotary, Source, StdlibSource
+from farsight.model.adapt.layers import adapted
+from farsight.model.build import ModelConfig, count_parameters
+from farsight.model.position.layers import describe, layer_selection
+from farsight.model.position.scope import DENSE_SCOPE
+
+CARD = "README.md"
+CONFIG = "farsight.json"
+
+
+def training_entry(config: JobConfig, steps: int, tokens: int) -> dict[str, Any]:
+    """What a run adds to the history of its weights after so many steps and tokens."""
+    o = config.optimizer
+    start = config.base_model.path if isinstance(config, FinetuneConfig) else config.checkpoint.initial_load_path
+    return {
+        "name": config.job.description if config.job.description != "Farsight" else Path(config.job.dump_folder).name,
+        "start": start or "random weights",
+        "layers": config.training.layers or "all",
+        "seq_len": config.training.seq_len,
+        "steps": steps,
+        "tokens": tokens,
+        "dtype": config.base_model.dtype if isinstance(config, FinetuneConfig) else config.training.mixed_precision_param,
+        "optimizer": {
+            "name": o.name, "lr": o.lr, "beta1": o.beta1, "beta2": o.beta2, "weight_decay": o.weight_decay,
+            "warmup_steps": config.warmup_steps, "decay": config.lr_scheduler.decay_type,
+            "min_lr_factor": config.lr_scheduler.min_lr_factor,
+            **({"garfa_lr": config.garfa.lr} if isinstance(config, FinetuneConfig) and config.garfa.enable else {}),
+        },
+        "data": _instructions(config) if isinstance(config, FinetuneConfig) else _mixture(config),
+        **({"adapter": adapter_entry(config)} if isinstance(config, FinetuneConfig) else {}),
+    }  # fmt: skip
+
+
+def adapter_entry(config: FinetuneConfig) -> dict[str, Any]:
+    """What was trained beside which base: a run that goes on has to have the same."""
+    layers = adapted(config)
+    lora, garfa = config.lora, config.garfa
+    entry: dict[str, Any] = {name: value for name, value in to_dict(config.base_model).items() if name != "path"}
+    if layers.lora:
+        entry["lora"] = to_dict(lora) | {"layers": list(layers.lora)}
+    if layers.garfa:
+        settings = {"init": garfa.init, "equation": garfa.equation, "queries": garfa.queries}
+        entry["garfa"] = settings | {"layers": list(layers.garfa)}
+    return entry
+
+
+def _mixture(config: JobConfig) -> list[dict[str, Any]]:
+    total = sum(source.weight for source in config.data.sources)
+    return [{"source": _source(source), "share": source.weight / total} for source in config.data.sources]
+
+
+def _instructions(config: FinetuneConfig) -> list[dict[str, Any]]:
+    """Sources with their passes in an epoch: the shares of tokens follow from the rows."""
+    sources = []
+    for source in config.data.sources:
+        rows = f"{source.rows:,} rows of " * bool(source.rows)
+        name = _hub_name(source) if isinstance(source, InstructionHub) else source.path
+        sources.append({"source": rows + name, "passes": source.weight})
+    return sources
+
+
+def _source(source: Source) -> str:
+    match source:
+        case StdlibSource():
+            name = "Python's standard library"
+        case HubSource():
+            name = _hub_name(source)
+        case _:
+            name = source.path
+    if source.min_tokens:
+        name += f", documents of {source.min_tokens:,} tokens or more"
+    if source.max_tokens:
+        name += f", documents of {source.max_tokens:,} tokens or fewer"
+    return name
+
+
+def _hub_name(source: HubSource | InstructionHub) -> str:
+    return " ".join(part for part in (source.name, source.config, source.data_dir, source.data_files) if part)
+
+
+def read_history(directory: Path) -> list[dict[str, Any]]:
+    """The runs that trained the weights of a checkpoint or model directory; none where that is not known.
+
+    Raises:
+        ConfigError: a damaged file.
+    """
+    path = directory / CONFIG
+    return checked_history(read_object(path).get("training", []), path) if path.is_file() else []
+
+
+def checked_history(history: Any, path: Path) -> list[dict[str, Any]]:
+    """The history that a file gives, if it is one.
+
+    Raises:
+        ConfigError: what cards and reports could not be written from.
+    """
+    with fields_of(path):
+        try:
+            training_rows(history)
+        except ValueError as error:
+            raise ConfigError(f"{path}: its history of training is damaged ({error}).") from error
+    return list(history)
+
+
+def model_card(
+    name: str, config: ModelConfig, hf_config: dict[str, Any], history: Sequence[dict[str, Any]], tokenizer: bool
+) -> str:
+    """The card's text.
+
+    Args:
+        name: of the model, where its history does not say one or it was grafted.
+        hf_config: `config.json`.
+        tokenizer: whether the directory holds one that `transformers` reads.
+    """
+    a, own_type = config.architecture, hf_config["model_type"] == "farsight"
+    title = history[-1]["name"] if history and "grafted" not in history[-1] else name
+    tags = "\n".join(f"- {tag}" for tag in ["farsight", *_mechanisms(config)])
+    heads = f"{a.n_heads} heads of {a.head_dim}" + (
+        f", {a.n_kv_heads} for keys and values" * (a.n_kv_heads != a.n_heads)
+    )
+    options = 'dtype="auto", trust_remote_code=True' if own_type else 'dtype="auto"'
+    lines = [
+        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{tags}\n---\n",
+        f"# {title}\n",
+        f"A Llama-style language model of {count_parameters(config):,} parameters for sequences of up to "
+        f"{config.trained_length:,} tokens{', trained with Farsight' * bool(history)}.\n",
+        "## What it is\n",
+        f"{a.n_layers} layers of dimension {a.dim:,}, {heads}, SwiGLU of {a.ffn_dim:,}, {a.vocab_size:,} tokens in the "
+        f"vocabulary{', queries and keys normalised' * a.qk_norm}{', embedding and head tied' * a.tie_embeddings}"
+        f"{', sinusoidal positions added to the embedding' * (config.position.embedding == 'sinusoidal')}.",
+        "How each layer knows position (scopes: how many tokens back its heads see, the token itself included):\n",
+        f"```\n{describe(config.layers())}\n```\n",
+        *_past_the_trained_length(config),
+        *_garfa(config),
+        "## How it was trained\n",
+        *training_table(history),
+        "## How to load it\n",
+        *(
+            ["`modeling_farsight.py` in this directory needs `torch` and `transformers` >= 5, and nothing else.\n"]
+            if own_type
+            else []
+        ),
+        "```python",
+        f"from transformers import AutoModelForCausalLM{', AutoTokenizer' * tokenizer}\n",
+        'path = "."  # this directory, or its name on a hub',
+        f"model = AutoModelForCausalLM.from_pretrained(path, {options})",
+    ]
+    if tokenizer:
+        lines += [
+            f"tokenizer = AutoTokenizer.from_pretrained(path{', trust_remote_code=True' * own_type})",
+            'inputs = tokenizer("Once upon a time", return_tensors="pt")',
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))",
+        ]
+    lines += ["```\n", "`farsight.json` holds the full configuration."]
+    return "\n".join(lines) + "\n"
+
+
+def _mechanisms(config: ModelConfig) -> list[str]:
+    """What the layers use, for a hub's search."""
+    sinusoidal = config.position.embedding == "sinusoidal"
+    names: set[str] = {"sinusoidal"} if sinusoidal else set()
+    for layer in config.layers():
+        windows = {*layer.scopes} - {DENSE_SCOPE}
+        kinds: set[str] = set() if isinstance(layer.rotary, NoRotary) else {layer.rotary.kind}
+        kinds |= {"lasp"} if kinds and config.position.lasp else set()
+        kinds |= {"garfa"} if layer.garfa else set()
+        kinds |= {"alibi"} if layer.alibi_slopes else set()
+        kinds |= {"scope" if len({*layer.scopes}) > 1 else "window"} if windows else set()
+        names |= kinds or (set() if sinusoidal else {"nope"})
+    return sorted(names)
+
+
+def _past_the_trained_length(config: ModelConfig) -> list[str]:
+    layers = config.layers()
+    if any(layer.scope_ranks for layer in layers):
+        return ["Past the trained length, scopes grow with the sequence.\n"]
+    if any(len({*layer.scopes}) > 1 for layer in layers):
+        return ["Past the trained length, scopes stay as they are.\n"]
+    return []
+
+
+def _garfa(config: ModelConfig) -> list[str]:
+    layers = [number for number, layer in enumerate(config.layers()) if layer.garfa]
+    if not layers or config.position.garfa is None:
+        return []
+    base = "the square root of alpha" if config.position.garfa.equation == 14 else "alpha"
+    what = "Keys, and queries with them," if config.position.garfa.queries else "Keys, and not queries,"
+    return [
+        f"{what} turn at a speed of each key/value head's own in layers {layer_selection(layers)}: the RoPE base times {base} "
+        "(GARFA). What reads the weights without it computes another model.\n"
+    ]
+
+
+def training_table(history: Sequence[dict[str, Any]]) -> list[str]:
+    """The runs as a table in Markdown, a line each."""
+    if not history:
+        return ["How these weights were trained is not recorded here.\n"]
+    rows = training_rows(history)
+    header, *lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows]
+    return [header, "|---" * len(rows[0]) + "|", *lines, ""]
+
+
+def training_rows(history: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A header, and the cells of each run."""
+    rows = [["", "starts from", "sequence", "steps", "tokens a step", "tokens", "layers", "optimizer", "data"]]
+    for entry in history:
+        o = entry["optimizer"]
+        optimizer = (
+            f"{o['name']} ({o['beta1']}, {o['beta2']}), weight decay {o['weight_decay']}, learning rate {o['lr']:g}, "
+            f"warm-up {o['warmup_steps']:,}, {o['decay']} decay to {o['min_lr_factor']:g} of it"
+            f"{', GARFA ' + format(o['garfa_lr'], 'g') if 'garfa_lr' in o else ''}; {entry['dtype']}"
+        )
+        data = "; ".join(_amount(source) + source["source"] for source in entry["data"])
+        rows.append([
+            entry["name"], entry["start"], f"{entry['seq_len']:,}", f"{entry['steps']:,}",
+            f"{entry['tokens'] // max(1, entry['steps']):,}", f"{entry['tokens']:,}", _trained(entry), optimizer, data,
+        ])  # fmt: skip
+    return rows
+
+
+def _amount(source: dict[str, Any]) -> str:
+    if "share" in source:
+        return f"{100 * source['share']:.3g} % "
+    return f"{source['passes']:g} × " if source["passes"] != 1 else ""
+
+
+def _trained(entry: dict[str, Any]) -> str:
+    """What a run trained, in a cell, and what its weights were grafted with after it."""
+    grafted = entry.get("grafted")
+    return _trained_parts(entry) + (f"; then grafted: {grafted}" if grafted else "")
+
+
+def _trained_parts(entry: dict[str, Any]) -> str:
+    adapter = entry.get("adapter", {})
+    parts = []
+    if lora := adapter.get("lora"):
+        kind = "DoRA" if lora["dora"] else "LoRA"
+        parts.append(f"{kind} of rank {lora['rank']}, alpha {lora['alpha']:g} on {layer_selection(lora['layers'])}")
+    if garfa := adapter.get("garfa"):
+        parts.append(f"GARFA on {layer_selection(garfa['layers'])}")
+    if not parts:
+        return entry["layers"]
+    kept = adapter["quantization"] if adapter["quantization"] != "none" else adapter["dtype"]
+    parts.append(f"base in {kept}")
+    if merged := entry.get("merged"):
+        into = {"dequantized": "these weights, read back", "original": "the base's own weights"}[merged["into"]]
+        parts.append(f"merged into {into}" + ", without GARFA" * (merged["garfa"] == "dropped"))
+    return "; ".join(parts)

@@ -1,0 +1,86 @@
+"""Which weights a base has, in short: an adapter belongs to those that it was trained beside, wherever they lie.
+
+The fingerprint looks at a few rows of each matrix and takes no time; the checksum reads every byte, about as long as
+loading takes. Adapters of versions before it have a fingerprint alone.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from farsight.checkpoints.model_dir.api import check_tensors, read_model_config
+from farsight.checkpoints.model_dir.names import to_hf_name
+from farsight.checkpoints.model_dir.safetensors_files import TensorReader, opened
+from farsight.configs.load import to_dict
+from farsight.progress import progress
+
+ROWS = 4
+"""Rows sampled from each matrix, spread evenly: other training changes all of them."""
+
+
+def base_entry(directory: Path) -> dict[str, Any]:
+    """What an adapter says of its base: where it lies, its own positions, and its weights' fingerprint and checksum.
+
+    Raises:
+        ConfigError: no model directory, or tensors that do not fit its config.
+    """
+    config = read_model_config(directory)
+    files = check_tensors(directory, config)
+    return {
+        "path": str(directory.resolve()),
+        "position": to_dict(config.position),
+        "fingerprint": fingerprint(files),
+        "checksum": checksum(files),
+    }
+
+
+def fingerprint(files: Mapping[str, Path]) -> str:
+    """A hash of the tensors' names, types, shapes and some of their rows; the same however files divide them.
+
+    A few MB of a model of 8 B parameters are read.
+
+    Args:
+        files: from `check_tensors`.
+    """
+    each: dict[str, str] = {}
+    for path in {*files.values()}:
+        with opened(path) as file:
+            for name in (name for name in files if files[name] == path):
+                tensor = file.get_slice(to_hf_name(name))
+                shape = tensor.get_shape()
+                digest = hashlib.blake2b(f"{name} {tensor.get_dtype()} {shape}".encode(), digest_size=16)
+                rows = torch.linspace(0, shape[0] - 1, ROWS).long().tolist() if len(shape) == 2 else [slice(None)]
+                for row in rows:
+                    digest.update(_raw(tensor[row]))
+                each[name] = digest.hexdigest()
+    return hashlib.blake2b("".join(each[name] for name in sorted(each)).encode(), digest_size=16).hexdigest()
+
+
+def checksum(files: Mapping[str, Path]) -> str:
+    """A hash of the tensors' names, types, shapes and every byte of them; the same however files divide them.
+
+    Args:
+        files: from `check_tensors`.
+    """
+    each: dict[str, str] = {}
+    read = TensorReader(files)
+    total = sum(path.stat().st_size for path in {*files.values()})
+    with progress(total=total, unit="B", unit_scale=True, desc="checksum of the base") as bar:
+        for name in sorted(files, key=lambda name: files[name]):
+            tensor = read(name)
+            digest = xxhash.xxh3_128(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(_raw(tensor))
+            each[name] = digest.hexdigest()
+            bar.update(tensor.nbytes)
+    read.close()
+    return xxhash.xxh3_128("".join(each[name] for name in sorted(each)).encode()).hexdigest()
+
+
+def _raw(tensor: Tensor) -> memoryview:
+    """A tensor's bytes."""
+    return tensor.contiguous().view(torch.uint8).numpy().data

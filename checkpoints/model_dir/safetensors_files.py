@@ -1,0 +1,149 @@
+"""Safetensors files, which others may have written: read and written a tensor at a time, and never with weights that are
+not finite."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from farsight.checkpoints.model_dir.names import readable_name, to_hf_name
+from farsight.configs.check import ConfigError
+
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+"""Those of weights, and their names in a file."""
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all values are; in one pass, without a copy."""
+    return all(bool(bound.isfinite()) for bound in tensor.aminmax())
+
+
+def refuse_non_finite(name: str, tensor: Tensor) -> None:
+    """Refuses to save weights that training or a smaller dtype has broken.
+
+    Raises:
+        ConfigError: naming the tensor.
+    """
+    if not is_finite(tensor):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{readable_name(name)} has values that are infinite or not a number in {dtype}; such weights are not saved."
+        )
+
+
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """`safe_open`, whose own errors of a damaged file do not name it. It checks the header against the file's size.
+
+    Raises:
+        ConfigError: no such file, or a damaged one.
+    """
+    with _naming(path), safe_open(path, framework="pt") as file:
+        yield file
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of a file, by their names there.
+
+    Raises:
+        ConfigError: no such file, a damaged one, or a dtype that no weights have.
+    """
+    with opened(path) as file:
+        for name in file.keys():  # noqa: SIM118  safe_open is not a dict
+            kept_dtype(file, name, path)
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def kept_dtype(file: Any, name: str, path: Path) -> torch.dtype:
+    """The dtype that a tensor is kept in.
+
+    Raises:
+        ConfigError: one that no weights of ours have, as those of quantised models.
+    """
+    kept = file.get_slice(name).get_dtype()
+    known = {name: dtype for dtype, name in DTYPES.items()}
+    if kept not in known:
+        raise ConfigError(f"{path} keeps {name} as {kept}; weights are read as {', '.join(known)}.")
+    return known[kept]
+
+
+class TensorReader:
+    """Reads a model directory's tensors by our names, with one file open at a time.
+
+    Args:
+        files: from `checkpoints.model_dir.check_tensors`.
+    """
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self.files = files
+        self._path: Path | None = None
+        self._file: Any = None
+
+    def __call__(self, name: str) -> Tensor:
+        path = self.files[name]
+        if path != self._path:
+            self.close()
+            with _naming(path):
+                self._file = safe_open(path, framework="pt").__enter__()
+            self._path = path
+        return self._file.get_tensor(to_hf_name(name))
+
+    def close(self) -> None:
+        """Lets the open file go, and with it the pages that were read."""
+        if self._file is not None:
+            self._file.__exit__(None, None, None)
+        self._path = self._file = None
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is damaged ({path.stat().st_size:,} bytes): {error}. Copy it again.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror or error}.") from None
+
+
+# ── Writing ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], progress: Callable[[int], Any]
+) -> None:
+    """One file, a tensor at a time: safetensors' own `save_file` takes them all at once.
+
+    Args:
+        tensors: by our names, on the meta device: shapes and dtypes.
+        read: gives their values.
+        progress: told the bytes of each tensor that is written.
+
+    Raises:
+        ConfigError: a value of another shape, or weights that are not finite in their dtype.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[to_hf_name(name)] = {
+            "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end],
+        }  # fmt: skip
+    encoded = json.dumps(header).encode("utf-8")
+    encoded += b" " * (-len(encoded) % 8)  # the format wants the data aligned
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for name, tensor in tensors.items():
+            value = read(name).detach().to(device="cpu", dtype=tensor.dtype).contiguous()
+            if value.shape != tensor.shape:
+                raise ConfigError(f"{name} has shape {tuple(value.shape)}, expected {tuple(tensor.shape)}.")
+            refuse_non_finite(name, value)
+            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
+            progress(value.nbytes)

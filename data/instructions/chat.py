@@ -1,0 +1,291 @@
+"""Conversations → tokens, and which of them are trained, by a chat template.
+
+The template is rendered as `transformers` renders it, so that a model is trained on what `apply_chat_template` later
+gives it. Which of the text is the assistant's is found by rendering again: up to the turn with the header of an answer,
+and up to its end. Templates with `{% generation %}` blocks say it themselves. In the text, special tokens count as such;
+a message that holds one is refused, since it could forge the end of a turn.
+
+With Llama 3's template, T marking what is trained:
+
+    <|begin_of_text|><|start_header_id|>user<|end_header_id|>⏎⏎Hello<|eot_id|><|start_header_id|>assistant…⏎⏎Hi!<|eot_id|>
+                                                                                                          TTT TTTTTTTTTT
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from farsight.configs.finetuning import InstructionData, TrainOn
+from farsight.data.instructions.conversations import Conversation, UnusableRow
+from farsight.data.instructions.jinja_template import Cut, JinjaTemplate, Rendered, Span
+from farsight.data.sources.documents import DataError
+from farsight.data.tokenizers.encoded import Encoded
+from farsight.data.tokenizers.tokenizer import Tokenizer
+
+LLAMA_3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {%- if message['tool_calls'] %}
+        {{- raise_exception("Llama 3's own template writes no tool calls: name one that does in data.chat_template") }}
+    {%- endif %}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+"""Writes what the template of Meta-Llama-3-8B-Instruct writes."""
+
+_REMEDY = "repair the row, or set data.chat_template"
+_MARKER = re.compile(r"<\|[^|<>\s]+\|>")
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A conversation of T tokens."""
+
+    ids: np.ndarray
+    """int32 [T]."""
+    trained: np.ndarray
+    """bool [T]: whether the token is one that the model learns to write."""
+
+
+@dataclass(frozen=True)
+class Marked:
+    """The text of a conversation, and the spans of it that are trained."""
+
+    text: str
+    trained: tuple[Span, ...]
+    plain: bool = False
+    """Text that no template wrote: special tokens in it are text, and bos and eos are still to come."""
+
+
+class ChatTemplate:
+    """A chat template, for one tokenizer."""
+
+    def __init__(self, source: str, name: str, tokenizer: Tokenizer):
+        """`name`: where the template is from, for errors. Raises `DataError` where it is no Jinja template."""
+        self.source, self.name = source, name
+        self._tokenizer = tokenizer
+        self._template = JinjaTemplate(source, name)
+        self._marks_answers = _GENERATION.search(source) is not None
+        names = {
+            "bos_token": tokenizer.special_token(tokenizer.bos_id),
+            "eos_token": tokenizer.special_token(tokenizer.eos_id),
+        }
+        self._names = {name: token for name, token in names.items() if token is not None}
+        # Where the tokenizer lacks the template's markers they are text, which a message must not forge either.
+        self._markers = tuple(dict.fromkeys([*tokenizer.special_tokens, *_MARKER.findall(source)]))
+        self._any_marker = re.compile("|".join(map(re.escape, sorted(self._markers, key=len, reverse=True))))
+
+    @property
+    def fingerprint(self) -> str:
+        return blake2b(self.source.encode(), digest_size=16).hexdigest()
+
+    def save(self, directory: str | Path) -> None:
+        """Writes the template beside a tokenizer's files, where `transformers` finds it."""
+        (Path(directory) / "chat_template.jinja").write_text(self.source, encoding="utf-8")
+
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The text of messages that a model is to answer, up to the header of its answer.
+
+        Raises `UnusableRow` where the template refuses them.
+        """
+        return self._render(Conversation(tuple(messages)), [(len(messages), True)])[0].text
+
+    def turn_end(self) -> int | None:
+        """The special token that ends an assistant's turn; None where the template writes none, as training then adds eos."""
+        messages = [{"role": "user", "content": "x"}]
+        header = self.prompt(messages)
+        (whole,) = self._render(Conversation((*messages, {"role": "assistant", "content": "y"})), [(2, False)])
+        before, turn = (encoded.ids.tolist() for encoded in self._tokenizer.encode_rendered([header, whole.text]))
+        special = set(self._tokenizer.special_tokens.values())
+        return next((token for token in turn[len(before) :] if token in special), None)
+
+    def mark(self, conversation: Conversation, train_on: TrainOn) -> Marked:
+        """The conversation as the model sees it, and what of it is trained: assistant turns from after their header to
+        their end-of-turn token; with `train_on = "all"` everything; and what the turns' own marks say.
+
+        Raises `UnusableRow` for a message that holds a special token, one that the template refuses, and turns that
+        can't be found in the text.
+        """
+        if conversation.text is not None:
+            return Marked(conversation.text, ((0, len(conversation.text)),), plain=True)
+        self._refuse_markers(conversation)
+        everything, messages = train_on == "all", conversation.messages
+        wanted = _wanted(conversation)
+        untrained = [i for i, train in enumerate(conversation.train) if train is False]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        # The turns to be found in the text, by rendering what comes before them and up to their end.
+        sought = untrained if everything else [i for i in wanted if i not in answers or not self._marks_answers]
+        cuts = [(i, i in answers and not everything) for i in sought] + [(i + 1, False) for i in sought]
+        whole, *prefixes = self._render(conversation, [(len(messages), False), *cuts])
+        text, spans = whole.text, list(whole.blocks)
+        turns = _Turns(self, conversation, text, dict(zip(cuts, prefixes, strict=True)))
+        if everything:
+            return Marked(text, _without(len(text), [turns.whole(i) for i in untrained]))
+        if not self._marks_answers:
+            return Marked(text, tuple(turns.said(i) for i in wanted))
+        if not all(i in wanted for i in answers):
+            if len(spans) != len(answers):
+                raise UnusableRow(
+                    "turns not found",
+                    f"the chat template {self.name} marks {len(spans)} answers, the conversation has {len(answers)}",
+                    'leave out the "train" of its turns',
+                )
+            spans = [span for i, span in zip(answers, spans, strict=True) if i in wanted]
+        return Marked(text, tuple(sorted([*spans, *(turns.said(i) for i in sought)])))
+
+    def prompt_tokens(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """The tokens of `prompt`'s text.
+
+        Raises `UnusableRow` for a message that holds a special token too.
+        """
+        self._refuse_markers(Conversation(tuple(messages)))
+        (encoded,) = self._tokenizer.encode_rendered([self.prompt(messages)])
+        return encoded.ids.tolist()
+
+    def encode(self, marked: Sequence[Marked]) -> list[Tokens]:
+        """The tokens of some conversations.
+
+        Where neither eos nor another special token ends the last turn, eos follows it, trained as the turn is: the model
+        must learn where an answer ends.
+        """
+        rendered = iter(self._tokenizer.encode_rendered([one.text for one in marked if not one.plain]))
+        return [self._encode_plain(one.text) if one.plain else self._trained(one, next(rendered)) for one in marked]
+
+    def _encode_plain(self, text: str) -> Tokens:
+        ids = [self._tokenizer.bos_id, *self._tokenizer.encode(text), self._tokenizer.eos_id]
+        found = np.array([i for i in ids if i is not None], dtype=np.int32)
+        return Tokens(found, np.ones(len(found), dtype=bool))
+
+    def _trained(self, marked: Marked, encoded: Encoded) -> Tokens:
+        ids, trained = encoded.ids, np.zeros(len(encoded.ids), dtype=bool)
+        for begin, end in marked.trained:
+            trained |= (encoded.ends > begin) & (encoded.begins < end)
+        special = np.flatnonzero(np.isin(ids, list(self._tokenizer.special_tokens.values())))
+        closed = len(special) > 0 and not marked.text[encoded.ends[special[-1]] :].strip()
+        if not closed and self._tokenizer.eos_id is not None:
+            to_the_end = any(end >= len(marked.text.rstrip()) for _, end in marked.trained)
+            ids = np.append(ids, np.int32(self._tokenizer.eos_id))
+            trained = np.append(trained, to_the_end)
+        return Tokens(ids, trained)
+
+    def _render(self, conversation: Conversation, cuts: Sequence[Cut]) -> list[Rendered]:
+        """The conversation up to each of some cuts. Raises `UnusableRow` where the template refuses the first."""
+        messages, tools = conversation.messages, conversation.tools
+        first, *others = self._template.render(cuts, messages=messages, tools=tools, documents=None, **self._names)
+        if first.error is not None:
+            raise UnusableRow("refused by the chat template", f"{self.name}: {first.error}", _REMEDY)
+        return [first, *others]
+
+    def _refuse_markers(self, conversation: Conversation) -> None:
+        for string in _strings([conversation.messages, conversation.tools]):
+            if self._markers and (found := self._any_marker.search(string)):
+                raise UnusableRow(
+                    "special token in the text",
+                    f"a message holds the special token {found[0]}, with which it could end its turn",
+                    "take it out of the text",
+                )
+
+
+class _Turns:
+    """Where in a rendered conversation its turns are."""
+
+    def __init__(self, template: ChatTemplate, conversation: Conversation, text: str, prefixes: dict[Cut, Rendered]):
+        self._template, self._conversation, self._text, self._prefixes = template, conversation, text, prefixes
+
+    def whole(self, turn: int) -> Span:
+        """A turn with its header."""
+        return self._length(turn), self._length(turn + 1)
+
+    def said(self, turn: int) -> Span:
+        """What a turn says, and its end-of-turn token; not its header, nor whitespace after it."""
+        message = self._conversation.messages[turn]
+        end = self._length(turn + 1)
+        if message["role"] == "assistant":
+            begin = self._length(turn, header=True)
+        else:
+            # At the end of the turn: a short text may stand in the header too.
+            content, said = message.get("content", "").strip(), self._text[self._length(turn) : end].rstrip()
+            marker = next((m for m in self._template._markers if said.endswith(m)), "")
+            said = said.removesuffix(marker).rstrip()
+            begin = self._length(turn) + len(said) - len(content)
+            if not said.endswith(content):
+                raise UnusableRow(
+                    "turns not found",
+                    f"the chat template {self._template.name} changes the text of message {turn + 1}",
+                    'leave out its "train"',
+                )
+        said = self._text[begin:end].rstrip()
+        return begin, begin + len(said) if said.endswith(self._template._markers) else end
+
+    def _length(self, upto: int, header: bool = False) -> int:
+        """Characters that the first `upto` messages take, `header`: and the header of an answer after them."""
+        if not header and upto in (0, len(self._conversation.messages)):
+            return len(self._text) if upto else 0
+        prefix = self._prefixes[upto, header]
+        if prefix.error is not None:
+            raise UnusableRow(
+                "turns not found",
+                f"the first {upto} messages can't be rendered alone ({self._template.name}: {prefix.error})",
+                _REMEDY,
+            )
+        if not self._text.startswith(prefix.text):
+            raise UnusableRow(
+                "turns not found",
+                f"the chat template {self._template.name} writes the first {upto} messages in another way when more follow",
+                "mark the answers with {% generation %} in a copy of the template, and set data.chat_template to it",
+            )
+        return len(prefix.text)
+
+
+def chat_template(config: InstructionData, tokenizer: Tokenizer) -> ChatTemplate:
+    """The template of a run: `data.chat_template`, else the tokenizer's own, else Llama 3's.
+
+    Raises `DataError` for a file that can't be read or is no template.
+    """
+    if config.chat_template:
+        path = Path(config.chat_template).expanduser()
+        try:
+            return ChatTemplate(path.read_text(encoding="utf-8"), str(path), tokenizer)
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"data.chat_template = {config.chat_template}: it can't be read: {error}.") from error
+    if tokenizer.chat_template is not None:
+        return ChatTemplate(tokenizer.chat_template, "the tokenizer's chat template", tokenizer)
+    return ChatTemplate(LLAMA_3, "Llama 3's chat template", tokenizer)
+
+
+def _wanted(conversation: Conversation) -> list[int]:
+    """The turns whose text is trained: the assistant's, unless their own mark says otherwise."""
+    return [
+        i
+        for i, (message, train) in enumerate(zip(conversation.messages, conversation.train, strict=True))
+        if (message["role"] == "assistant" if train is None else train)
+    ]
+
+
+def _without(length: int, spans: Sequence[Span]) -> tuple[Span, ...]:
+    """What is left of 0 … length-1 without the given spans, which are in order."""
+    begins = [0, *(end for _, end in spans)]
+    ends = [*(begin for begin, _ in spans), length]
+    return tuple((begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a JSON value, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _strings(list(value.keys()))
+        yield from _strings(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _strings(item)

@@ -1,0 +1,353 @@
+"""Global batches of instruction data, whose order depends on the data, the seed and the global batch size alone.
+
+All conversations are read and tokenised at the start. Epochs follow one another without a break: their rows, as
+`data.instruction_plan` lays them out, are one endless sequence, and step n takes rows n·G … (n+1)·G - 1 of it, of which
+data-parallel rank r of W has r·G/W … (r+1)·G/W - 1. So the state is the number of steps, and a run can be resumed on
+another number of ranks.
+
+    conversations    a b c d | e f g | h i          L = 8, packed
+    trained          · · T T | · T T | · T
+    inputs           a b c d e f g ∅
+    labels           · c d · f g · ·                · is IGNORE; the first token of a conversation is never a label
+    positions        0 1 2 3 0 1 2 0                padding (∅) is a document of its own
+    starts           0 0 0 0 4 4 4 7
+"""
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torchtitan.components.dataloader import BaseDataLoader
+
+from farsight.configs.finetuning import FinetuneConfig, InstructionData
+from farsight.data.instructions.chat import ChatTemplate, chat_template
+from farsight.data.instructions.plan import RowSequence, plan_epoch
+from farsight.data.instructions.rows import Conversations, SourceReport, read_conversations
+from farsight.data.loader import (
+    ORDER_KEY,
+    Batch,
+    ReadAheadLoader,
+    global_batch_size,
+    refuse_other_order,
+    rows_of_rank,
+    saved_order,
+    source_settings,
+    to_batch,
+)
+from farsight.data.packing import IGNORE, Rows
+from farsight.data.sources.documents import DataError
+from farsight.data.tokenizers.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_STEPS_KEY = "steps"
+
+
+class RowFiller:
+    """Lays conversations out in rows, as the model takes them."""
+
+    def __init__(self, conversations: Conversations, padding_id: int, mask_documents: bool):
+        self._conversations, self._padding_id, self._mask_documents = conversations, padding_id, mask_documents
+
+    def fill(self, rows: Rows, row: int, items: Sequence[int] | np.ndarray) -> None:
+        """Writes conversations one after the other into row `row` of `rows`, and padding after them."""
+        inputs, labels = rows.inputs[row], rows.labels[row]
+        positions, starts = rows.positions[row], rows.document_starts[row]
+        inputs[:], labels[:] = self._padding_id, IGNORE
+        begin = 0
+        for item in items:
+            tokens = self._conversations.tokens(int(item))
+            end = begin + len(tokens.ids)
+            inputs[begin:end] = tokens.ids
+            labels[begin : end - 1] = np.where(tokens.trained[1:], tokens.ids[1:], IGNORE)
+            positions[begin:end] = np.arange(end - begin)
+            starts[begin:end] = begin
+            begin = end
+        if not self._mask_documents:
+            positions[:begin], starts[:begin] = np.arange(begin), 0
+        positions[begin:] = np.arange(len(inputs) - begin)
+        starts[begin:] = begin
+
+
+class InstructionLoader(ReadAheadLoader):
+    """The endless micro-batches of one data-parallel rank.
+
+    Yields ({"input": int64 [b, L], "positions": int64 [b, L], "document_starts": int32 [b, L]}, labels: int64 [b, L]),
+    G/(W·b) of them a step; labels are IGNORE (-100) for tokens that are not trained. L is `seq_len` where conversations
+    are packed; otherwise it is the longest conversation of the global batch, rounded up to `multiple`. Iterating again
+    goes on after the last whole step that was delivered, and ends the older iteration.
+    """
+
+    def __init__(
+        self,
+        config: InstructionData,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        vocab_size: int,
+        global_batch_size: int,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        multiple: int = 8,
+    ):
+        """`vocab_size`: of the model; ids beyond it are refused. `global_batch_size` G and `micro_batch_size` b: rows.
+        `multiple`: of the lengths of rows that are not packed, as context parallelism may ask for one.
+
+        Raises `DataError` (a ValueError) for sizes that don't divide, and for data that can't be read.
+        """
+        _check_length(seq_len, "training.seq_len")
+        self._rows_of_rank = rows_of_rank(global_batch_size, micro_batch_size, dp_rank, dp_world_size)
+        self._config, self._seq_len, self._multiple = config, seq_len, multiple
+        self.global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        self.template = template
+        self.conversations = read_conversations(
+            config, template, tokenizer, split="train", seq_len=seq_len, vocab_size=vocab_size
+        )
+        self._filler = RowFiller(self.conversations, _padding_id(tokenizer), config.mask_documents)
+        self.sequence = RowSequence(
+            self.conversations.lengths,
+            self.conversations.sizes,
+            [source.weight for source in config.sources],
+            seed=config.seed,
+            packed_length=seq_len if config.packing else None,
+        )
+        self._order = self._describe_order(tokenizer)
+        self._steps = 0
+        if dp_rank == 0:
+            for report in self.conversations.reports:
+                logger.info("%s", report)
+            logger.info(
+                "an epoch: %s rows of %s tokens, %.1f %% of them padding",
+                f"{len(self.sequence.plan(0)):,}",
+                f"{seq_len:,}" if config.packing else f"up to {seq_len:,}",
+                100 * self.padding(),
+            )
+
+    def _from_here(self) -> Iterator[tuple[Batch, int | None]]:
+        return self._produce(self._steps)
+
+    def _delivered(self, place: int) -> None:
+        self._steps = place
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data that the steps delivered so far make up."""
+        return self.sequence.epochs(self._steps * self.global_batch_size)
+
+    @property
+    def reports(self) -> list[SourceReport]:
+        """What was read of each source."""
+        return self.conversations.reports
+
+    @property
+    def skipped(self) -> dict[str, dict[str, int]]:
+        """Rows that could not be used, by source and reason."""
+        return {report.name: dict(report.skipped) for report in self.reports if report.skipped}
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """G/(W·b)."""
+        return len(self._rows_of_rank) // self._micro_batch_size
+
+    def steps_for(self, epochs: float) -> int:
+        """Optimizer steps that take in all rows of the first `epochs` epochs; the last is filled up from the next."""
+        return max(1, math.ceil(self.sequence.rows_in(epochs) / self.global_batch_size))
+
+    def padding(self) -> float:
+        """Share of padding in the first epoch's rows."""
+        plan, lengths = self.sequence.plan(0), self.conversations.lengths
+        tokens = int(lengths[plan.items].sum())
+        if self._config.packing:
+            return 1 - tokens / max(1, len(plan) * self._seq_len)
+        size = self.global_batch_size
+        batches = [lengths[plan.items[start : start + size]] for start in range(0, len(plan), size)]
+        return 1 - tokens / max(1, sum(len(batch) * self._row_length(batch) for batch in batches))
+
+    def rewind(self) -> None:
+        """Goes back to the first batch."""
+        self.close()
+        self._steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of whole steps that were delivered; a step that is under way counts as not begun."""
+        return {ORDER_KEY: json.dumps(self._order), _STEPS_KEY: self._steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on after the step of the state; an empty one starts from the first batch.
+
+        Raises `DataError`, naming both values, if the state is of another order of data.
+        """
+        self.rewind()
+        if state_dict:
+            refuse_other_order(json.loads(state_dict[ORDER_KEY]), self._order)
+            self._steps = state_dict[_STEPS_KEY]
+
+    def check_checkpoint(self, directory: str | Path) -> None:
+        """Raises `DataError` if the checkpoint (a DCP directory) was written under another order of data."""
+        refuse_other_order(saved_order(directory), self._order)
+
+    def layout(self, items: Sequence[np.ndarray], length: int) -> Rows:
+        """Rows of `length` tokens that hold the given conversations."""
+        rows = Rows.empty(len(items), length)
+        for number, of_row in enumerate(items):
+            self._filler.fill(rows, number, of_row)
+        return rows
+
+    def row_length(self, items: Sequence[np.ndarray]) -> int:
+        """L of the rows of one global batch."""
+        return self._row_length(np.array([self.conversations.lengths[of_row].sum() for of_row in items]))
+
+    def _row_length(self, used: np.ndarray) -> int:
+        return self._seq_len if self._config.packing else _round_up(int(used.max()), self._multiple, self._seq_len)
+
+    def _produce(self, step: int) -> Iterator[tuple[Batch, int | None]]:
+        """Micro-batches from a step on; with the last of each step, the number of steps after it."""
+        size, own = self._micro_batch_size, self._rows_of_rank
+        while True:
+            items = self.sequence.rows(step * self.global_batch_size, self.global_batch_size)
+            length = self.row_length(items)
+            step += 1
+            for start in range(own.start, own.stop, size):
+                rows = self.layout(items[start : start + size], length)
+                yield to_batch(rows), step if start + size == own.stop else None
+
+    def _describe_order(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        """All that the order of batches depends on, flat, by the name under which it is set."""
+        config, conversations = self._config, self.conversations
+        order: dict[str, Any] = {
+            "training.global_batch_size": self.global_batch_size,
+            "training.seq_len": self._seq_len,
+            **{f"data.{name}": getattr(config, name) for name in _ORDER_SETTINGS},
+            "the tokenizer (fingerprint)": tokenizer.fingerprint,
+            "the chat template (fingerprint)": self.template.fingerprint,
+            "the number of data.sources": len(config.sources),
+        }
+        for i, source in enumerate(config.sources):
+            order |= {f"data.sources[{i}].{name}": value for name, value in source_settings(source).items()}
+            order[f"the conversations of data.sources[{i}]"] = conversations.sizes[i]
+        return order | {"the conversations' tokens (fingerprint)": conversations.fingerprint}
+
+
+_ORDER_SETTINGS = ("seed", "held_out", "packing", "mask_documents", "overlong", "train_on")
+
+
+class InstructionValidationLoader(BaseDataLoader):
+    """The same rows of held-out conversations at every iteration, each once, whatever the number of ranks."""
+
+    def __init__(
+        self,
+        config: InstructionData,
+        template: ChatTemplate,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        vocab_size: int,
+        rows: int | None,
+        micro_batch_size: int,
+        dp_rank: int,
+        dp_world_size: int,
+        multiple: int = 8,
+    ):
+        """`rows`: the most that an iteration goes over; None takes all. Rows of padding make all ranks' shares equal."""
+        _check_length(seq_len, "validation.seq_len")
+        self.conversations = read_conversations(
+            config, template, tokenizer, split="validation", seq_len=seq_len, vocab_size=vocab_size
+        )
+        lengths, sizes = self.conversations.lengths, self.conversations.sizes
+        plan = plan_epoch(
+            lengths,
+            sizes,
+            [1.0] * len(sizes),
+            seed=config.seed,
+            epoch=0,
+            packed_length=seq_len if config.packing else None,
+        )
+        items = [plan.row(number) for number in range(len(plan))][:rows]
+        micro_batch_size = max(1, min(micro_batch_size, -(-len(items) // dp_world_size)))
+        items += [plan.items[:0]] * (-len(items) % (micro_batch_size * dp_world_size))
+        share = len(items) // dp_world_size
+        longest = max(int(lengths[of_row].sum()) for of_row in items)
+        length = seq_len if config.packing else _round_up(longest, multiple, seq_len)
+        filler = RowFiller(self.conversations, _padding_id(tokenizer), config.mask_documents)
+        self._batches: list[Batch] = []
+        for start in range(dp_rank * share, (dp_rank + 1) * share, micro_batch_size):
+            batch = Rows.empty(micro_batch_size, length)
+            for number, of_row in enumerate(items[start : start + micro_batch_size]):
+                filler.fill(batch, number, of_row)
+            self._batches.append(to_batch(batch))
+
+    def __len__(self) -> int:
+        """Micro-batches that an iteration yields on this rank."""
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for inputs, labels in self._batches:
+            yield dict(inputs), labels
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        return
+
+
+def build_instruction_loader(
+    config: FinetuneConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int, multiple: int = 8
+) -> InstructionLoader:
+    """The training loader of a config, for one data-parallel rank."""
+    return InstructionLoader(
+        config.data,
+        chat_template(config.data, tokenizer),
+        tokenizer,
+        seq_len=config.training.seq_len,
+        vocab_size=config.architecture.vocab_size or tokenizer.vocab_size,
+        global_batch_size=global_batch_size(config, dp_world_size),
+        micro_batch_size=config.training.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        multiple=multiple,
+    )
+
+
+def build_instruction_validation_loader(
+    config: FinetuneConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int, multiple: int = 8
+) -> InstructionValidationLoader:
+    """The validation loader of a config, for one data-parallel rank.
+
+    `validation.steps` batches have as many rows each as a training batch, so that the rows don't depend on the number of
+    ranks; -1 takes all rows. Micro-batches are `validation.local_batch_size` rows, or fewer where there are fewer.
+    """
+    steps = config.validation.steps
+    if steps < 1 and steps != -1:
+        raise DataError(f"validation.steps = {steps}: set the number of batches, or -1 to take all that is held out.")
+    return InstructionValidationLoader(
+        config.data,
+        chat_template(config.data, tokenizer),
+        tokenizer,
+        seq_len=config.validation.seq_len,
+        vocab_size=config.architecture.vocab_size or tokenizer.vocab_size,
+        rows=None if steps == -1 else steps * global_batch_size(config, dp_world_size),
+        micro_batch_size=config.validation.local_batch_size,
+        dp_rank=dp_rank,
+        dp_world_size=dp_world_size,
+        multiple=multiple,
+    )
+
+
+def _padding_id(tokenizer: Tokenizer) -> int:
+    return tokenizer.eos_id or 0
+
+
+def _round_up(tokens: int, multiple: int, most: int) -> int:
+    return min(-(-tokens // multiple) * multiple, most)
+
+
+def _check_length(seq_len: int, name: str) -> None:
+    if seq_len < 2:
+        raise DataError(f"{name} = {seq_len}; set at least 2.")

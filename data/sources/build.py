@@ -1,0 +1,79 @@
+"""From a source in the config to one that can be read: the files of the data, opened and checked."""
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from farsight.configs import schema
+from farsight.data.order import hash64
+from farsight.data.sources.documents import DataError, DocumentSource, Split
+from farsight.data.sources.files import JsonLines, ParquetRows, TextFiles, match_files, stdlib_files
+from farsight.data.sources.streamed import StreamedDataset, place_of
+
+__all__ = ["DataError", "DocumentSource", "Split", "open_source", "open_sources"]
+
+
+def open_sources(config: schema.Data, split: Split) -> list[DocumentSource]:
+    """Opens every source of the mixture. Raises `DataError` for a weight or filter that makes no sense."""
+    if not config.sources:
+        raise DataError("data.sources is empty; add at least one [[data.sources]].")
+    for i, source in enumerate(config.sources):
+        name = f"data.sources[{i}] ({source.kind})"
+        if not (source.weight > 0 and math.isfinite(source.weight)):
+            raise DataError(f"{name}: weight = {source.weight}; set a positive number, or remove the source.")
+        if source.min_tokens < 0 or source.max_tokens < 0:
+            raise DataError(
+                f"{name}: min_tokens = {source.min_tokens}, max_tokens = {source.max_tokens}; lengths can't be "
+                "negative, and 0 is no limit."
+            )
+        if source.max_tokens and source.max_tokens < source.min_tokens:
+            raise DataError(
+                f"{name}: no length is both at least min_tokens = {source.min_tokens} and at most max_tokens = "
+                f"{source.max_tokens}."
+            )
+    return [
+        open_source(source, config.held_out, split, hash64(config.seed, i), config.on_bad_row)
+        for i, source in enumerate(config.sources)
+    ]
+
+
+def open_source(
+    config: schema.Source,
+    held_out: float,
+    split: Split,
+    seed: int,
+    on_bad_row: Literal["error", "skip"] = "error",
+) -> DocumentSource:
+    """Opens a source of the config.
+
+    `held_out`: share of documents, chosen by a hash of their text, that make the "validation" split; the rest is
+    "train". `seed` orders the documents. Raises `DataError` when nothing is there to read, and for a share
+    that is none.
+    """
+    if not 0 <= held_out < 1:
+        raise DataError(f"data.held_out = {held_out}: it is a share of the documents; set 0 … 0.99, e.g. 0.01.")
+    if split == "validation" and held_out == 0:
+        raise DataError("data.held_out = 0 keeps no documents for validation; set e.g. 0.01, or turn validation off.")
+    place = getattr(config, "path", "")
+    name = f"{config.kind} source" + (f" '{place}'" if place else "")
+    shared: dict[str, Any] = {"name": name, "held_out": held_out, "split": split, "on_bad_row": on_bad_row}
+    try:
+        return _reader(config, name, seed, shared)
+    except OSError as error:
+        raise DataError(f"{name}: {error}. Correct the source's path, or its permissions.") from error
+
+
+def _reader(config: schema.Source, name: str, seed: int, shared: dict[str, Any]) -> DocumentSource:
+    match config:
+        case schema.StdlibSource():
+            return TextFiles(stdlib_files(), seed, **shared)
+        case schema.TextSource():
+            paths = match_files(name, config.path, directory_suffixes=(".txt", ".md"))
+            return TextFiles([(path, Path(path)) for path in paths], seed, **shared)
+        case schema.JsonlSource():
+            return JsonLines(match_files(name, config.path), config.field, seed, **shared)
+        case schema.ParquetSource():
+            return ParquetRows(match_files(name, config.path), config.field, seed, **shared)
+        case schema.HubSource():
+            return StreamedDataset(config, seed, **(shared | {"name": f"huggingface source '{place_of(config)}'"}))
+    raise AssertionError(f"no reader for {config}")

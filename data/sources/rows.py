@@ -1,0 +1,226 @@
+"""Rows of JSON lines and Parquet files, any of which can be read at any time, by number.
+
+Rows are counted over all files of a source. What is wrong with a row goes to the source's `BadRows`; what is wrong
+with a file raises `DataError`.
+"""
+
+import codecs
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from farsight.data.sources.documents import BadRows, DataError, missing_field
+from farsight.progress import progress
+
+_SCAN_BYTES = 16 << 20
+_KEPT_BYTES = 256 << 20
+_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+
+
+@dataclass(frozen=True)
+class Row:
+    key: str
+    """Names it in errors: "file:line" or "file row n"."""
+    file: str
+    value: dict[str, Any]
+
+
+class JsonRows:
+    """JSON objects, one a line. Opening scans the files once for line ends (about 1 GB/s)."""
+
+    def __init__(self, name: str, paths: Sequence[str], report: BadRows):
+        """`name`: of the source, for errors. `report`: is told of empty files here, and of broken lines later."""
+        self._report = report
+        self.bytes = sum(os.path.getsize(path) for path in paths)
+        self.paths: list[str] = []
+        """Files that are not empty."""
+        self._files: list[tuple[str, np.ndarray]] = []
+        """(path, byte offset of each line's start, with the file's size as the last element)"""
+        with progress(desc="Indexing JSON lines", total=self.bytes, unit="B", unit_scale=True) as shown:
+            for path in paths:
+                if path.endswith(_COMPRESSED):
+                    raise DataError(
+                        f"{path}: a compressed file can't be read at any line. Decompress it, or stream it with "
+                        f'kind = "huggingface", name = "json", data_files = "{path}".'
+                    )
+                if os.path.getsize(path) == 0:
+                    report.bad_row(path, path, "empty file", "it has 0 bytes", "remove the file")
+                else:
+                    self._files.append((path, _line_starts(path, shown)))
+                    self.paths.append(path)
+        if not self._files:
+            raise no_rows(name)
+        self._first_rows = np.cumsum([0] + [len(starts) - 1 for _, starts in self._files])
+        self.count = int(self._first_rows[-1])
+
+    def read(self, row: int) -> Row | None:
+        """Row `row`; None for a blank line, and for a broken one that is passed over."""
+        at = int(np.searchsorted(self._first_rows, row, side="right")) - 1
+        path, starts = self._files[at]
+        number = row - int(self._first_rows[at])
+        with open(path, "rb", buffering=0) as file:
+            size = int(starts[number + 1] - starts[number])
+            line = os.pread(file.fileno(), size, int(starts[number]))
+        if len(line) < size:
+            raise changed_while_read(
+                path, f"line {number + 1} had {size:,} bytes at the start of the run, {len(line):,} now"
+            )
+        if not line.strip():
+            return None
+        key = f"{path}:{number + 1}"
+        try:
+            value = json.loads(line.decode("utf-8-sig" if number == 0 else "utf-8"))
+        except (ValueError, RecursionError) as error:
+            self._report.bad_row(key, path, *_why_not_json(path, error))
+        else:
+            if isinstance(value, dict):
+                return Row(key, path, value)
+            found = f"a JSON object was expected, found {type(value).__name__}"
+            self._report.bad_row(key, path, "not an object", found, _remedy_of_an_array(path))
+        return None
+
+
+class ParquetTables:
+    """Rows of Parquet files, a row group at a time."""
+
+    def __init__(self, name: str, paths: Sequence[str], report: BadRows, column: str | None = None):
+        """`column`: of text, the only one that is read; None reads them all."""
+        self._column = column
+        self.bytes = sum(os.path.getsize(path) for path in paths)
+        self.paths = paths
+        self.group_sizes: list[int] = []
+        """Rows of each row group."""
+        self._groups: list[tuple[str, int, int]] = []
+        """(path, row group of the file, first row of the group within the file)"""
+        for path in paths:
+            first_row = 0
+            for group, rows in enumerate(self._row_groups(path)):
+                if rows:
+                    self._groups.append((path, group, first_row))
+                    self.group_sizes.append(rows)
+                    first_row += rows
+            if first_row == 0:
+                report.bad_row(path, path, "empty file", "it has no rows", "remove the file")
+        if not self.group_sizes:
+            raise no_rows(name)
+        self._first_rows = np.cumsum([0, *self.group_sizes])
+        self.count = int(self._first_rows[-1])
+        self._tables: OrderedDict[int, Any] = OrderedDict()
+        """The row groups read last (Arrow tables); the lanes of a rank need the same few."""
+        self._kept_bytes = 0
+
+    def read(self, row: int) -> Row:
+        at = int(np.searchsorted(self._first_rows, row, side="right")) - 1
+        path, _, first_row = self._groups[at]
+        within = row - int(self._first_rows[at])
+        table = self._table(at)
+        value = {name: table.column(name)[within].as_py() for name in table.column_names}
+        return Row(f"{path} row {first_row + within}", path, value)
+
+    def _table(self, at: int) -> Any:
+        if at in self._tables:
+            self._tables.move_to_end(at)
+            return self._tables[at]
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        path, group, _ = self._groups[at]
+        try:
+            with pq.ParquetFile(path) as file:
+                table = file.read_row_group(group, columns=[self._column] if self._column else None)
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}, row group {group}: can't be read ({error}). Replace the file.") from error
+        self._tables[at] = table
+        self._kept_bytes += table.nbytes
+        while self._kept_bytes > _KEPT_BYTES and len(self._tables) > 1:
+            self._kept_bytes -= self._tables.popitem(last=False)[1].nbytes
+        return table
+
+    def _row_groups(self, path: str) -> list[int]:
+        """Rows of each row group, after checking that the file has the column and that it is text."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            with pq.ParquetFile(path) as file:
+                columns, metadata = file.schema_arrow, file.metadata
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(f"{path}: not a Parquet file ({error}). Correct the source's path.") from error
+        if self._column is not None:
+            _check_text(path, self._column, columns)
+        return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
+
+
+def no_rows(name: str) -> DataError:
+    return DataError(f"{name}: no documents; every file is empty. Correct the source's path or fill the files.")
+
+
+def changed_while_read(path: str | Path, how: str) -> DataError:
+    return DataError(
+        f"{path} was changed while it is being read: {how}. Put the file back, or begin a new order of data."
+    )
+
+
+def why_not_utf8(raw: bytes, error: Exception) -> str:
+    """What is wrong with bytes that are not UTF-8; files of UTF-16 are known by their first two."""
+    if is_utf16(raw):
+        return "it is UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)"
+    return str(error)
+
+
+def is_utf16(raw: bytes) -> bool:
+    return raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
+def _why_not_json(path: str, error: Exception) -> tuple[str, str, str]:
+    """Reason, detail and remedy for a line that can't be read."""
+    start = _start(path)
+    if isinstance(error, UnicodeDecodeError) or is_utf16(start):
+        return "not UTF-8", why_not_utf8(start, error), "convert the file to UTF-8"
+    return "bad JSON", str(error), _remedy_of_an_array(path) if start.lstrip()[:1] == b"[" else "repair the line"
+
+
+def _remedy_of_an_array(path: str) -> str:
+    if _start(path).lstrip()[:1] == b"[":
+        return f"write the elements of this JSON array one a line, without commas (jq -c '.[]' '{path}' does so)"
+    return 'write each line as {"text": "…"}'
+
+
+def _start(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(64).removeprefix(codecs.BOM_UTF8)
+
+
+def _check_text(path: str, column: str, columns: Any) -> None:
+    import pyarrow as pa
+
+    if column not in columns.names:
+        raise missing_field(path, column, columns.names)
+    kind = columns.field(column).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise DataError(
+            f"{path}: column '{column}' holds {kind}, not text. Set the source's `field` to a column of "
+            f"strings; it has {', '.join(columns.names)}."
+        )
+
+
+def _line_starts(path: str, shown: "tqdm[Any]") -> np.ndarray:
+    """Byte offset of each line of a file, and of the file's end."""
+    starts = [np.zeros(1, dtype=np.int64)]
+    size = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(_SCAN_BYTES):
+            starts.append(np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")) + size + 1)
+            size += len(chunk)
+            shown.update(len(chunk))
+    if starts[-1].size == 0 or starts[-1][-1] != size:
+        starts.append(np.array([size]))
+    return np.concatenate(starts)

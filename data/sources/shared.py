@@ -1,0 +1,120 @@
+"""A source with fewer documents than lanes: its documents are divided among the lanes.
+
+If every lane read whole documents, several would read the same one from its start, and rows of a batch would be equal. So
+the documents of the split that pass the filters, one after the other, are cut into as many parts of equal length as there
+are lanes, at line ends where there are any near. In each pass the parts are dealt out to the lanes in another order, and
+each lane reads one. A part may hold the end of one document, whole ones, and the beginning of another.
+
+    documents      aaaaaaaaaaaaaa bbbb           6 lanes
+    parts          aaa aaa aaa aaa aab bbb       pass 0: lane 0 reads part 4, lane 1 part 2, …; another pass, another deal
+
+No token is lost or read twice. What a cut costs is its context: the first token after it is not predicted, and
+attention does not reach back over it.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cached_property
+from itertools import accumulate
+
+from farsight.data.order import hash64, shuffled
+from farsight.data.sources.documents import Document, DocumentSource
+from farsight.progress import progress
+
+Piece = tuple[int, int, int]
+"""Row, and the characters begin … end-1 of its text, before they are moved to where the text may be cut."""
+
+_NEAR = 4096
+"""Characters before the even place of a cut in which a better one is looked for."""
+_CUTS = (re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"\n"), re.compile(r"(?<=\S)(?= \S)"))
+"""Where a text is cut: at the end of a line, at best one without empty lines around it, or before a word."""
+
+
+class SharedDocuments:
+    """The parts of a source's documents, for a number of lanes."""
+
+    def __init__(self, source: DocumentSource, rows: int, lanes: int, seed: int, wanted: Callable[[Document], bool]):
+        """`rows`: of the source. `wanted`: whether a whole document passes the filters. `seed` deals the parts out."""
+        self.lanes = lanes
+        self._source, self._rows, self._seed, self._wanted = source, rows, seed, wanted
+        self._last: tuple[int, Document | None] = (-1, None)
+
+    def lane(self, lane: int) -> "SharingLane":
+        return SharingLane(self, lane)
+
+    def pieces(self, lane: int, epoch: int) -> list[Piece]:
+        """What lane `lane` reads in a pass; nothing, where there are fewer characters than lanes."""
+        part = shuffled(lane, self.lanes, hash64(self._seed, epoch))
+        total = sum(self._lengths.values())
+        begin, end = part * total // self.lanes, (part + 1) * total // self.lanes
+        found = []
+        ends = accumulate(self._lengths.values())
+        for (row, length), after in zip(self._lengths.items(), ends, strict=True):
+            before = after - length
+            if max(begin, before) < min(end, after):
+                found.append((row, max(begin, before) - before, min(end, after) - before))
+        return found
+
+    def read(self, piece: Piece) -> Document | None:
+        """A piece of a document; None where moving its ends to better places left nothing of it."""
+        row, begin, end = piece
+        if self._last[0] != row:  # the lanes of a rank read the same few
+            self._last = (row, self._source.read_row(row))
+        document = self._last[1]
+        if document is None:
+            return None
+        begin, end = self._cut(document.text, begin), self._cut(document.text, end)
+        text = document.text[begin:end]
+        if not text:
+            return None
+        key = f"{document.key}, characters {begin:,} to {end:,}"
+        return Document(key, text, len(text.encode()), begins=begin == 0, ends=end == len(document.text))
+
+    @cached_property
+    def _lengths(self) -> dict[int, int]:
+        """Characters of each row that is a document of the split and passes the filters."""
+        found = {}
+        with progress(
+            desc=f"{self._source.name}: measuring documents", total=self._rows, unit="document", unit_scale=True
+        ) as shown:
+            for row, document in enumerate(self._source.read_rows()):
+                if document is not None and self._wanted(document):
+                    found[row] = len(document.text)
+                shown.update()
+        return found
+
+    def _cut(self, text: str, place: int) -> int:
+        """The best place to cut a text shortly before `place`, so that parts stay in order."""
+        if place in (0, len(text)):
+            return place
+        part = sum(self._lengths.values()) // self.lanes
+        start = max(0, place - min(_NEAR, part // 2))
+        for cut in _CUTS:
+            # The end of the search is that of the text for a look ahead.
+            if found := [m.end() for m in cut.finditer(text, start, place + 1) if m.end() <= place]:
+                return found[-1]
+        return place
+
+
+class SharingLane:
+    """A lane's place in divided documents: the pass, and the pieces of its part that were read."""
+
+    def __init__(self, shared: SharedDocuments, lane: int):
+        self._shared, self._lane = shared, lane
+        self.load_state([0, 0])
+
+    def load_state(self, state: list[int]) -> None:
+        self.epoch, self._read = state
+        self._pieces: list[Piece] | None = None
+
+    def state(self) -> list[int]:
+        return [self.epoch, self._read]
+
+    def read(self) -> Document | None:
+        if self._pieces is None:
+            self._pieces = self._shared.pieces(self._lane, self.epoch)
+        if self._read == len(self._pieces):
+            self.load_state([self.epoch + 1, 0])
+            return None
+        self._read += 1
+        return self._shared.read(self._pieces[self._read - 1])

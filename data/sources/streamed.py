@@ -1,0 +1,198 @@
+"""Documents of any dataset that `datasets.load_dataset` can stream.
+
+A streamed dataset has no row numbers, but it has shards (files). With at least as many shards as lanes each lane reads
+shards of its own; with fewer, the lanes of a shard take its rows in turn. Which shards or turn a lane gets is drawn
+anew every pass. Within a shard the rows keep their order: shuffle a dataset once, when it is written.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import islice
+from typing import Any
+
+from farsight.configs import schema
+from farsight.configs.finetuning import InstructionHub
+from farsight.data.order import hash64, shuffled
+from farsight.data.sources.documents import DataError, Document, DocumentSource, missing_field, text_of
+from farsight.data.sources.identity import identify
+
+_ROWS_AT_ONCE = 256
+
+
+class StreamedDataset(DocumentSource):
+    """One split of a `datasets` dataset."""
+
+    def __init__(self, config: schema.HubSource, seed: int, **shared: Any):
+        super().__init__(**shared)
+        self._config = config
+        self._seed = seed
+        self._dataset, self._files = open_streamed(config, self.name)
+        columns = self._dataset.column_names
+        if columns is not None:
+            if config.field not in columns:
+                raise missing_field(self.name, config.field, columns)
+            self._dataset = self._dataset.select_columns([config.field])
+        self._dataset = self._dataset.with_format("arrow")
+        self.shards = int(self._dataset.num_shards)
+        self._count = cache(lambda most: sum(1 for _ in islice(self._all_rows(), most)))  # every lane asks
+
+    def lane(self, lane: int, lanes: int) -> "StreamedLane":
+        return StreamedLane(self, self._seed, lane, lanes)
+
+    def read_rows(self) -> Iterator[Document | None]:
+        return (self.document(*row) for row in self._all_rows())
+
+    def describe(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"shards": self.shards}
+        if self._files and all(os.path.isfile(file) for file in self._files):
+            found["files"] = identify(self._files)
+        elif self._files:
+            # By name. hf://datasets/NAME@REVISION/FILE: a new revision may differ in its description alone.
+            found["files"] = [[name, name] for name in (re.sub(r"@[0-9a-f]{40}/", "/", file) for file in self._files)]
+        return found
+
+    def rows_if_fewer(self, than: int) -> int | None:
+        if self.shards >= than:
+            return None
+        rows = self._count(than)
+        return rows if rows < than else None
+
+    def read_row(self, row: int) -> Document | None:
+        return self.document(*next(islice(self._all_rows(), row, None)))
+
+    def _all_rows(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Shard, number in it, and value of each row."""
+        for shard in range(self.shards):
+            for row, value in self.rows(shard):
+                yield shard, row, value
+
+    def rows(self, shard: int, start: int = 0, step: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Rows start, start + step, … of a shard, with their number in it.
+
+        Rows are passed over while still in Arrow, so that the lanes of one shard don't each decode all of it.
+        """
+        first, wanted = 0, start
+        for table in self._tables(shard):
+            while wanted < first + table.num_rows:
+                yield wanted, {name: table.column(name)[wanted - first].as_py() for name in table.column_names}
+                wanted += step
+            first += table.num_rows
+
+    def document(self, shard: int, row: int, value: dict[str, Any]) -> Document | None:
+        file = f"{place_of(self._config)} [{self._config.split}] shard {shard}"
+        return text_of(self, value, self._config.field, f"{file} row {row}", file)
+
+    def _tables(self, shard: int) -> Iterator[Any]:
+        dataset = self._dataset.shard(num_shards=self.shards, index=shard)
+        tables = dataset.iter(batch_size=_ROWS_AT_ONCE)
+        at = 0
+        while True:
+            try:
+                table = next(tables)
+            except StopIteration:
+                return
+            except Exception as error:
+                # The library raises anything from ArrowInvalid to HTTP errors here; the place is what it leaves out.
+                raise DataError(
+                    f"{self.name}: shard {shard} of {self.shards} can't be read after row {at}: "
+                    f"{type(error).__name__}: {error}. Repair or replace that file of the dataset."
+                ) from error
+            yield table
+            at += table.num_rows
+
+
+class StreamedLane:
+    """A lane's place in a streamed dataset: the pass, the shard among those of the lane, the next row of that shard."""
+
+    def __init__(self, source: StreamedDataset, seed: int, lane: int, lanes: int):
+        self._source, self._seed, self._lane, self._lanes = source, seed, lane, lanes
+        self.load_state([0, 0, -1])
+
+    def load_state(self, state: list[int]) -> None:
+        self.epoch, self._at, self._row = state
+        self._shards, self._first, self._step = self._share(self.epoch)
+        if self._row < 0:
+            self._row = self._first
+        self._rows: Iterator[tuple[int, dict[str, Any]]] | None = None
+
+    def state(self) -> list[int]:
+        return [self.epoch, self._at, self._row]
+
+    def read(self) -> Document | None:
+        shard = self._shards[self._at]
+        if self._rows is None:
+            self._rows = self._source.rows(shard, self._row, self._step)
+        for row, value in self._rows:
+            self._row = row + self._step
+            return self._source.document(shard, row, value)
+        if self._at + 1 < len(self._shards):
+            self.load_state([self.epoch, self._at + 1, -1])
+        else:
+            self.load_state([self.epoch + 1, 0, -1])
+        return None
+
+    def _share(self, epoch: int) -> tuple[list[int], int, int]:
+        """The lane's shards in this pass, the first row it takes of each, and the step between its rows."""
+        shards, lanes = self._source.shards, self._lanes
+        epoch_seed = hash64(self._seed, epoch)
+        if shards >= lanes:
+            return [shuffled(i, shards, epoch_seed) for i in range(self._lane, shards, lanes)], 0, 1
+        turn = shuffled(self._lane, lanes, epoch_seed)
+        shard = turn % shards
+        return [shard], turn // shards, len(range(shard, lanes, shards))
+
+
+def place_of(config: schema.HubSource | InstructionHub) -> str:
+    """Names a dataset in messages; formats such as "json" are told apart by their files."""
+    files = config.data_files or config.data_dir
+    return f"{config.name} ({files})" if files else config.name
+
+
+def open_dataset(config: InstructionHub, name: str) -> Any:
+    """A source's rows, from the cache of the `datasets` library where they are there."""
+    import datasets
+
+    with _opening(config, name):
+        return datasets.load_dataset(**_arguments(config), split=config.split)
+
+
+def open_streamed(config: schema.HubSource, name: str) -> tuple[Any, list[str]]:
+    """A streamed dataset, and the paths or URLs of its files where they are known."""
+    import datasets
+
+    with _opening(config, name):
+        builder = datasets.load_dataset_builder(**_arguments(config))
+        dataset = builder.as_streaming_dataset(split=config.split)
+    return dataset, list((builder.config.data_files or {}).get(config.split, []))
+
+
+def _arguments(config: schema.HubSource | InstructionHub) -> dict[str, Any]:
+    """What `datasets` is told of a source."""
+    if not config.name:
+        raise DataError(
+            'huggingface source: name is empty. Set it to a dataset\'s name, or to a format such as "json".'
+        )
+    return {
+        "path": config.name,
+        "name": config.config or None,
+        "data_dir": config.data_dir or None,
+        "data_files": config.data_files or None,
+    }
+
+
+@contextmanager
+def _opening(config: schema.HubSource | InstructionHub, name: str) -> Iterator[None]:
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        # Anything from a missing file (StopIteration, for a glob that matches none) to a network error ends here.
+        raise DataError(
+            f"{name}: it can't be opened: {type(error).__name__}: {error}. Check its name, config = '{config.config}', "
+            f"split = '{config.split}', data_dir = '{config.data_dir}' and data_files = '{config.data_files}', and "
+            "that the hub can be reached (or that the dataset is in the local cache)."
+        ) from error

@@ -1,0 +1,139 @@
+"""Texts from files, with errors that name the file and the line."""
+
+import bz2
+import gzip
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import zstandard
+from torch import Tensor
+
+from farsight.configs.check import ConfigError
+from farsight.data.sources.rows import is_utf16
+from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.progress import progress
+
+
+def read_texts(path: Path, field: str = "text") -> list[str]:
+    """The texts of a file: of .jsonl those under `field`, one a line; of .parquet the column `field`; any other file is one text.
+
+    Files whose names end with .gz, .bz2, .xz or .zst as well are decompressed.
+
+    Raises:
+        ConfigError: no such file, not UTF-8, damaged, or a line or row that has no such text.
+    """
+    if not path.is_file():
+        raise ConfigError(f"{path} is no regular file." if path.exists() else f"There is no file {path}.")
+    kind = _kind(path)
+    if kind == ".parquet":
+        if kind != path.suffix:
+            raise ConfigError(f"{path}: Parquet compresses its own columns; decompress the file.")
+        return list(_column(path, field))
+    text = _decode(path, _read(path))
+    return list(_lines(path, text, field)) if kind == ".jsonl" else [text]
+
+
+def has_fields(path: Path) -> bool:
+    """Whether a file holds records with fields (JSON lines, Parquet) rather than one plain text."""
+    return _kind(path) in (".jsonl", ".parquet")
+
+
+def _kind(path: Path) -> str:
+    """The ending of a file's name, before that of its compression."""
+    return Path(path.stem).suffix if path.suffix in _UNPACK else path.suffix
+
+
+def encode_file(path: Path, tokenizer: Tokenizer, field: str = "text") -> list[Tensor]:
+    """int64 ids [n] of each document of a file, without special tokens."""
+    texts = read_texts(path, field)
+    found = []
+    with progress(
+        desc=f"Tokenising {path.name}", total=sum(map(len, texts)), unit="character", unit_scale=True
+    ) as shown:
+        for text in texts:
+            found.append(torch.from_numpy(tokenizer.encode_array(text)))
+            shown.update(len(text))
+    return found
+
+
+def _unpack_zst(raw: bytes) -> bytes:
+    parts = []
+    while raw:  # frame by frame: the library's files take one that was cut off for the end
+        frame = zstandard.ZstdDecompressor().decompressobj()
+        parts.append(frame.decompress(raw))
+        if not frame.eof:
+            raise EOFError("it ends in the midst of a frame")
+        raw = frame.unused_data
+    return b"".join(parts)
+
+
+_UNPACK: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.decompress,
+    ".bz2": bz2.decompress,
+    ".xz": lzma.decompress,
+    ".zst": _unpack_zst,
+}
+_DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+
+
+def _read(path: Path) -> bytes:
+    raw = path.read_bytes()
+    if path.suffix not in _UNPACK:
+        return raw
+    try:
+        return _UNPACK[path.suffix](raw)
+    except _DAMAGE as error:
+        raise _damaged(path, error) from error
+
+
+def _decode(path: Path, raw: bytes) -> str:
+    if is_utf16(raw):
+        raise ConfigError(f"{path} is UTF-16, not UTF-8: convert it first (iconv -f UTF-16 -t UTF-8 '{path}').")
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); convert it first.") from None
+
+
+def _lines(path: Path, text: str, field: str) -> Iterator[str]:
+    # Not splitlines: inside a string, JSON allows other line separators than this one.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict) and isinstance(value.get(field), str):
+            yield value[field]
+            continue
+        if text.lstrip().startswith("["):
+            raise ConfigError(f"{path} is a JSON array: write its elements one a line (jq -c '.[]' '{path}' does so).")
+        there = f"; it has {', '.join(value) or 'none'}" if isinstance(value, dict) else ""
+        raise ConfigError(f'{path}, line {number}: not an object with a "{field}" that is a text{there}.')
+
+
+def _column(path: Path, field: str) -> Iterator[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                raise ConfigError(f"{path}: no column '{field}'; it has {', '.join(names)}.")
+            values = file.read([field]).column(field).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise _damaged(path, error) from error
+    for number, value in enumerate(values):
+        if not isinstance(value, str):
+            raise ConfigError(f"{path}, row {number}: '{field}' is {type(value).__name__}, not a text.")
+        yield value
+
+
+def _damaged(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} can't be read ({error}): its content is not what its name says, or it is damaged.")

@@ -1,0 +1,257 @@
+"""A model of ours as lm-evaluation-harness knows models. Needs `lm_eval`: import it where it is used.
+
+Text is encoded as lm-eval's own `HFLM` has `transformers` encode it: bos comes first where the tokenizer puts it there, and
+only under a chat template is a special token's text that token.
+
+Shape suffixes: B rows, L tokens, D model, V vocabulary.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+
+from farsight.configs.check import ConfigError
+from farsight.data.instructions.chat import ChatTemplate
+from farsight.inference.generate import generate
+from farsight.inference.model_options import LoadedModel
+from farsight.inference.sampling import Sampling
+from farsight.progress import progress
+
+logger = logging.getLogger("farsight")
+
+HEAD_TOKENS = 512
+"""Positions whose logits are held at once."""
+SEED = 1234
+"""Of sampled answers; lm-eval's own default."""
+_GENERATION_SETTINGS = {"do_sample", "temperature", "top_p", "until", "max_gen_toks"}
+
+Request = tuple[tuple[str, str] | None, list[int], list[int]]
+"""What was asked, and the tokens of the context and of the continuation."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a task's text is given to the model."""
+
+    max_length: int
+    """Most tokens of a text, those that are generated included."""
+    truncate: Literal["left", "middle"] = "left"
+    """Which tokens of a context go where it is too long: lm-eval's way, or LongBench's, which keeps both ends."""
+    rows_at_once: int = 8
+    bos: bool | None = None
+    """Put bos first; None does what the tokenizer does under `transformers`."""
+    chat: bool = False
+    """Write prompts by the tokenizer's chat template."""
+
+
+class HarnessModel(TemplateLM):
+    """Scores and continues text for lm-eval."""
+
+    def __init__(self, model: LoadedModel, reading: Reading) -> None:
+        super().__init__()
+        self.model, self.reading = model, reading
+        self._cut_contexts: set[int] = set()
+        tokenizer = model.tokenizer
+        self.bos = tokenizer.begins_with_bos if reading.bos is None else reading.bos
+        if self.bos and tokenizer.bos_id is None:
+            raise ConfigError(f"--bos yes: the tokenizer of {model.path} has no bos token.")
+        self.template = None
+        if reading.chat:
+            if tokenizer.chat_template is None:
+                raise ConfigError(f"--chat: the tokenizer of {model.path} has no chat template; leave --chat out.")
+            self.template = ChatTemplate(tokenizer.chat_template, "the tokenizer's chat template", tokenizer)
+        self.end_tokens = model.end_tokens | ({self.template.turn_end()} if self.template is not None else set())
+
+    @property
+    def truncated(self) -> int:
+        """Texts that were cut to `max_length` so far, whatever number of answers to each was scored."""
+        return len(self._cut_contexts)
+
+    @property
+    def eot_token_id(self) -> int | None:
+        return self.model.tokenizer.eos_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What comes before a text that has nothing before it."""
+        tokenizer = self.model.tokenizer
+        found = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+        if found is None:
+            raise ConfigError(
+                f"the tokenizer of {self.model.path} has neither bos nor eos to put before an empty context."
+            )
+        return found
+
+    @property
+    def max_length(self) -> int:
+        return self.reading.max_length
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self.model.tokenizer.fingerprint
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        return None if self.template is None else self.template.source
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The messages as text; without `add_generation_prompt` the last one is an answer that goes on."""
+        assert self.template is not None
+        if add_generation_prompt:
+            return self.template.prompt(chat_history)
+        return self.template.prompt(chat_history[:-1]) + chat_history[-1]["content"]
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        tokenizer = self.model.tokenizer
+        if self.template is None:
+            ids = tokenizer.encode(string)
+        else:
+            ids = tokenizer.encode_rendered([string])[0].ids.tolist()
+        bos = self.bos if add_special_tokens is None else add_special_tokens
+        # A template may have written it.
+        if bos and tokenizer.bos_id is not None and not (self.template and ids[:1] == [tokenizer.bos_id]):
+            ids = [tokenizer.bos_id, *ids]
+        return ids
+
+    @torch.no_grad()
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """For each request the sum of the continuation's log-probabilities, and whether greedy decoding would write it."""
+        # Answers of one token to one question give the model the same tokens: they are read once.
+        asked: dict[tuple[int, ...], list[int]] = {}
+        for number, (_asked, context, continuation) in enumerate(requests):
+            if len(continuation) > self.max_length:
+                raise ConfigError(
+                    f"a continuation has {len(continuation):,} tokens, --max-length is {self.max_length:,}: raise it."
+                )
+            context = self._cut(context, self.max_length + 1 - len(continuation))
+            asked.setdefault((*context, *continuation[:-1]), []).append(number)
+        texts = list(asked)
+        answers: dict[int, tuple[float, bool]] = {}
+        with progress(total=len(requests), desc="score", unit="request", disable=disable_tqdm) as bar:
+            for rows in self._batches([len(text) for text in texts]):
+                longest = max(len(requests[number][2]) for row in rows for number in asked[texts[row]])
+                h_BLD = self._last_hidden_states([texts[row] for row in rows], longest)
+                for row, h_LD in zip(rows, h_BLD, strict=True):
+                    for number in asked[texts[row]]:
+                        key, _context, continuation = requests[number]
+                        answers[number] = self._score(h_LD[len(h_LD) - len(continuation) :], continuation)
+                        if key is not None:
+                            self.cache_hook.add_partial("loglikelihood", key, answers[number])
+                        bar.update()
+        return [answers[number] for number in range(len(requests))]
+
+    def _last_hidden_states(self, texts: Sequence[Sequence[int]], last: int) -> Tensor:
+        """Hidden states of the last tokens of each text: [B, at most `last`, D], padded on the left."""
+        rows = self.model.decoder.start([len(text) for text in texts])
+        longest = max(map(len, texts))
+        tokens_BL = torch.zeros(len(texts), longest, dtype=torch.int64)
+        for row, text in enumerate(texts):
+            tokens_BL[row, longest - len(text) :] = torch.tensor(text)
+        kept: Tensor | None = None
+        for h_BLD in rows.chunks(tokens_BL.to(rows.batch.device)):
+            kept = h_BLD[:, -last:] if kept is None else torch.cat((kept, h_BLD), dim=1)[:, -last:]
+        assert kept is not None
+        return kept
+
+    def _score(self, h_LD: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
+        total, greedy = 0.0, True
+        targets_L = torch.tensor(continuation, device=h_LD.device)
+        for h, targets in zip(h_LD.split(HEAD_TOKENS), targets_L.split(HEAD_TOKENS), strict=True):
+            logits_LV = self.model.decoder.logits(h[None])[0]
+            total += float(logits_LV.log_softmax(-1).gather(-1, targets[:, None]).double().sum())
+            greedy = greedy and bool((logits_LV.argmax(-1) == targets).all())
+        return total, greedy
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-probability of each text, in windows of at most `max_length` that do not overlap in what they predict."""
+        windows: list[Request] = []
+        counts = []
+        for request in requests:
+            pairs = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, context_len=1
+            )
+            before = len(windows)
+            windows += [(None, *make_disjoint_window(pair)) for pair in pairs]
+            counts.append(len(windows) - before)
+        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm))
+        totals = []
+        for request, count in zip(requests, counts, strict=True):
+            totals.append(sum(next(scores)[0] for _ in range(count)))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """What the model writes after each context, up to a stop string."""
+        alike: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        texts: dict[int, str] = {}
+        with progress(total=0, desc="generate", unit="token", unit_scale=True, disable=disable_tqdm) as bar:
+            for numbers in alike.values():
+                settings = self._settings(requests[numbers[0]].args[1])
+                new_tokens = settings["max_gen_toks"]
+                sampled = settings["do_sample"] and settings["temperature"] > 0
+                prompts = [self._prompt(requests[number].args[0], new_tokens) for number in numbers]
+                bar.total += sum(map(len, prompts))
+                for rows in self._batches([len(prompt) + new_tokens for prompt in prompts]):
+                    sampling = Sampling(
+                        settings["temperature"] if sampled else 0.0, settings.get("top_p", 1.0), SEED + len(texts)
+                    )
+                    completions = generate(
+                        self.model.decoder,
+                        self.model.tokenizer,
+                        [prompts[row] for row in rows],
+                        new_tokens,
+                        sampling,
+                        settings["until"],
+                        self.reading.rows_at_once,
+                        bar=bar,
+                        end_tokens=self.end_tokens,
+                    )
+                    for row, completion in zip(rows, completions, strict=True):
+                        texts[numbers[row]] = completion.text
+                        self.cache_hook.add_partial("generate_until", requests[numbers[row]].args, completion.text)
+        return [texts[number] for number in range(len(requests))]
+
+    def _settings(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """A task's `generation_kwargs`, complete."""
+        settings = dict(normalize_gen_kwargs(asked))
+        settings.setdefault("temperature", 0.0)
+        if ignored := sorted(set(settings) - _GENERATION_SETTINGS):
+            logger.warning(f"generation_kwargs {', '.join(ignored)}: there is no such setting here, they are ignored.")
+        if settings["max_gen_toks"] >= self.max_length:
+            raise ConfigError(
+                f"a task writes up to {settings['max_gen_toks']:,} tokens, which leaves nothing of --max-length "
+                f"{self.max_length:,} to its prompt: set a larger one."
+            )
+        return settings
+
+    def _prompt(self, context: str, new_tokens: int) -> list[int]:
+        return self._cut(self.tok_encode(context) or [self.prefix_token_id], self.max_length - new_tokens)
+
+    def _cut(self, context: list[int], room: int) -> list[int]:
+        """At most `room` tokens of a context, one or more."""
+        if len(context) <= room:
+            return context
+        self._cut_contexts.add(hash(tuple(context)))
+        begin = room // 2 if self.reading.truncate == "middle" else 0
+        return context[:begin] + context[len(context) - (room - begin) :]
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Numbers of rows to read together, the longest first: what does not fit in memory fails at once."""
+        distinct = sorted(set(lengths))
+        for group in self.model.decoder.alike(distinct, distinct):
+            members = set(group)
+            rows = [row for row, length in enumerate(lengths) if length in members]
+            rows.sort(key=lambda row: -lengths[row])
+            for i in range(0, len(rows), self.reading.rows_at_once):
+                yield rows[i : i + self.reading.rows_at_once]

@@ -1,0 +1,105 @@
+"""Scaled RoPE: what a model that was trained without scaling is built with in place of its own."""
+
+import dataclasses
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from farsight.configs.check import ConfigError
+from farsight.configs.schema import DynamicNtkRope, LinearRope, NoRotary, NtkRope, Rope, Rotary, Rotating, YarnRope
+from farsight.model.build import ModelConfig
+
+if TYPE_CHECKING:
+    from farsight.inference.kv_cache import Batch
+    from farsight.model.llama import Llama
+
+
+@dataclass(frozen=True)
+class Interpolation(ABC):
+    """A kind of scaling; the formulas are `model.rope`'s."""
+
+    name: ClassVar[str]
+    factor: float
+    """Target length over trained length, 1 or more."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.factor < math.inf:
+            raise ValueError(f"factor = {self.factor:g} must be a number of at least 1.")
+
+    @abstractmethod
+    def rotary(self, theta: float, trained: int) -> Rotating:
+        """In place of plain RoPE of this base, trained on sequences of this length."""
+
+    def change(self, config: ModelConfig) -> ModelConfig:
+        """The RoPE of all layers that rotate, scaled.
+
+        Raises:
+            ConfigError: a model whose RoPE is scaled already or that has none.
+        """
+        p, shown = config.position, f"{self.name}:{self.factor:g}"
+        if p.lasp is not None:
+            raise ConfigError(f"{shown}: the model has LASP, which sets each layer's scale itself.")
+
+        def scaled(rotary: Rotary) -> Rotary:
+            match rotary:
+                case NoRotary():
+                    return rotary
+                case Rope(theta=theta):
+                    return self.rotary(theta, config.trained_length)
+            raise ConfigError(f"{shown}: the model's RoPE is scaled already ({rotary.kind}).")
+
+        rules = tuple(
+            dataclasses.replace(rule, rotary=scaled(rule.rotary)) if rule.rotary is not None else rule
+            for rule in p.rules
+        )
+        position = dataclasses.replace(p, rotary=scaled(p.rotary), rules=rules)
+        if position == p:
+            raise ConfigError(f"{shown}: no layer of the model rotates.")
+        return dataclasses.replace(config, position=position)
+
+    def caches(self, model: "Llama", config: ModelConfig, batch: "Batch") -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Linear(Interpolation):
+    """Position interpolation (Chen et al., 2023): every frequency divided by the factor."""
+
+    name: ClassVar[str] = "linear"
+
+    def rotary(self, theta: float, trained: int) -> Rotating:
+        return LinearRope(theta=theta, factor=self.factor)
+
+
+@dataclass(frozen=True)
+class Ntk(Interpolation):
+    """NTK-aware scaling (bloc97, 2023): the base times factor^(H/(H − 2))."""
+
+    name: ClassVar[str] = "ntk"
+
+    def rotary(self, theta: float, trained: int) -> Rotating:
+        return NtkRope(theta=theta, factor=self.factor)
+
+
+@dataclass(frozen=True)
+class Dynamic(Interpolation):
+    """Dynamic NTK (emozilla, 2023): the same with a factor that grows with the sequence past the trained length."""
+
+    name: ClassVar[str] = "dynamic"
+
+    def rotary(self, theta: float, trained: int) -> Rotating:
+        return DynamicNtkRope(theta=theta, factor=self.factor, original_length=trained)
+
+
+@dataclass(frozen=True)
+class Yarn(Interpolation):
+    """YaRN (Peng et al., 2023): fast dimensions kept, slow ones interpolated, and a temperature."""
+
+    name: ClassVar[str] = "yarn"
+
+    def rotary(self, theta: float, trained: int) -> Rotating:
+        return YarnRope(theta=theta, factor=self.factor, original_length=trained)
+
+
+INTERPOLATIONS: dict[str, type[Interpolation]] = {kind.name: kind for kind in (Linear, Ntk, Dynamic, Yarn)}

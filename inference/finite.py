@@ -1,0 +1,33 @@
+"""Logits that are not finite, and the weights that they come from."""
+
+from torch import Tensor
+
+from farsight.checkpoints.model_dir.names import readable_name
+from farsight.checkpoints.model_dir.safetensors_files import is_finite
+from farsight.configs.check import ConfigError
+from farsight.model.llama import Llama
+
+
+def check_finite(values: Tensor, model: Llama, name: str) -> None:
+    """Refuses what a broken model has computed. Weights are looked at only then.
+
+    Args:
+        values: logits or hidden states, or anything computed from them.
+        name: of the model, for the message.
+
+    Raises:
+        ConfigError: naming the first tensor that is not finite.
+    """
+    if is_finite(values):
+        return
+    for key, parameter in model.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # of all ranks
+        if not is_finite(whole.detach()):
+            raise ConfigError(
+                f"{name} gives logits that are infinite or not a number: so are values of its tensor {readable_name(key)}. "
+                "Take an earlier checkpoint, or copy the directory again."
+            )
+    raise ConfigError(
+        f"{name} gives logits that are infinite or not a number, though its weights are finite: they overflow in "
+        f"{str(next(model.parameters()).dtype).removeprefix('torch.')}. Use --dtype float32."
+    )

@@ -1,0 +1,113 @@
+"""What a layer keeps of the tokens it has read: the cache as the attention layers of a model know it.
+
+Shape suffixes: B batch, L new tokens, N query heads, K key-value heads, H head dim.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from farsight.kernels.scoped_attention import RollingCache, scoped_decode, scoped_prefill
+from farsight.model.attention import Attention, KeysOnTheirWay
+from farsight.model.llama import Llama
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows that are read together, padded on the left to the same length."""
+
+    starts: tuple[int, ...]
+    """Index of each row's first token; padding lies before it."""
+    prompt: int
+    """Length of the prompts, padding included; what follows is decoded."""
+    most_tokens: int
+    """Length of the rows at the end, padding included."""
+    device: torch.device
+    dtype: torch.dtype
+    """Of keys and values."""
+
+    @property
+    def starts_B(self) -> Tensor | None:
+        """int64 on the device; None where no row is padded."""
+        return torch.tensor(self.starts, device=self.device) if any(self.starts) else None
+
+
+class LayerCache(Protocol):
+    """A `model.attention.SequenceContext` that keeps keys and values from call to call."""
+
+    @property
+    def rotates(self) -> bool:
+        """Whether it is given queries and keys before RoPE, and turns them itself."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds for the sequence."""
+        ...
+
+    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> KeysOnTheirWay: ...
+
+
+class RollingLayer:
+    """A layer with a rolling cache: each key-value head keeps what the widest of its query heads can still see."""
+
+    rotates = False
+
+    def __init__(self, attention: Attention, batch: Batch, kv_heads: int) -> None:
+        rows, head_dim = len(batch.starts), attention.head_dim
+        self.cache = RollingCache(
+            attention.scopes, kv_heads, batch.most_tokens, rows, head_dim, batch.dtype, batch.device
+        )
+        self.starts_B, self.tokens = batch.starts_B, 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes
+
+    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> "RollingLayer":
+        self.new = k_BLKH, v_BLKH
+        return self
+
+    def attend(
+        self,
+        q_BLNH: Tensor,
+        scopes_N: Tensor,
+        document_starts_BT: Tensor | None,
+        alibi_slopes_N: Tensor | None,
+        backend: str,
+    ) -> Tensor:
+        assert document_starts_BT is None  # rows hold a document each
+        k_BLKH, v_BLKH = self.new
+        del self.new
+        seen, self.tokens = self.tokens, self.tokens + q_BLNH.shape[1]
+        if q_BLNH.shape[1] > 1:
+            return scoped_prefill(
+                q_BLNH, k_BLKH, v_BLKH, self.cache, scopes_N, self.starts_B, alibi_slopes_N, backend, seen
+            )
+        self.cache.append(k_BLKH, v_BLKH)
+        # Padding sees itself, as in `scoped_prefill`.
+        starts_B = None if self.starts_B is None else self.starts_B.clamp_max(self.tokens - 1)
+        # The backends of training that do not decode leave the choice to the kernels.
+        decode = backend if backend in ("auto", "banded", "triton") else "auto"
+        o_BNH = scoped_decode(q_BLNH[:, 0], self.cache, scopes_N, starts_B, alibi_slopes_N, backend=decode)
+        return o_BNH[:, None]
+
+
+def rolling_layers(model: Llama, batch: Batch) -> dict[str, LayerCache]:
+    """A rolling cache for each layer of the model (a rank's part of its heads, under tensor parallelism)."""
+    a = model.architecture
+    group = a.n_heads // a.n_kv_heads
+    return {
+        name: RollingLayer(attention, batch, len(attention.scopes) // group) for name, attention in model.attentions()
+    }
+
+
+def dense_bytes(model: Llama, batch: Batch) -> int:
+    """Bytes of a cache that keeps every token for every head of the rank."""
+    a = model.architecture
+    group, element = a.n_heads // a.n_kv_heads, batch.dtype.itemsize
+    heads = sum(len(attention.scopes) // group for _, attention in model.attentions())
+    return 2 * heads * len(batch.starts) * batch.most_tokens * a.head_dim * element

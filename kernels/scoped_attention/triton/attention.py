@@ -1,0 +1,241 @@
+"""Scoped attention on GPUs: launches the Triton kernels, and makes them operators that autograd and compilers know.
+
+Nothing here reads a tensor on the host: scopes may change from call to call without compiling or waiting.
+
+Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from farsight.kernels.scoped_attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
+from farsight.kernels.scoped_attention.triton.forward import forward_kernel
+
+DELTA_ROWS = 64
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)
+"""Under TRITON_INTERPRET=1 the kernels run on the CPU, for tests."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What one kernel computes at once."""
+
+    block_m: int
+    """Queries."""
+    block_n: int
+    """Keys."""
+    narrow: int
+    """Block of what a program steps over (keys; queries in the dk/dv kernel) for heads whose scope is no wider."""
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_NARROW": self.narrow,
+            "num_warps": self.warps, "num_stages": self.stages,
+        }  # fmt: skip
+
+
+_TILES = {
+    # (kernel, padded head dim up to, bytes of an element): by the GPU's major architecture, or for all the others.
+    ("forward", 64, 2): {0: Tiles(128, 64, 32, 8, 3)},
+    ("forward", 128, 2): {8: Tiles(128, 32, 32, 8, 3), 0: Tiles(128, 64, 32, 8, 3)},
+    ("dq", 64, 2): {0: Tiles(128, 64, 32, 8, 2)},
+    ("dq", 128, 2): {0: Tiles(64, 64, 32, 8, 2)},
+    ("dkv", 64, 2): {10: Tiles(64, 64, 32, 8, 2), 0: Tiles(32, 128, 32, 8, 2)},
+    ("dkv", 128, 2): {8: Tiles(32, 64, 32, 8, 2), 10: Tiles(32, 128, 32, 8, 1), 0: Tiles(32, 128, 32, 8, 2)},
+    ("forward", 64, 4): {0: Tiles(32, 32, 32, 4, 2)},
+    ("forward", 128, 4): {0: Tiles(16, 32, 32, 4, 1)},
+    ("dq", 64, 4): {0: Tiles(32, 32, 32, 8, 1)},
+    ("dq", 128, 4): {0: Tiles(16, 16, 16, 4, 1)},
+    ("dkv", 64, 4): {0: Tiles(16, 32, 16, 4, 1)},
+    ("dkv", 128, 4): {0: Tiles(16, 16, 16, 8, 1)},
+}
+
+
+def tiles(kernel: str, head_dim: int, itemsize: int, major: int) -> Tiles:
+    """The tiles of "forward", "dq" or "dkv" for a padded head dim, the bytes of an element and a GPU's architecture.
+
+    All compile without spilled registers, and within the shared memory, of sm_80, sm_90 and sm_100. They are not tuned
+    on a GPU yet.
+    """
+    by_architecture = _TILES[kernel, 64 if head_dim <= 64 else 128, itemsize]
+    return by_architecture.get(major, by_architecture[0])
+
+
+def check_runs(q: Tensor) -> None:
+    """Raises ValueError unless the kernels take queries of this dtype, head dim (the last) and device."""
+    if q.dtype not in DTYPES:
+        raise ValueError(f'backend "triton" does not take {q.dtype}: use bfloat16, float16 or float32')
+    if q.shape[-1] > 128:
+        raise ValueError(f'backend "triton" takes head dims up to 128, not {q.shape[-1]}: use "banded"')
+    if q.device.type == "cpu" and not INTERPRETED:
+        raise ValueError('backend "triton" needs a GPU: use "banded" on a CPU')
+
+
+def triton_attention(
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    scopes_N: Tensor,
+    document_starts_BL: Tensor | None,
+    alibi_slopes_N: Tensor | None,
+    q_offset: int,
+    scale: float,
+) -> Tensor:
+    """`api.scoped_attention` with all arguments given.
+
+    Raises:
+        ValueError: where the kernels cannot run.
+    """
+    check_runs(q_BLNH)
+    return triton_forward(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)[0]
+
+
+@torch.library.custom_op("farsight::triton_attention", mutates_args=())
+def triton_forward(
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    scopes_N: Tensor,
+    document_starts_BL: Tensor | None,
+    alibi_slopes_N: Tensor | None,
+    q_offset: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Output [B, Lq, N, H] in q's dtype, and the log-sum-exp of each row's scores [B, N, Lq], fp32."""
+    call = _Call(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset)
+    o_BLNH = torch.empty(q_BLNH.shape, dtype=q_BLNH.dtype, device=q_BLNH.device)
+    lse_BNL = torch.empty((call.B, call.N, call.Lq), dtype=torch.float32, device=q_BLNH.device)
+    tile = call.tiles("forward")
+    forward_kernel[(triton.cdiv(call.Lq, tile.block_m), call.B, call.N)](
+        call.q, call.k, call.v, o_BLNH, lse_BNL, call.scopes, call.widest_first, call.starts, call.slopes,
+        *call.q.stride()[:3], *call.k.stride()[:3], *call.v.stride()[:3], *o_BLNH.stride()[:3],
+        call.Lq, q_offset, call.N, scale * LOG2_E, **call.constants, **tile.options(),
+    )  # fmt: skip
+    return o_BLNH, lse_BNL
+
+
+LOG2_E = 1.4426950408889634
+
+
+@triton_forward.register_fake
+def _(q, k, v, scopes, documents, slopes, q_offset, scale):
+    B, Lq, N, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((B, N, Lq), dtype=torch.float32)
+
+
+@torch.library.custom_op("farsight::triton_attention_backward", mutates_args=())
+def triton_backward(
+    do_BLNH: Tensor,
+    q_BLNH: Tensor,
+    k_BLKH: Tensor,
+    v_BLKH: Tensor,
+    o_BLNH: Tensor,
+    lse_BNL: Tensor,
+    scopes_N: Tensor,
+    document_starts_BL: Tensor | None,
+    alibi_slopes_N: Tensor | None,
+    q_offset: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v in their dtype and shape; sums are fp32."""
+    call = _Call(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset)
+    do = _rows(do_BLNH)
+    delta_BNL = torch.empty_like(lse_BNL)
+    delta_kernel[(triton.cdiv(call.Lq, DELTA_ROWS), call.B, call.N)](
+        o_BLNH, do, delta_BNL, *o_BLNH.stride()[:3], *do.stride()[:3], call.Lq, call.N, call.H, call.block_h, DELTA_ROWS
+    )
+    dq_BLNH, dk_BLKH, dv_BLKH = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BLNH, k_BLKH, v_BLKH))
+    strides = (*call.q.stride()[:3], *call.k.stride()[:3], *call.v.stride()[:3], *do.stride()[:3])
+    tile = call.tiles("dq")
+    dq_kernel[(triton.cdiv(call.Lq, tile.block_m), call.B, call.N)](
+        call.q, call.k, call.v, do, dq_BLNH, lse_BNL, delta_BNL, call.scopes, call.widest_first, call.starts,
+        call.slopes, *strides, *dq_BLNH.stride()[:3], call.Lq, q_offset, call.N, scale,
+        **call.constants, **tile.options(),
+    )  # fmt: skip
+    tile = call.tiles("dkv")
+    widest_group_first = call.scopes.view(call.K, -1).amax(1).argsort(descending=True)
+    dkv_kernel[(triton.cdiv(call.Lk, tile.block_n), call.B, call.K)](
+        call.q, call.k, call.v, do, dk_BLKH, dv_BLKH, lse_BNL, delta_BNL, call.scopes, widest_group_first,
+        call.starts, call.document_ends(), call.slopes, *strides, *dk_BLKH.stride()[:3], call.Lq, q_offset, call.N,
+        scale, **call.constants, **tile.options(),
+    )  # fmt: skip
+    return dq_BLNH, dk_BLKH, dv_BLKH
+
+
+@triton_backward.register_fake
+def _(do, q, k, v, o, lse, scopes, documents, slopes, q_offset, scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_for_backward(ctx, inputs, output) -> None:
+    q, k, v, scopes, documents, slopes, ctx.q_offset, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, scopes, documents, slopes)
+
+
+def _backward(ctx, do, _dlse):
+    grads = triton_backward(do, *ctx.saved_tensors, ctx.q_offset, ctx.scale)
+    return *grads, None, None, None, None, None
+
+
+triton_forward.register_autograd(_backward, setup_context=_save_for_backward)
+
+
+class _Call:
+    """What all kernels of a call are given."""
+
+    def __init__(
+        self,
+        q_BLNH: Tensor,
+        k_BLKH: Tensor,
+        v_BLKH: Tensor,
+        scopes_N: Tensor,
+        document_starts_BL: Tensor | None,
+        alibi_slopes_N: Tensor | None,
+        q_offset: int,
+    ) -> None:
+        self.q, self.k, self.v = (_rows(x) for x in (q_BLNH, k_BLKH, v_BLKH))
+        self.B, self.Lq, self.N, self.H = q_BLNH.shape
+        self.Lk, self.K = k_BLKH.shape[1:3]
+        self.block_h = max(16, triton.next_power_of_2(self.H))
+        self.scopes = scopes_N.to(device=q_BLNH.device, dtype=torch.int64)
+        self.widest_first = self.scopes.argsort(descending=True)
+        # Absent tensors are never read, but a pointer has to be given.
+        self.starts = (
+            self.scopes
+            if document_starts_BL is None
+            else document_starts_BL.to(q_BLNH.device, torch.int32).contiguous()
+        )
+        self.has_starts = document_starts_BL is not None
+        self.slopes = (
+            self.scopes if alibi_slopes_N is None else alibi_slopes_N.to(q_BLNH.device, torch.float32).contiguous()
+        )
+        self.constants = {
+            "GROUP": self.N // self.K, "HEAD_DIM": self.H, "BLOCK_H": self.block_h, "HAS_STARTS": self.has_starts,
+            "HAS_SLOPES": alibi_slopes_N is not None, "WIDE": q_BLNH.dtype == torch.float32,
+            "INTERPRETED": INTERPRETED,
+        }  # fmt: skip
+
+    def tiles(self, kernel: str) -> Tiles:
+        major = torch.cuda.get_device_capability(self.q.device)[0] if self.q.is_cuda else 0
+        return tiles(kernel, self.block_h, self.q.itemsize, major)
+
+    def document_ends(self) -> Tensor:
+        """[B, Lk]: one past the last token of each token's document."""
+        if not self.has_starts:
+            return self.starts
+        tokens = torch.arange(self.Lk, dtype=torch.int32, device=self.starts.device).expand(self.B, -1).contiguous()
+        # Starts do not fall: the tokens that see token i are those up to the last with a start no later than i.
+        return torch.searchsorted(self.starts, tokens, right=True, out_int32=True)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Each head's row contiguous, which is all the kernels ask."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,4 @@
+from farsight.launch.plan.plan import main
+
+if __name__ == "__main__":
+    main()

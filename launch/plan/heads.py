@@ -1,0 +1,152 @@
+"""What each rank's heads see: attention work and its balance, keys from other ranks, and what each order of heads would cost.
+
+Tensor-parallel rank r of P holds the r-th of P equal runs of heads; a context-parallel rank holds the pieces of
+`parallel/context.py`. All follows from the scopes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import get_args
+
+from farsight.configs.schema import JobConfig, Scope
+from farsight.kernels.scoped_attention.semantics import visible_pairs
+from farsight.launch.plan.layout import Layout
+from farsight.model.build import ModelConfig
+from farsight.model.position.layers import LayerPosition
+from farsight.model.position.scope import Layout as HeadLayout
+from farsight.parallel.context import Layout as Cut
+from farsight.parallel.context import keys_seen, pieces, reaches, received_bytes
+
+Reach = tuple[int, ...]
+
+
+@cache
+def layers_of(model: ModelConfig) -> tuple[LayerPosition, ...]:
+    """Each layer's position at the trained length; resolved once, since a plan asks often."""
+    return model.layers()
+
+
+@cache
+def rank_pairs(scopes: tuple[int, ...], tokens: int, tp: int, cp: int, cut: Cut) -> tuple[tuple[float, ...], ...]:
+    """Query-key pairs of one layer and row that each rank's heads see, [tp][cp]."""
+    part = len(scopes) // tp
+    spans = [pieces(rank, cp, tokens, cut) if cp > 1 else ((0, tokens),) for rank in range(cp)]
+    own = [scopes[rank * part : (rank + 1) * part] for rank in range(tp)]
+    return tuple(tuple(sum(visible_pairs(heads, end, begin) for begin, end in held) for held in spans) for heads in own)
+
+
+def imbalance(layers: Sequence[tuple[int, ...]], tokens: int, tp: int, cp: int, cut: Cut) -> tuple[float, float, float]:
+    """Pairs of the busiest rank over the mean: across tensor-parallel ranks, across context-parallel ones, and both.
+
+    Args:
+        layers: each layer's scopes.
+    """
+    tables = [rank_pairs(scopes, tokens, tp, cp, cut) for scopes in layers]
+    total = [[sum(table[i][j] for table in tables) for j in range(cp)] for i in range(tp)]
+    whole = sum(map(sum, total))
+    by_tp = max(sum(row) for row in total) * tp / whole
+    by_cp = max(sum(row[j] for row in total) for j in range(cp)) * cp / whole
+    return by_tp, by_cp, max(map(max, total)) * tp * cp / whole
+
+
+# Keys of other ranks
+
+
+@cache
+def reaches_of_ranks(scopes: tuple[int, ...], kv_heads: int, tokens: int, tp: int) -> tuple[Reach, ...]:
+    """How far each key-value head sees, for each tensor-parallel rank's."""
+    reach, part = reaches(scopes, kv_heads, tokens), kv_heads // tp
+    return tuple(reach[rank * part : (rank + 1) * part] for rank in range(tp))
+
+
+@cache
+def _most_received(parts: tuple[Reach, ...], cp: int, tokens: int, cut: Cut, head_dim: int, itemsize: int) -> int:
+    return max(
+        received_bytes(rank, cp, tokens, reach, cut, head_dim, itemsize) for rank in range(cp) for reach in set(parts)
+    )
+
+
+@cache
+def _most_seen(parts: tuple[Reach, ...], cp: int, tokens: int, cut: Cut) -> int:
+    def rows(rank: int, reach: Reach) -> int:
+        spans = [keys_seen(piece, far) for piece in pieces(rank, cp, tokens, cut) for far in reach]
+        return sum(end - begin for begin, end in spans)
+
+    return max(rows(rank, reach) for rank in range(cp) for reach in set(parts))
+
+
+def received_in_forward(config: JobConfig, layout: Layout, scopes: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of keys and values that the rank with most to receive receives in a layer's forward pass of a micro-batch."""
+    if layout.cp == 1:
+        return 0
+    a, tokens, cut = config.architecture, config.training.seq_len, config.parallelism.context_parallel_load_balancer
+    parts = reaches_of_ranks(scopes, a.n_kv_heads, tokens, layout.tp)
+    return layout.rows * _most_received(parts, layout.cp, tokens, cut, a.head_dim, itemsize)
+
+
+def keys_seen_numbers(config: JobConfig, layout: Layout, scopes: tuple[int, ...]) -> int:
+    """Numbers in the keys and values that a rank's queries see in one row, piece by piece; of the rank with most."""
+    a, tokens, cut = config.architecture, config.training.seq_len, config.parallelism.context_parallel_load_balancer
+    parts = reaches_of_ranks(scopes, a.n_kv_heads, tokens, layout.tp)
+    return 2 * a.head_dim * _most_seen(parts, layout.cp, tokens, cut)
+
+
+def halo_bytes(config: JobConfig, layout: Layout, scopes: tuple[int, ...], itemsize: int) -> int:
+    """Buffers of one layer's exchange: the rank's own keys and values, those received, and the two joined."""
+    if layout.cp == 1:
+        return 0
+    a = config.architecture
+    own = 2 * layout.rows * config.training.seq_len // layout.cp * a.n_kv_heads // layout.tp * a.head_dim * itemsize
+    return 2 * (own + received_in_forward(config, layout, scopes, itemsize))
+
+
+# Orders of heads
+
+
+@dataclass(frozen=True)
+class HeadLayoutCost:
+    """What an order of scopes over heads would cost, in the whole model."""
+
+    imbalance: dict[int, float]
+    """By tensor-parallel degree: the busiest rank's pairs over the mean."""
+    halo_bytes: dict[int, int]
+    """By context-parallel degree: received by the worst rank in one row's forward pass through all layers."""
+    cache_share: float
+    """Of a dense KV cache, when each key-value head's is as long as its widest scope."""
+
+
+def chosen_head_layout(config: JobConfig) -> HeadLayout | None:
+    """The order of the model's scoped heads; None for a model without."""
+    position = config.position
+    kinds = [position.heads, *(rule.heads for rule in position.rules if rule.heads is not None)]
+    return next((heads.layout for heads in kinds if isinstance(heads, Scope)), None)
+
+
+def compare_head_layouts(config: JobConfig, layout: Layout, itemsize: int) -> dict[HeadLayout, HeadLayoutCost]:
+    """Each order at the run's degrees; where those are 1, at degrees that divide the heads."""
+    a, p, tokens = config.architecture, config.parallelism, config.training.seq_len
+    degrees = [layout.tp] if layout.tp > 1 else [d for d in (2, 4, 8) if a.n_kv_heads % d == 0]
+    cut = p.context_parallel_load_balancer
+    ranks = [layout.cp] if layout.cp > 1 else [d for d in (8,) if tokens % (2 * d) == 0]
+    costs = {}
+    for order in get_args(HeadLayout):
+        layers = [layer.scopes for layer in layers_of(_in_order(config, order))]
+        reach = [reaches(scopes, a.n_kv_heads, tokens) for scopes in layers]
+        parts = [reaches_of_ranks(scopes, a.n_kv_heads, tokens, layout.tp) for scopes in layers]
+        costs[order] = HeadLayoutCost(
+            {d: imbalance(layers, tokens, d, 1, cut)[0] for d in degrees},
+            {d: sum(_most_received(part, d, tokens, cut, a.head_dim, itemsize) for part in parts) for d in ranks},
+            sum(map(sum, reach)) / (tokens * a.n_kv_heads * len(layers)),
+        )
+    return costs
+
+
+def _in_order(config: JobConfig, order: HeadLayout) -> ModelConfig:
+    def ordered(heads):
+        return replace(heads, layout=order) if isinstance(heads, Scope) else heads
+
+    position = config.position
+    rules = tuple(replace(rule, heads=ordered(rule.heads)) for rule in position.rules)
+    model = ModelConfig.from_job(config)
+    return replace(model, position=replace(position, heads=ordered(position.heads), rules=rules))

@@ -1,0 +1,137 @@
+"""What to say when a GPU's memory was not enough: which part grew against the estimate, and what to lower."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from farsight.configs.finetuning import FinetuneConfig
+from farsight.launch.plan.finetune_fit import Device, suggestions
+from farsight.launch.plan.finetune_memory import FinetuneMemory, finetune_memory
+from farsight.launch.plan.suggest import as_options
+from farsight.launch.plan.text import gib
+
+Phase = Literal["loading", "forward", "backward", "optimizer"]
+
+SLACK = 1.1
+"""A part that takes less than this times its estimate has not grown."""
+
+
+@dataclass(frozen=True)
+class MemoryMarks:
+    """Bytes that torch had allocated on the device; 0 where a run did not get that far."""
+
+    base: int = 0
+    """After loading: the base and what is trained."""
+    after_optimizer: int = 0
+    """After the first step, without activations: gradients and moments are there too."""
+    at_failure: int = 0
+    """Before what failed was let go of."""
+    phase: Phase = "forward"
+
+
+class MemoryRecorder:
+    """Keeps the marks of a run. Without an accelerator all of them are 0."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.phase: Phase = "loading"
+        self.base = self.after_optimizer = self.at_failure = 0
+
+    def loaded(self) -> None:
+        """To be called once the model is on the device."""
+        self.base = self._allocated()
+
+    def stepped(self) -> None:
+        """To be called after each optimizer step; the first one counts."""
+        self.after_optimizer = self.after_optimizer or self._allocated()
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Around a phase; of the one that fails, the memory is read before it is let go of."""
+        self.phase = phase
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            self.at_failure = self._allocated()
+            raise
+
+    @property
+    def marks(self) -> MemoryMarks:
+        return MemoryMarks(self.base, self.after_optimizer, self.at_failure, self.phase)
+
+    def _allocated(self) -> int:
+        return 0 if self.device.type == "cpu" else torch.accelerator.memory_allocated(self.device)
+
+
+def explain_out_of_memory(
+    error: BaseException, config: FinetuneConfig, marks: MemoryMarks, device: Device, ranks: int = 1
+) -> str:
+    """What was expected and what was there by part, the part that grew most, and changes with what each would save.
+
+    Args:
+        error: torch's; its first line says what was asked for.
+        marks: as a `MemoryRecorder` took them.
+        device: what the run had for itself.
+    """
+    memory = finetune_memory(config, ranks, device.cpu)
+    rows = _rows(memory, marks)
+    lines = [
+        f"Out of memory in the {marks.phase} pass on {device.name}: {str(error).splitlines()[0]}"
+        if marks.phase in ("forward", "backward")
+        else f"Out of memory while {'loading the base' if marks.phase == 'loading' else 'the optimizer stepped'} on "
+        f"{device.name}: {str(error).splitlines()[0]}",
+        f"{'':<34}{'estimate':>10}{'held':>10}  GiB",
+    ]
+    lines += [f"  {name:<32}{gib(expected):>10}{gib(held) if held else '-':>10}" for name, expected, held in rows]
+    lines.append(_what_grew(rows, memory, device))
+    alone, enough = suggestions(config, device, ranks)
+    if alone:
+        lines.append("To lower it, the mildest first:")
+        lines += [
+            f"  {gib(memory.peak - change.peak):>7} GiB  {as_options(change.options)}  ({change.why})"
+            for change in alone
+        ]
+    if memory.peak > device.usable and enough is not None:
+        lines.append(f"By the estimate it fits with {as_options(enough)}")
+    return "\n".join(lines)
+
+
+Row = tuple[str, int, int]
+"""A part, its estimate and what was held."""
+
+
+def _rows(memory: FinetuneMemory, marks: MemoryMarks) -> list[Row]:
+    state = memory.gradients + memory.optimizer
+    before = marks.after_optimizer or marks.base
+    rows = [("base and trained parameters", memory.base + memory.adapters, marks.base)]
+    if marks.after_optimizer:
+        rows.append(("gradients and optimizer", state, max(0, marks.after_optimizer - marks.base)))
+    if marks.at_failure and marks.phase != "loading":
+        of_a_step = memory.peak - memory.base - memory.adapters
+        if marks.after_optimizer:
+            of_a_step -= state
+        rows.append(("activations, loss and transient", of_a_step, max(0, marks.at_failure - before)))
+    return rows
+
+
+def _what_grew(rows: list[Row], memory: FinetuneMemory, device: Device) -> str:
+    grown = [row for row in rows if row[2] > SLACK * row[1]]
+    if grown:
+        name, expected, held = max(grown, key=lambda row: row[2] - row[1])
+        why = {
+            "base and trained parameters": "the base is larger or less quantised than [base_model] says, or the device was not empty",
+            "gradients and optimizer": "more is trained than [lora] and [garfa] say",
+            "activations, loss and transient": "rows are longer or more than training.seq_len and local_batch_size say, or "
+            "activations are kept that the estimate takes for recomputed",
+        }[name]
+        return f"{name}: {gib(held - expected)} GiB more than estimated; {why}."
+    if memory.peak > device.usable:
+        return f"Nothing grew: the estimate's peak is {gib(memory.peak)} GiB, and the run had {gib(device.usable)} for itself."
+    return (
+        f"Nothing grew, and the estimate's peak of {gib(memory.peak)} GiB is within the {gib(device.usable)} that the run had: "
+        "other processes hold memory of this device (nvidia-smi), or it is in fragments "
+        "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."
+    )

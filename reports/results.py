@@ -1,0 +1,225 @@
+"""The figures of a report: JSON files of our tools, told apart by their keys, and whose they are."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from farsight.configs.json_files import fields_of, read_object
+from farsight.configs.load import ConfigError
+from farsight.inference.decoder import Usage
+from farsight.training.runs import ReportedModel
+
+FOLDER = "evals"
+"""Of a run or a model, where its results lie."""
+
+Kind = Literal["perplexity", "needle", "harness", "generate"]
+"""Named for the tool of evals that writes it."""
+
+VARIANTS = {"task": "{}", "extend": "{}", "stride": "sliding by {:,}"}
+"""Keys that say how a model was read, where that differs from file to file, and how it is said."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one tool measured of one model."""
+
+    model: ReportedModel
+    kind: str
+    file: Path
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tools whose results a page shows."""
+
+    folder: str
+    """Of a run or a model, where its results lie."""
+    kind_of: Callable[[Mapping[str, Any]], str | None]
+    """What kind of result figures are, told by their keys."""
+    tools: str
+
+
+def collect(models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Result]:
+    """The results in the models' `evals` folders and those of the named files; without any, what a recipe measured itself.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a named one that holds no result of these models.
+    """
+    results = collect_from(EVALS, models, named)
+    for model in models:
+        if not any(result.model is model and result.kind == "perplexity" for result in results):
+            results += _recipe_summary(model)
+    return results
+
+
+def collect_from(source: Source, models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Result]:
+    """The results in the models' folders for them, and those of the named files.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a named one that holds no result of these models.
+    """
+    results = []
+    for model in models:
+        for place in model.places:
+            for file in sorted((place / source.folder).glob("*.json")):
+                results += _of(file, source, models, model)
+    for file in named:
+        found = _of(file, source, models, None)
+        if not found:
+            entries = list(_entries(file, source))
+            if not any(kind for _, kind, _ in entries):
+                raise ConfigError(f"--results {file} is no result of {source.tools}.")
+            paths = ", ".join(str(path) for path, _, _ in entries if path) or "no path"
+            given = ", ".join(str(model.path) for model in models)
+            raise ConfigError(
+                f"--results {file} is of none of the models on this page. It names {paths}; the page has {given}. "
+                f"A file without a path belongs into the {source.folder}/ of its model."
+            )
+        results += found
+    unique = {(result.model.number, result.kind, result.file.resolve()): result for result in results}
+    return list(unique.values())
+
+
+def of_kind(results: Sequence[Result], kind: str) -> list[Result]:
+    """Those of one tool, model by model."""
+    return sorted((result for result in results if result.kind == kind), key=lambda result: result.model.number)
+
+
+def names(results: Sequence[Result]) -> list[str]:
+    """A name for each result of one kind: the model's, with what sets the result apart from others of the model.
+
+    That is how the model was read, where results differ in it, and the file's name where they still do not.
+    """
+    varied = [key for key in VARIANTS if len({str(result.values.get(key)) for result in results}) > 1]
+    found = []
+    for result in results:
+        notes = [VARIANTS[key].format(result.values[key]) for key in varied if result.values.get(key)]
+        found.append(", ".join([result.model.name, *notes]))
+    for files in ([result.file.stem for result in results], [str(result.file) for result in results]):
+        counts = Counter(found)
+        found = [f"{name}, {file}" if counts[name] > 1 else name for name, file in zip(found, files, strict=True)]
+    return found
+
+
+def line_numbers(results: Sequence[Result]) -> list[int]:
+    """A colour for each result: the model's for its first one, and then those that no model has."""
+    seen: set[int] = set()
+    free = max(result.model.number for result in results) + 1
+    numbers = []
+    for result in results:
+        if result.model.number in seen:
+            numbers.append(free)
+            free += 1
+        else:
+            numbers.append(result.model.number)
+            seen.add(result.model.number)
+    return numbers
+
+
+def _of(file: Path, source: Source, models: Sequence[ReportedModel], owner: ReportedModel | None) -> list[Result]:
+    """Results of a file: of the models that it names; of the owner, where the file lies with it and names no other model.
+
+    A relative path may have been written from another folder. It is the owner's where its end fits, and without an owner that of
+    the one model whose end it is.
+
+    Raises:
+        ConfigError: a relative path at which several models end.
+    """
+    found = []
+    entries = [(path, kind, values) for path, kind, values in _entries(file, source) if kind is not None]
+    for path, kind, values in entries:
+        exact = [model for model in models if path is not None and path.resolve() in _resolved(model)]
+        alike = [model for model in models if path is not None and _ends_in(path, model)]
+        if exact:
+            matches = exact
+        elif owner is not None:
+            its = path is None or owner in alike or (len(entries) == 1 and not path.exists())
+            matches = [owner] if its else []
+        elif len(alike) > 1:
+            ends = ", ".join(str(model.path) for model in alike)
+            raise ConfigError(f"--results {file} names {path}, and {ends} end so: name the model by its absolute path.")
+        else:
+            matches = alike
+        found += [Result(model, kind, file, values) for model in matches]
+    return found
+
+
+def _entries(file: Path, source: Source) -> Iterator[tuple[Path | None, str | None, Mapping[str, Any]]]:
+    """Each model's path, kind of result and figures."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"There is no file {file}.") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is no JSON ({error}).") from None
+    several = content.get("models") if isinstance(content, dict) else None
+    for path, values in (several if isinstance(several, dict) else {"": content}).items():
+        if isinstance(values, dict):
+            named = path or values.get("model")
+            yield Path(named) if named and isinstance(named, str) else None, source.kind_of(values), values
+
+
+def _kind(values: Mapping[str, Any]) -> Kind | None:
+    match values:
+        case {"lengths": dict(lengths)} if lengths and all(n.isdecimal() and _is_number(x) for n, x in lengths.items()):
+            return "perplexity"
+        case {"cells": list(cells), "mean": float() | int()} if cells and all(_is_cell(cell) for cell in cells):
+            return "needle"
+        case {"results": dict(tasks)} if all(_is_score(task) for task in tasks.values()):
+            return "harness"
+        case {"usage": dict(usage)} if all(_is_number(usage.get(field.name)) for field in fields(Usage)):
+            return "generate"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+def _is_cell(value: Any) -> bool:
+    match value:
+        case {"length": int(), "depth": None | int() | float(), "accuracy": int() | float()}:
+            return True
+    return False
+
+
+def _is_score(value: Any) -> bool:
+    match value:
+        case {"value": None | int() | float()}:
+            return True
+    return False
+
+
+EVALS = Source(FOLDER, _kind, "farsight perplexity, farsight needle, farsight harness or farsight generate")
+
+
+def _resolved(model: ReportedModel) -> list[Path]:
+    return [place.resolve() for place in model.places]
+
+
+def _ends_in(path: Path, model: ReportedModel) -> bool:
+    """Whether a relative path of two parts or more ends one of the model's."""
+    parts = () if path.is_absolute() else path.parts
+    return len(parts) > 1 and any(place.parts[-len(parts) :] == parts for place in _resolved(model))
+
+
+def _recipe_summary(model: ReportedModel) -> list[Result]:
+    """Perplexities that a recipe measured after its last stage."""
+    file = model.path / "summary.json"
+    if not file.is_file() or not model.runs:
+        return []
+    stages = read_object(file).get("stages")
+    with fields_of(file):
+        last: dict[str, Any] = next((stage for stage in stages or () if stage["name"] == model.runs[-1].name), {})
+        if not last.get("perplexity"):
+            return []
+        data, _, tokens = last["perplexity_of"]
+        text = f"the first {tokens:,} tokens of {data}" if tokens else data
+        values = {"lengths": last["perplexity"], "data": [text], "trained_length": last["seq_len"]}
+        if "perplexity_scope_length" in last:
+            values["lengths_scope_length"] = last["perplexity_scope_length"]
+    return [Result(model, "perplexity", file, values)]

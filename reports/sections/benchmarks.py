@@ -1,0 +1,46 @@
+"""The section of a report on benchmarks, from `farsight harness`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from farsight.reports.page import Part, section, table, tag
+from farsight.reports.results import Result, names
+
+
+def harness_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
+    """A row for each task, a column for each result."""
+    if not results:
+        return section("Benchmarks", *absent)
+    tasks = list(dict.fromkeys(task for result in results for task in result.values["results"]))
+    rows: list[list[Part]] = [
+        [_task(task, results), *(_score(result.values["results"].get(task)) for result in results)] for task in tasks
+    ]
+    for group in dict.fromkeys(group for result in results for group in result.values.get("means", {})):
+        rows.append([f"mean of {group}", *(_mean(result.values.get("means", {}).get(group)) for result in results)])
+    if any(result.values.get("mean") is not None for result in results):
+        rows.append(["mean of all", *(_mean(result.values.get("mean")) for result in results)])
+    caption = "± is the standard error that lm-evaluation-harness gives. In brackets: the metric, and how many examples the prompt has."
+    return section("Benchmarks", table(["task", *names(results)], rows, caption), *absent)
+
+
+def _task(task: str, results: Sequence[Result]) -> Element:
+    """With its metric and shots, each as all results have them."""
+    entries = [result.values["results"][task] for result in results if task in result.values["results"]]
+    metrics = ", ".join(dict.fromkeys(str(entry["metric"]) for entry in entries if entry.get("metric") is not None))
+    shots = ", ".join(dict.fromkeys(str(entry["shots"]) for entry in entries if entry.get("shots") is not None))
+    counts = ", ".join(dict.fromkeys(f"{entry['n']:,}" for entry in entries if entry.get("n") is not None))
+    said = [metrics, f"{shots} shots" if shots else "", f"n {counts}" if counts else ""]
+    return tag("span", task, " ", tag("small", f"({'; '.join(filter(None, said))})"))
+
+
+def _score(entry: dict[str, Any] | None) -> str:
+    if entry is None or entry["value"] is None:
+        return "–"
+    error = entry.get("stderr")
+    return f"{entry['value']:.4g}" + (f" ± {error:.2g}" if isinstance(error, float) and math.isfinite(error) else "")
+
+
+def _mean(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"

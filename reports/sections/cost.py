@@ -1,0 +1,202 @@
+"""The section of a report on what models take to serve: by formula, and as `farsight generate` measured it."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from xml.etree.ElementTree import Element
+
+from farsight.inference.scope_growth import with_growing_scopes
+from farsight.reports.page import Part, figure, note, section, table, tag
+from farsight.reports.results import Result, names
+from farsight.reports.serving_cost import ServingCost, serving_costs
+from farsight.reports.svg_axes import length_axis, log_axis
+from farsight.reports.svg_charts import Series, legend, line_chart
+from farsight.training.runs import ReportedModel
+
+DEFAULT_LENGTHS = tuple(1024 << power for power in range(8))
+"""1k to 128k."""
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """A model's cost by length, with its scopes as trained or grown with the sequence."""
+
+    model: ReportedModel
+    grown: bool
+    costs: tuple[ServingCost, ...]
+
+    @property
+    def name(self) -> str:
+        return self.model.name + ", scopes grown" * self.grown
+
+
+def model_costs(models: Sequence[ReportedModel], lengths: Sequence[int]) -> list[ModelCost]:
+    """Each model's cost; once more with scopes that grow, where that differs at one of the lengths."""
+    found = []
+    for model in models:
+        found.append(ModelCost(model, False, tuple(serving_costs(model.config, lengths))))
+        grown = with_growing_scopes(model.config)
+        if grown is not None and max(lengths) > model.config.trained_length:
+            found.append(ModelCost(model, True, tuple(serving_costs(grown, lengths))))
+    return found
+
+
+def cost_section(costs: Sequence[ModelCost], generated: Sequence[Result], absent: Sequence[Part]) -> Element:
+    """Cache and prefill by context length, and what runs of `farsight generate` took."""
+    parts: list[Part] = [
+        note(
+            "From each model's config alone, for one sequence. Past the trained length, scopes stay as they were trained "
+            "or grow with the sequence (", tag("code", "scope_max"), "); where both are possible, both are shown."
+        )
+    ]  # fmt: skip
+    parts += [
+        tag("h3", "KV cache"),
+        _figure(
+            costs,
+            "Cache",
+            "bytes",
+            lambda c: (c.cache_bytes, c.dense_cache_bytes),
+            bytes_text,
+            lambda c: f"{c.cache_bytes:,} of {c.dense_cache_bytes:,} bytes",
+            2,
+            "Bytes that farsight generate allocates, in bfloat16: each key/value head keeps what the widest scope among its query "
+            "heads can see. Grey: every head keeps every token.",
+        ),
+        tag("h3", "Attention of a prefill"),
+        _figure(
+            costs,
+            "Attention",
+            "FLOPs",
+            lambda c: (c.attention_flops, c.dense_attention_flops),
+            flops_text,
+            lambda c: f"{c.pairs:,} of {c.dense_pairs:,} query-key pairs",
+            10,
+            "FLOPs of scores and values: 4 × head dimension for each query-key pair that a head sees, in all layers. Grey: "
+            "dense causal attention.",
+        ),
+        tag("h3", "Whole prefill"),
+        _prefill_table(costs),
+    ]
+    if generated:
+        parts += [tag("h3", "Measured"), _measured_table(generated)]
+    return section("Cost", *parts, *absent)
+
+
+def _figure(
+    costs: Sequence[ModelCost],
+    what: str,
+    unit: str,
+    of: Callable[[ServingCost], tuple[int, int]],
+    text: Callable[[float], str],
+    exactly: Callable[[ServingCost], str],
+    base: int,
+    caption: str,
+) -> Element:
+    """A chart of one figure and the same of dense attention, over context length, with its table."""
+    dense = _dense(costs, of)
+    references = [Series(name, points, None, dashed=True) for name, points in dense.items()]
+    lines = [
+        Series(c.name, [(cost.length, of(cost)[0]) for cost in c.costs], c.model.number, dashed=c.grown) for c in costs
+    ]
+    says = {(c.name, cost.length): exactly(cost) for c in costs for cost in c.costs}
+    lengths = [cost.length for cost in costs[0].costs]
+    y = log_axis([y for line in references + lines for _, y in line.points], unit, text, base)
+
+    def hover(series: Series, x: float, y: float) -> str:
+        exact = says.get((series.name, int(x)))
+        return f"{series.name}\n{x:,.0f} tokens: {text(y)}" + (f"\n{exact}" if exact else "")
+
+    column = dense if len(dense) == 1 else {}
+    header = ["tokens", *column, *(c.name for c in costs)]
+    rows: list[list[Part]] = []
+    for number, length in enumerate(lengths):
+        row: list[Part] = [f"{length:,}", *(text(points[number][1]) for points in column.values())]
+        for c in costs:
+            figure_, dense_figure = of(c.costs[number])
+            row.append(tag("span", text(figure_), " ", tag("small", percent(figure_ / dense_figure))))
+        rows.append(row)
+    return tag(
+        "div",
+        legend([dataclasses.replace(references[0], name="dense"), *lines]),
+        figure(
+            line_chart(references + lines, length_axis(lengths), y, hover),
+            caption,
+            table(header, rows, f"{what} by context length, and its share of dense."),
+        ),
+    )
+
+
+def _dense(
+    costs: Sequence[ModelCost], of: Callable[[ServingCost], tuple[int, int]]
+) -> dict[str, list[tuple[float, float]]]:
+    """What the models' shapes would take with dense attention: one line where all agree."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for c in costs:
+        if not c.grown:
+            groups.setdefault(tuple(of(cost)[1] for cost in c.costs), []).append(c.model.name)
+    lengths = [cost.length for cost in costs[0].costs]
+    return {
+        "dense" if len(groups) == 1 else f"dense, as {', '.join(group)}": list(zip(lengths, values, strict=True))
+        for values, group in groups.items()
+    }
+
+
+def _prefill_table(costs: Sequence[ModelCost]) -> Element:
+    lengths = [cost.length for cost in costs[0].costs]
+    rows: list[list[Part]] = []
+    for number, length in enumerate(lengths):
+        row: list[Part] = [f"{length:,}"]
+        for c in costs:
+            cost = c.costs[number]
+            total = flops_text(cost.attention_flops + cost.linear_flops)
+            row.append(tag("span", total, " ", tag("small", percent(cost.prefill_share))))
+        rows.append(row)
+    return table(
+        ["tokens", *(c.name for c in costs)],
+        rows,
+        "FLOPs of attention and of the layers' linear parts together, and their share of the same with dense attention.",
+    )
+
+
+def _measured_table(generated: Sequence[Result]) -> Element:
+    rows: list[list[Part]] = []
+    for result, name in zip(generated, names(generated), strict=True):
+        u = result.values["usage"]
+        read, wrote = (
+            f"{tokens / seconds:,.1f}" if seconds else "–"
+            for tokens, seconds in (
+                (u["tokens_read"], u["seconds_reading"]),
+                (u["tokens_written"], u["seconds_writing"]),
+            )
+        )
+        share = tag("small", percent(u["cache_bytes"] / u["dense_cache_bytes"])) if u["dense_cache_bytes"] else ""
+        cache = tag("span", bytes_text(u["cache_bytes"]), " ", share)
+        rows.append([name, f"{u['tokens_read']:,}", read, f"{u['tokens_written']:,}", wrote, cache])
+    return table(
+        ["run", "tokens read", "a second", "tokens written", "a second", "cache"],
+        rows,
+        "What farsight generate took: prompts and completions of all rows, and the cache of its largest batch with its share of "
+        "a dense one.",
+    )
+
+
+def percent(share: float) -> str:
+    """Three digits or more: 100.0 %, 16.2 %, 0.604 %."""
+    return f"{100 * share:.1f} %" if share >= 0.1 else f"{100 * share:#.3g} %"
+
+
+def bytes_text(number: float) -> str:
+    return _with_unit(number, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def flops_text(number: float) -> str:
+    return _with_unit(number, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"))
+
+
+def _with_unit(number: float, step: int, units: Sequence[str]) -> str:
+    """Three digits and the unit that leaves them before 1000; 1,024 stays whole."""
+    power = 0
+    while number >= step and power < len(units) - 1:
+        number, power = number / step, power + 1
+    digits = f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+    return f"{digits} {units[power]}"

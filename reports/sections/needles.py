@@ -1,0 +1,158 @@
+"""The section of a report on what models find in their context, from `farsight needle`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from farsight.reports.page import Part, figure, folded, note, section, table, tag
+from farsight.reports.results import Result, line_numbers, names
+from farsight.reports.svg_axes import length_axis, linear_axis, short_tokens
+from farsight.reports.svg_charts import Mark, Series, heat_map, heat_map_scale, legend, line_chart
+
+
+@dataclass(frozen=True)
+class Needles:
+    """One reading of a result: with scopes as trained, or with scopes that grow."""
+
+    name: str
+    number: int
+    grown: bool
+    cells: dict[tuple[int, float | None], dict[str, Any]]
+    """By length and depth."""
+    mean: float
+    trained_length: int
+
+    @property
+    def lengths(self) -> list[int]:
+        return sorted({length for length, _ in self.cells})
+
+
+def needle_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
+    """A heat map for each reading of what was hidden at a depth; lines over length for the tasks without depth."""
+    if not results:
+        return section("Needles", *absent)
+    parts: list[Part] = [
+        note(
+            "What is asked for stands in a long text, at a depth of it: 0 % is its start, 100 % its end, where the question is. "
+            "Figures are percent of the trials. ", tag("code", "evals.needle"), " describes the tasks."
+        )
+    ]  # fmt: skip
+    for task in dict.fromkeys(_task_of(result) for result in results):
+        readings = _readings([result for result in results if _task_of(result) == task])
+        parts.append(tag("h3", task))
+        if any(depth is None for reading in readings for _, depth in reading.cells):
+            parts += _over_length(readings)
+        else:
+            parts += [heat_map_scale(), tag("div", *map(_needle_panel, readings), class_="panels")]
+            parts.append(folded("The same in numbers", *map(_needle_table, readings)))
+    return section("Needles", *parts, *absent)
+
+
+def _task_of(result: Result) -> str:
+    return result.values.get("task", "needle")
+
+
+def _readings(results: Sequence[Result]) -> list[Needles]:
+    readings = []
+    for result, name, number in zip(results, names(results), line_numbers(results), strict=True):
+        values = result.values
+        for grown in (False, True):
+            end = "_scope_length" * grown
+            if f"cells{end}" in values:
+                cells = {(cell["length"], cell["depth"]): cell for cell in values[f"cells{end}"]}
+                length = values.get("trained_length", result.model.config.trained_length)
+                said = name + ", scopes grown" * grown
+                readings.append(Needles(said, number, grown, cells, values[f"mean{end}"], length))
+    return readings
+
+
+def _needle_panel(needles: Needles) -> Element:
+    lengths = needles.lengths
+    depths = sorted({depth for _, depth in needles.cells if depth is not None})
+    places = [_depth(depth) for depth in depths]
+    shares = {
+        (column, row): needles.cells[length, depth]["accuracy"]
+        for column, length in enumerate(lengths)
+        for row, depth in enumerate(depths)
+        if (length, depth) in needles.cells
+    }
+
+    def hover(column: int, row: int) -> str:
+        where = f"{needles.name}\n{lengths[column]:,} tokens, depth {places[row]}"
+        return f"{where}: {_found(needles.cells.get((lengths[column], depths[row])))}"
+
+    picture = heat_map(
+        [short_tokens(length) for length in lengths],
+        places,
+        shares,
+        hover,
+        ("context length in tokens", "depth"),
+        sum(length <= needles.trained_length for length in lengths),
+    )
+    trials = sorted({cell["trials"] for cell in needles.cells.values()})
+    each = f"{trials[0]:,}" if len(trials) == 1 else f"{trials[0]:,} to {trials[-1]:,}"
+    caption = f"Mean {_percent(needles.mean)}, {each} trials a cell. Trained on {needles.trained_length:,} tokens."
+    return tag("div", tag("h4", needles.name), figure(picture, caption))
+
+
+def _needle_table(needles: Needles) -> Element:
+    depths = sorted({depth for _, depth in needles.cells if depth is not None})
+    rows: list[list[Part]] = [
+        [_depth(depth), *(_percent_of(needles.cells.get((length, depth))) for length in needles.lengths)]
+        for depth in depths
+    ]
+    header = ["depth", *(f"{length:,}" for length in needles.lengths)]
+    return table(header, rows, f"{needles.name}: accuracy in percent by depth and context length in tokens.")
+
+
+def _over_length(readings: Sequence[Needles]) -> list[Part]:
+    """Accuracy over length, a line for each reading."""
+    lines = [
+        Series(
+            n.name,
+            [(length, 100 * n.cells[length, None]["accuracy"]) for length in n.lengths],
+            n.number,
+            dashed=n.grown,
+        )
+        for n in readings
+    ]
+    lengths = sorted({length for n in readings for length in n.lengths})
+    trained = sorted({n.trained_length for n in readings})
+    says = {
+        (line.name, length): _found(n.cells[length, None])
+        for line, n in zip(lines, readings, strict=True)
+        for length in n.lengths
+    }
+    chart = line_chart(
+        lines,
+        length_axis([*lengths, *trained]),
+        linear_axis([0.0, 100.0], "accuracy in percent"),
+        lambda s, x, y: f"{s.name}\n{x:,.0f} tokens: {says[s.name, int(x)]}",
+        [Mark(length, "trained") for length in trained],
+    )
+    rows: list[list[Part]] = [
+        [f"{length:,}", *(_percent_of(n.cells.get((length, None))) for n in readings)] for length in lengths
+    ]
+    rows.append(["mean", *(f"{100 * n.mean:.1f}" for n in readings)])
+    header = ["tokens", *(line.name for line in lines)]
+    return [
+        legend(lines),
+        figure(chart, "Dotted: the trained length.", table(header, rows, "Accuracy in percent by context length.")),
+    ]
+
+
+def _depth(depth: float) -> str:
+    return f"{100 * depth:.3g} %"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
+
+
+def _percent_of(cell: dict[str, Any] | None) -> str:
+    return "–" if cell is None else f"{100 * cell['accuracy']:.1f}"
+
+
+def _found(cell: dict[str, Any] | None) -> str:
+    return "not measured" if cell is None else f"{_percent(cell['accuracy'])} of {cell['trials']:,} trials"

@@ -1,0 +1,170 @@
+"""The section of a report on perplexity, by context length and by position."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.etree.ElementTree import Element
+
+from farsight.evals.windows import Windows
+from farsight.reports.page import Part, figure, folded, note, section, table, tag, warning
+from farsight.reports.results import Result, line_numbers, names
+from farsight.reports.svg_axes import length_axis, log_axis, short_tokens, value_axis
+from farsight.reports.svg_charts import Mark, Series, legend, line_chart
+
+GROWN = "lengths_scope_length"
+
+
+def perplexity_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
+    """Perplexity by context length, and by position where it was measured."""
+    if not results:
+        return section("Perplexity", *absent)
+    lines = []
+    for result, name, number in zip(results, names(results), line_numbers(results), strict=True):
+        for key, more in (("lengths", ""), (GROWN, ", scopes grown")):
+            points = [(float(length), value) for length, value in result.values.get(key, {}).items()]
+            if points:
+                lines.append(Series(name + more, sorted(points), number, dashed=key == GROWN))
+    lengths = sorted({int(x) for line in lines for x, _ in line.points})
+    trained = sorted({result.values.get("trained_length", result.model.config.trained_length) for result in results})
+    x = length_axis([*lengths, *trained])
+    y = value_axis([y for line in lines for _, y in line.points], "perplexity", lambda value: f"{value:,.10g}")
+    chart = line_chart(
+        lines,
+        x,
+        y,
+        lambda s, x, y: f"{s.name}\n{x:,.0f} tokens: {perplexity_text(y)}",
+        [Mark(t, "trained") for t in trained],
+    )
+    parts: list[Part] = [
+        note(
+            "exp of the mean negative log-likelihood: of the last 256 tokens of each window of a length, or, with windows that "
+            "slide, of every token once. Lower is better. ", tag("code", "evals.perplexity"), " says how windows are cut."
+        ),
+        *_comparable(results),
+        legend(lines),
+        figure(
+            chart,
+            "Dotted: the trained length. " + "Dashed: with scopes that grow with the length." * any(s.dashed for s in lines),
+            _by_length(lines, lengths, trained),
+        ),
+        *_by_position(results),
+        *absent,
+    ]  # fmt: skip
+    return section("Perplexity", *parts)
+
+
+def _comparable(results: Sequence[Result]) -> list[Part]:
+    """A warning where figures are of different text, or of text that was cut into another number of tokens."""
+    texts: dict[str, list[str]] = {}
+    for result, name in zip(results, names(results), strict=True):
+        texts.setdefault(", ".join(result.values.get("data", ["unrecorded text"])), []).append(name)
+    if len(texts) > 1:
+        said = "; ".join(f"{', '.join(who)} on {text}" for text, who in texts.items())
+        return [warning(f"Measured on different text, so these curves do not compare: {said}.")]
+    counts = {tokens for result in results if (tokens := result.values.get("tokens")) is not None}
+    if len(counts) > 1:
+        return [
+            warning(
+                "The text has different numbers of tokens: tokenizers differ, and perplexities per token do not compare."
+            )
+        ]
+    return [note(f"Text: {next(iter(texts))}.")]
+
+
+def _by_length(lines: Sequence[Series], lengths: Sequence[int], trained: Sequence[int]) -> Element:
+    known = [dict(line.points) for line in lines]
+    rows: list[list[Part]] = []
+    for length in lengths:
+        mark = " (trained)" if length in trained and len(trained) == 1 else ""
+        rows.append([f"{length:,}{mark}", *(perplexity_text(values.get(length)) for values in known)])
+    return table(["tokens", *(line.name for line in lines)], rows, "Perplexity by context length.")
+
+
+def perplexity_text(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.3f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+@dataclass(frozen=True)
+class PositionCurve:
+    """Perplexity by position in windows of one length."""
+
+    name: str
+    number: int
+    grown: bool
+    length: int
+    edges: tuple[int, ...]
+    """Of the parts: tokens before a part's first token, and at the end one more than before the last one's last."""
+    values: tuple[float, ...]
+
+    @property
+    def parts(self) -> list[str]:
+        """ "1" or "12–30": how many tokens come before those of each part."""
+        spans = [(first, end - 1) for first, end in itertools.pairwise(self.edges)]
+        return [f"{first:,}" if first == last else f"{first:,}–{last:,}" for first, last in spans]
+
+    @property
+    def middles(self) -> list[float]:
+        return [math.sqrt(first * (end - 1)) for first, end in itertools.pairwise(self.edges)]
+
+
+def _position_curves(results: Sequence[Result], key: str) -> list[PositionCurve]:
+    """Of "buckets", parts of equal size, or "log_buckets", parts of equal ratio."""
+    curves = []
+    for result, name, number in zip(results, names(results), line_numbers(results), strict=True):
+        for grown in (False, True):
+            for text, measured in result.values.get(key + "_scope_length" * grown, {}).items():
+                length = int(text)
+                values = measured["perplexity"] if isinstance(measured, dict) else measured
+                edges = measured["edges"] if isinstance(measured, dict) else Windows(buckets=len(values)).edges(length)
+                said = name + ", scopes grown" * grown
+                curves.append(PositionCurve(said, number, grown, length, tuple(edges), tuple(values)))
+    return curves
+
+
+def _by_position(results: Sequence[Result]) -> list[Part]:
+    """The longest windows as curves, and all in tables."""
+    even, ratio = (_position_curves(results, key) for key in ("buckets", "log_buckets"))
+    if not even:
+        return []
+    drawn = ratio or even
+    longest = {curve.name: max(c.length for c in drawn if c.name == curve.name) for curve in drawn}
+    drawn = [curve for curve in drawn if curve.length == longest[curve.name]]
+    lines = [
+        Series(f"{c.name}, {c.length:,} tokens", list(zip(c.middles, c.values, strict=True)), c.number, c.grown)
+        for c in drawn
+    ]
+    says = {
+        (line.name, middle): part
+        for line, c in zip(lines, drawn, strict=True)
+        for middle, part in zip(c.middles, c.parts, strict=True)
+    }
+    chart = line_chart(
+        lines,
+        log_axis(
+            [x for line in lines for x, _ in line.points], "tokens before the predicted one", short_tokens, base=2
+        ),
+        value_axis([y for line in lines for _, y in line.points], "perplexity", "{:,.10g}".format),
+        lambda s, x, y: f"{s.name}\n{says[s.name, x]} tokens before: {perplexity_text(y)}",
+    )
+    first, *others = _position_tables([*drawn, *(curve for curve in [*ratio, *even] if curve not in drawn)])
+    more = [folded("Other lengths and parts", *others)] if others else []
+    caption = "All tokens of a window, by how many come before them. The longest windows of each."
+    return [tag("h3", "By position"), legend(lines), figure(chart, caption, first), *more]
+
+
+def _position_tables(curves: Sequence[PositionCurve]) -> list[Element]:
+    """A table for the curves that have the same parts, the curves as columns."""
+    groups: dict[tuple[int, ...], list[PositionCurve]] = {}
+    for curve in curves:
+        groups.setdefault(curve.edges, []).append(curve)
+    return [
+        table(
+            ["tokens before", *(curve.name for curve in group)],
+            [[part, *(perplexity_text(c.values[i]) for c in group)] for i, part in enumerate(group[0].parts)],
+            f"Perplexity by position in windows of {group[0].length:,} tokens.",
+        )
+        for group in groups.values()
+    ]

@@ -1,0 +1,158 @@
+"""The sections of a report about the models themselves: what they are, and how they were trained."""
+
+import shlex
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+from xml.etree.ElementTree import Element
+
+from farsight.checkpoints.cards.model import read_history, training_rows
+from farsight.configs.load import read_toml
+from farsight.launch.summary import loss_points, run_summary
+from farsight.model.build import count_parameters
+from farsight.model.position.layers import describe
+from farsight.reports.page import Part, figure, folded, missing, note, section, table, tag
+from farsight.reports.svg_axes import linear_axis
+from farsight.reports.svg_charts import Mark, Point, Series, legend, line_chart, swatch
+from farsight.training.runs import ReportedModel
+
+MOST_POINTS = 1000
+"""Of a loss curve; a longer one is drawn by means."""
+
+
+def named(model: ReportedModel) -> Element:
+    """A model's name with its colour and marker, the same in all sections."""
+    return tag("span", swatch(Series(model.name, (), model.number)), model.name, class_="name")
+
+
+def models_section(models: Sequence[ReportedModel]) -> Element:
+    """Architecture, positions by layer, and what is known of the training."""
+    return section("Models", *(_model(model) for model in models))
+
+
+def _model(model: ReportedModel) -> Element:
+    a, position = model.config.architecture, model.config.position
+    history = read_history(model.weights) if model.weights is not None else []
+    tokens = trained_tokens(model)
+    facts = {
+        "path": str(model.path),
+        "weights": "none yet" if model.weights is None else str(model.weights),
+        "shape": f"{a.n_layers} layers of dimension {a.dim:,}, {a.n_heads} query heads and {a.n_kv_heads} key/value heads "
+        f"of {a.head_dim}, SwiGLU of {a.ffn_dim:,}, vocabulary of {a.vocab_size:,}"
+        + ", queries and keys normalised" * a.qk_norm
+        + ", embedding and head tied" * a.tie_embeddings
+        + ", sinusoidal embedding of positions" * (position.embedding == "sinusoidal"),
+        "parameters": f"{count_parameters(model.config):,}",
+        "trained length": f"{model.config.trained_length:,} tokens",
+        "trained on": "not recorded" if tokens is None else f"{tokens:,} tokens",
+    }
+    entries = [part for key, value in facts.items() for part in (tag("dt", key), tag("dd", value))]
+    parts = [tag("h3", named(model)), tag("dl", *entries), tag("pre", tag("code", describe(model.config.layers())))]
+    if history:
+        header, *rows = training_rows(history)
+        runs = table(header, rows, "Runs that trained these weights, oldest first.", numbers=False)
+        parts.append(folded("history", runs))
+    return tag("div", *parts)
+
+
+def trained_tokens(model: ReportedModel) -> int | None:
+    """Tokens of all recorded runs; None where none is recorded."""
+    if model.weights is not None and (history := read_history(model.weights)):
+        return sum(entry["tokens"] for entry in history)
+    return int(sum(loss_points(run.folder)[0][-1][0] for run in model.runs)) if model.runs else None
+
+
+# Training
+
+
+def stages(model: ReportedModel) -> list[dict[str, Any]]:
+    """Each run's figures, with the tokens that it was trained on."""
+    return [
+        run_summary(run.name, run.folder, run.seq_len, run.steps) | {"tokens": loss_points(run.folder)[0][-1][0]}
+        for run in model.runs
+    ]
+
+
+def losses_section(models: Sequence[ReportedModel]) -> Element:
+    """Training and held-out loss over tokens, stages joined."""
+    drawn, marks, longest = [], set(), 1
+    for model in models:
+        train: list[Point] = []
+        held_out: list[Point] = []
+        before = 0.0
+        for run in model.runs:
+            if before:
+                marks.add(before)
+            points, validations = loss_points(run.folder, before)
+            train, held_out, before = train + points, held_out + validations, points[-1][0]
+        thinned, together = thin(train)
+        longest = max(longest, together)
+        if train:
+            drawn.append(Series(f"{model.name}, training", thinned, model.number, markers=False, thin=True))
+            drawn.append(Series(f"{model.name}, held out", held_out, model.number))
+    absent = _without_runs([model for model in models if not model.runs])
+    if not drawn:
+        return section("Loss", *absent)
+    unit, size = ("billion", 1e9) if max(s.points[-1][0] for s in drawn if s.points) >= 2e9 else ("million", 1e6)
+    scaled = [
+        Series(s.name, [(x / size, y) for x, y in s.points], s.number, s.dashed, s.markers, s.thin) for s in drawn
+    ]
+    x = linear_axis([x for s in scaled for x, _ in s.points] + [0.0], f"{unit} tokens", snug=True)
+    y = linear_axis([y for s in scaled for _, y in s.points], "loss, nats per token")
+    chart = line_chart(
+        scaled,
+        x,
+        y,
+        lambda s, x, y: f"{s.name}\n{x:,.4g} {unit} tokens\nloss {y:.4f}",
+        [Mark(mark / size) for mark in sorted(marks)],
+    )
+    caption = "Thin: the loss of logged training steps. With markers: the mean over held-out documents."
+    caption += f" Each point of a thin line is the mean of {longest} logged steps or fewer." * (longest > 1)
+    caption += " A vertical line is where a stage ends." * bool(marks)
+    keys = legend([s for s in scaled if s.markers])
+    return section("Loss", keys, figure(chart, caption, _stages_table(models)), *absent)
+
+
+def _without_runs(models: Sequence[ReportedModel]) -> list[Part]:
+    """What to do for curves of models that are given as config files, and as what a run has left."""
+    untrained = [model for model in models if model.path.is_file()]
+    parts: list[Part] = []
+    if untrained:
+        starts = {model.path: "stages" in read_toml(model.path) for model in untrained}
+        commands = [
+            f"python {'-m farsight recipe' if recipe else 'train.py --job.config_file'} {shlex.quote(str(path))}"
+            for path, recipe in starts.items()
+        ]
+        parts.append(missing(f"Not trained: {', '.join(model.name for model in untrained)}.", commands))
+    if others := [model.name for model in models if model not in untrained]:
+        parts.append(
+            note(f"The losses of {', '.join(others)} are in their run folders: name those in place of the models.")
+        )
+    return parts
+
+
+def thin(points: Sequence[Point]) -> tuple[list[Point], int]:
+    """A curve of at most MOST_POINTS points, each the mean of so many of its own, and that number."""
+    together = -(-len(points) // MOST_POINTS) or 1
+    groups = [points[i : i + together] for i in range(0, len(points), together)]
+    return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups], together
+
+
+def _stages_table(models: Sequence[ReportedModel]) -> Element:
+    header = ["run", "context", "steps", "tokens", "training loss", "held-out loss", "tokens/s"]
+    rows: list[list[Part]] = []
+    for model in models:
+        for stage in stages(model):
+            ends = [
+                "–" if not pair else f"{pair[0]:.3f} → {pair[1]:.3f}"
+                for pair in (stage["train_loss"], stage["val_loss"])
+            ]
+            name = model.name if len(model.runs) == 1 else f"{model.name}, {stage['name']}"
+            speed = f"{stage['tokens_per_second']:,.0f}"
+            rows.append([name, f"{stage['seq_len']:,}", f"{stage['steps']:,}", f"{stage['tokens']:,.0f}", *ends, speed])
+    return table(
+        header,
+        rows,
+        "From metrics.jsonl. Training loss: the first step's, and the mean of the last fifth of logged steps. Held-out loss: "
+        "before the first step and after the last. Speed: median.",
+    )

@@ -1,0 +1,102 @@
+"""The sweep's figures against those of the graft written to disk and measured by the tools that it uses."""
+
+import json
+
+import pytest
+import torch
+
+from farsight.analysis.graft_sweep import graft_sweep
+from farsight.checkpoints import graft
+from farsight.checkpoints.model_dir.api import load_model
+from farsight.configs.schema import Garfa, GarfaLayer, NoRotary, Position, Rope, Scope
+from farsight.data.tokenizers.tokenizer import BytesTokenizer
+from farsight.evals import needle, perplexity
+from farsight.evals.windows import Windows
+from tests.checkpoints.test_graft import TIED, N, write
+
+CALL = ["--lengths", "32", "96", "--windows", "3", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A base that turns by GARFA, a long one with growing scopes, and a text."""
+    folder = tmp_path_factory.mktemp("sweep")
+    garfa = Garfa(layers=(GarfaLayer(0, (1.0, -4.0)), GarfaLayer(2, (0.0, 2.0))))
+    write(folder / "base", Position(rotary=Rope(theta=500.0), garfa=garfa), length=48, seed=1)
+    write(folder / "long", Position(rotary=NoRotary(), heads=Scope()), length=64, seed=2)
+    for name in ("base", "long"):
+        BytesTokenizer().save(folder / name)
+    (folder / "text.txt").write_text("".join(f"{i} of {i * i % 17}; " for i in range(120)))
+    return folder
+
+
+def sweep(places, *options, base="base", long="long"):
+    target = places / "sweep.json"
+    call = ["--base", str(places / base), "--long", str(places / long), "--data", str(places / "text.txt"), *CALL]
+    graft_sweep.main([*call, *options, "--json", str(target)])
+    return json.loads(target.read_text())
+
+
+def test_figures_are_those_of_the_directories(places, tmp_path, capsys):
+    picture = tmp_path / "sweep.png"
+    found = sweep(places, "--depths", "1", "--passkey", "2", "--passkey-length", "300", "--picture", str(picture))
+    assert (found["tool"], found["model"]) == ("analysis.graft_sweep", str(places / "long"))
+    assert found["trained_length"] == {"base": 48, "long": 64}
+    assert picture.stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    folders = {"base": found["plain"]["base"], "long": found["plain"]["long"]}
+    for mode, names in {"B-Front": ("base", "long"), "L-Front": ("long", "base")}.items():
+        front, back = (places / name for name in names)
+        graft.graft(front, back, 1, tmp_path / mode)
+        folders[mode] = found["modes"][mode][0]
+        assert f"{mode:>8}{1:>6}{folders[mode]['perplexity']['32']:>16.3f}" in printed
+    assert len({tuple(figures["perplexity"].values()) for figures in folders.values()}) == 4
+    for name, figures in folders.items():
+        folder = str(places / name if name in ("base", "long") else tmp_path / name)
+        perplexity.main([folder, "--data", str(places / "text.txt"), *CALL, "--json", str(tmp_path / "f.json")])
+        written = json.loads((tmp_path / "f.json").read_text())
+        assert figures["perplexity"] == pytest.approx(written["lengths"], rel=1e-6)
+        if name != "base":
+            assert figures["perplexity_scope_length"] == pytest.approx(written["lengths_scope_length"], rel=1e-6)
+    call = [str(tmp_path / "L-Front"), "--lengths", "300", "--depths", "2", "--trials", "1", "--device", "cpu"]
+    needle.main([*call, "--json", str(tmp_path / "f.json")])
+    mean = json.loads((tmp_path / "f.json").read_text())["mean"]
+    assert folders["L-Front"]["passkey"] == {"300": mean}
+
+
+def test_ends_are_not_the_models_themselves(places):
+    """At depth 0 and N all layers are of one model, the embedding or norm and head of the other."""
+    found = sweep(places, "--depths", str(N), "0")
+    assert [row["depth"] for row in found["modes"]["L-Front"]] == [0, N]
+    (base, _), (long, _) = (load_model(places / name) for name in ("base", "long"))
+    with torch.no_grad():
+        base.norm.weight.copy_(long.norm.weight)
+        base.output.weight.copy_(long.output.weight)
+    graft_rows = found["modes"]["B-Front"]
+    documents = [torch.tensor(list((places / "text.txt").read_bytes()))]
+    config = load_model(places / "base")[1]
+    by_hand = perplexity.perplexity_by_length(base, config, documents, [32, 96], Windows(3))["lengths"]
+    assert graft_rows[1]["perplexity"] == pytest.approx(by_hand, rel=1e-6)
+    assert graft_rows[0]["perplexity"] != pytest.approx(found["plain"]["long"]["perplexity"], rel=1e-3)
+
+
+def test_a_model_with_itself_is_a_flat_line(places):
+    found = sweep(places, "--depths", "0", "2", long="base")
+    for rows in found["modes"].values():
+        for row in rows:
+            assert row["perplexity"] == pytest.approx(found["plain"]["base"]["perplexity"], rel=1e-6)
+
+
+def test_what_is_refused(places, capsys):
+    for name, seed in (("tied", 1), ("other", 2)):
+        write(places / name, shape=TIED, seed=seed)
+        BytesTokenizer().save(places / name)
+    with pytest.raises(SystemExit, match="the two embeddings differ"):
+        sweep(places, base="tied", long="other")
+    found = sweep(places, "--depths", "1", "--untie", base="tied", long="other")
+    assert found["untie"]
+    with pytest.raises(SystemExit, match="--layers 9: the models have 4 layers"):
+        sweep(places, "--depths", "9")
+    with pytest.raises(SystemExit):
+        sweep(places, "--passkey-length", "300")
+    assert "--passkey-length needs --passkey" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""analysis.positions: its figures against counting, what it draws, what it refuses, and the pages it illustrates."""
+
+import json
+import math
+import re
+import tomllib
+
+import pytest
+
+from farsight.analysis.positions import draw, figures, main, read_config, share_by_distance
+from farsight.configs.load import build_config
+from farsight.configs.schema import (
+    Alibi,
+    Architecture,
+    Lasp,
+    LayerRule,
+    NoRotary,
+    Position,
+    Rope,
+    Scope,
+    SlidingWindow,
+    YarnRope,
+)
+from farsight.model.build import ModelConfig
+from tests.running import ROOT
+
+RECIPES, PAGES = ROOT / "configs" / "recipes", ROOT / "docs" / "positions"
+NANO = sorted(path.stem.removeprefix("nano_") for path in RECIPES.glob("nano_*.toml"))
+SMALL = Architecture(vocab_size=32, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48)
+
+
+def test_figures_are_what_counting_gives():
+    rules = (LayerRule(layers="1", heads=SlidingWindow(window=3)), LayerRule(layers="2", rotary=NoRotary()))
+    config = ModelConfig(SMALL, Position(rotary=Rope(theta=100.0), heads=Scope(), rules=rules), trained_length=16)
+    # ceil(16^(h/4)) is 2, 4, 8, 16 in some order of heads.
+    scopes = [[2, 4, 8, 16], [3, 3, 3, 3], [2, 4, 8, 16]]
+    got = figures(config, 16)
+    assert [sorted(layer["scopes"]) for layer in got["layers"]] == scopes
+    seen = [sum(s > d for layer in scopes for s in layer) / 12 for d in range(16)]
+    assert share_by_distance(config.layers(), 16).tolist() == pytest.approx(seen)
+    visible = sum(min(s, t + 1) for layer in scopes for s in layer for t in range(16))
+    assert got["pairs_of_dense_over_visible"] == pytest.approx(12 * 136 / visible)
+    turns = [2 * math.pi * 100 ** (2 * i / 8) for i in range(4)]
+    assert got["layers"][0]["wavelengths"] == pytest.approx(turns)
+    assert got["layers"][2]["wavelengths"] == []
+
+
+@pytest.mark.parametrize(
+    ("position", "panels"),
+    [
+        (Position(rotary=YarnRope(factor=2.0, original_length=8), lasp=Lasp(anchor_layers=1)), 1),
+        (Position(rotary=NoRotary(), bias=Alibi()), 1),
+        (Position(rotary=NoRotary(), heads=Scope()), 2),
+        (Position(rotary=NoRotary()), 2),
+        (Position(rotary=NoRotary(), rules=(LayerRule(layers="1", rotary=Rope()),)), 1),
+        (Position(heads=SlidingWindow(window=4), bias=Alibi(), embedding="sinusoidal"), 5),
+    ],
+)
+def test_a_panel_for_each_mechanism(tmp_path, position, panels):
+    path = tmp_path / "p.png"
+    draw(ModelConfig(SMALL, position, trained_length=16), 16, path)
+    width = int.from_bytes(path.read_bytes()[16:20], "big")  # of a PNG's header
+    assert width == 560 * panels
+
+
+def test_it_reads_recipes_and_refuses_what_is_none(tmp_path, capsys):
+    recipe = RECIPES / "smollm3_3b.toml"
+    assert read_config(recipe).trained_length == 65536
+    assert read_config(recipe, "extend-32k").position.rotary == Rope(theta=2e6)
+    assert read_config(ROOT / "configs" / "tiny.toml").trained_length == 256
+    out = tmp_path / "f.json"
+    main([str(recipe), "--length", "64", "--json", str(out)])
+    assert json.loads(out.read_text())["length"] == 64
+    for arguments, says in [
+        ([str(recipe), "--stage", "x"], "no stage 'x'; it has pretrain-4k, extend-32k, extend-64k"),
+        ([str(tmp_path)], "no config.json"),
+        ([str(tmp_path / "x.toml")], "no config file"),
+        ([str(recipe), "--length", "0"], "--length: 0 must be at least 1"),
+        ([str(ROOT / "configs" / "tiny.toml"), "--stage", "x"], "is no recipe"),
+        ([str(recipe), "--picture", str(tmp_path / "p.txt")], "must end with .png"),
+        ([str(recipe), "--picture", str(tmp_path)], "is a folder; name a file"),
+    ]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+        assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NANO)
+def test_every_mechanism_has_a_page_that_shows_its_recipe(name):
+    page = (PAGES / f"{name.removeprefix('uniform_')}.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
+    shown = [build_config(tomllib.loads(block)).position for block in blocks]
+    assert read_config(RECIPES / f"nano_{name}.toml").position in shown
+    assert f"]({name}.png)" in page
+    assert (PAGES / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_links_in_the_docs_lead_somewhere():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text("utf-8"))]
+    assert len(links) > 40
+    assert not [(page.name, link) for page, link in links if "://" not in link and not (page.parent / link).exists()]

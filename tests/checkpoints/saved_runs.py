@@ -1,0 +1,57 @@
+"""A run's checkpoint manager in this process, beside a model of one matrix."""
+
+from torch import nn
+
+from farsight.checkpoints.manager import RunCheckpoints
+from farsight.configs.load import build_config
+
+
+class State(dict):
+    """A part of the training state that is saved."""
+
+    def state_dict(self):
+        return dict(self)
+
+    def load_state_dict(self, state):
+        self.update(state)
+
+    def check_checkpoint(self, directory):
+        pass
+
+
+class Optimizers(State):
+    def __iter__(self):
+        return iter(())
+
+
+class Run:
+    """A run's manager with one matrix to save, whose values are the step's."""
+
+    def __init__(self, run_folder, sections=None, **options):
+        architecture = {"vocab_size": 64, "dim": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 8}
+        config = build_config(
+            {
+                "architecture": {**architecture, "ffn_dim": 8}, "job": {"dump_folder": str(run_folder)},
+                "checkpoint": {"interval": 3, **options}, **(sections or {}),
+            }
+        )  # fmt: skip
+        self.model = nn.Linear(512, 512, bias=False)
+        self.manager = RunCheckpoints(
+            config, dataloader=State(), model_parts=[self.model], optimizers=Optimizers(), lr_schedulers=State(),
+            states={"train_state": State(tokens_seen=0)},
+        )  # fmt: skip
+        self.folder = run_folder / config.checkpoint.folder
+
+    def save(self, step, last_step=False):
+        nn.init.constant_(self.model.weight, step)
+        self.manager.save(step, last_step)
+        nn.init.constant_(self.model.weight, -1)  # what training does to the weights while a save is under way
+
+    def load(self, **options):
+        self.manager.load(**options)
+        value = self.model.weight.detach()
+        assert (value == value[0, 0]).all()
+        return int(value[0, 0])
+
+    def shard(self, step):
+        return self.folder / f"step-{step}" / "__0_0.distcp"

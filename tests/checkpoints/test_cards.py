@@ -1,0 +1,92 @@
+"""The code in the cards of model directories and adapters runs as it is printed, and writes what our tools write."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from farsight.benchmarks.forked import Forked
+from farsight.checkpoints.adapter import load_adapter
+from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.configs.finetuning import GarfaTraining, Lora
+from farsight.configs.schema import Architecture, NoRotary, Position, Rope, Scope
+from farsight.data.tokenizers.tokenizer import BytesTokenizer
+from farsight.inference import generate
+from farsight.inference.generate import encode_prompt
+from farsight.model.build import ModelConfig, build_model
+from tests.checkpoints.test_adapter import trained_adapter
+from tests.finetuned import tokens, write_base
+
+POSITIONS = {"llama": Position(rotary=Rope()), "farsight": Position(heads=Scope(), rotary=NoRotary())}
+MORE_OF_MODEL = """
+import json
+written = model.generate(**inputs, max_new_tokens=20)[0].tolist()
+print(json.dumps([inputs["input_ids"][0].tolist(), written]))
+"""
+MORE_OF_ADAPTER = """
+import json, torch
+tokens = torch.tensor(json.load(open("../tokens.json")))
+with torch.no_grad():
+    found = model.eval()(tokens)
+print(json.dumps(getattr(found, "logits", found).float().tolist()))
+"""
+
+
+def blocks(card: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", card.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def run(code: str, folder: Path) -> list:
+    """The last line that code prints, in a process of its own whose working directory is the folder."""
+    script, printed = folder.parent / "card.py", folder.parent / "printed"
+    script.write_text(code)
+    done = Forked([], 1, printed, str(script), folder).wait()
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_a_model_s_card_writes_what_generate_writes(tmp_path, kind, capsys):
+    shape = Architecture(vocab_size=320, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96)
+    config = ModelConfig(shape, POSITIONS[kind], 64)
+    model = build_model(config)
+    model.init_weights()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+        model.output.weight[127:] = 0  # letters, of which a text is the same for everybody
+    BytesTokenizer().save(tmp_path / "tokenizer")
+    write_model_dir(tmp_path / "model", config, dict(model.named_parameters()), tokenizer_dir=tmp_path / "tokenizer")
+    (block,) = blocks(tmp_path / "model" / "README.md")
+    assert ("trust_remote_code=True" in block) == (kind == "farsight")
+    ids, written = run(block + MORE_OF_MODEL, tmp_path / "model")
+
+    prompt = re.search(r'tokenizer\("(.+?)"', block)[1]
+    assert ids == encode_prompt(BytesTokenizer(), prompt) == [256, *prompt.encode()]
+    command = ["--prompt", prompt, "--new-tokens", "20", "--json", str(tmp_path / "f.json"), "--device", "cpu"]
+    generate.main([str(tmp_path / "model"), *command])
+    (completion,) = json.loads((tmp_path / "f.json").read_text())["completions"]
+    assert written == ids + completion["tokens"]
+    assert len(set(completion["tokens"])) > 3
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_an_adapter_s_card_loads_it(tmp_path, kind):
+    """The whole of it with our loader, LoRA alone with peft; GARFA, where keys rotate, makes them differ."""
+    write_base(tmp_path / "a base", POSITIONS[kind])
+    parts = {"lora": Lora(rank=4, alpha=8.0, dropout=0.0), "garfa": GarfaTraining(enable=kind == "llama")}
+    trained_adapter(tmp_path / "adapter", tmp_path / "a base", **parts)
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens().tolist()))
+    ours, theirs = blocks(tmp_path / "adapter" / "README.md")
+    assert ("trust_remote_code=True" in theirs) == (kind == "farsight")
+    for block, garfa in ((ours, True), (theirs, False)):
+        model, _ = load_adapter(tmp_path / "adapter", garfa=garfa)
+        with torch.no_grad():
+            expected = model(tokens()).float()
+        found = torch.tensor(run(block + MORE_OF_ADAPTER, tmp_path / "adapter"))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    with torch.no_grad():
+        assert not torch.allclose(load_model(tmp_path / "a base")[0](tokens()), expected, atol=0.01)

@@ -1,0 +1,358 @@
+"""Checkpoints that are damaged, cut short, written while training goes on, or not written at all."""
+
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from farsight.benchmarks.kills import Kill, Training, join, kill_and_resume, output, rows, train_undisturbed
+from farsight.benchmarks.kills import weights as weight_bytes
+from farsight.checkpoints.cards.model import read_history
+from farsight.checkpoints.convert import checkpoint_to_model_dir
+from farsight.checkpoints.manager import SaveError
+from farsight.checkpoints.model_dir.api import tensor_files
+from farsight.checkpoints.steps import complete_steps
+from farsight.configs.load import ConfigError
+from tests.checkpoints.test_intact import cut
+from tests.running import contents, metrics, run, train_command
+
+
+def test_a_truncated_model_directory_names_the_file(whole):
+    _, copy = whole.copy("model_dir")
+    cut(copy / "model" / "model.safetensors", 1000)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged \(1,000 bytes\)"):
+        tensor_files(copy / "model")
+    cut(copy / "model" / "model.safetensors", 0)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is damaged \(0 bytes\)"):
+        tensor_files(copy / "model")
+
+
+# ── The manager, in this process ──────────────────────────────────────────────────────────────────────
+
+
+def test_the_newest_intact_one_is_used_and_the_others_are_kept(start_run, caplog):
+    saved = start_run(keep_latest_k=0)
+    for step in (3, 6, 9, 12):
+        saved.save(step)
+    size = saved.shard(12).stat().st_size
+    cut(saved.shard(12), size - 7)
+    (saved.folder / "step-9" / "farsight.json").unlink()
+    with pytest.raises(ConfigError, match="no intact checkpoint of step 12"):
+        start_run().load(step=12)
+    assert complete_steps(saved.folder) == [3, 6, 9, 12]
+
+    again = start_run(keep_latest_k=2)
+    assert again.load() == 6
+    assert f"__0_0.distcp has {size - 7:,} bytes, {size:,} expected" in caplog.text
+    assert "farsight.json is missing" in caplog.text
+    assert (again.folder / "damaged-12" / "__0_0.distcp").stat().st_size == size - 7
+    # The same steps are saved once more, and what was set aside neither counts nor is deleted.
+    again.save(9)
+    again.save(12, last_step=True)
+    again.manager.close()
+    assert sorted(p.name for p in again.folder.iterdir()) == ["damaged-12", "damaged-9", "step-12", "step-9"]
+    cut(again.shard(12), 0)
+    assert start_run().load() == 9
+    assert (again.folder / "damaged-12.2").is_dir()
+
+
+def test_without_an_intact_one_no_run_begins(start_run):
+    saved = start_run()
+    saved.save(3)
+    saved.save(6)
+    saved.shard(3).unlink()
+    cut(saved.folder / "step-6" / ".metadata", 100)
+    for _ in range(2):  # saying so changes nothing
+        with pytest.raises(ConfigError, match="no intact checkpoint") as error:
+            start_run().load()
+        assert "__0_0.distcp is missing" in str(error.value)
+        assert ".metadata has 100 bytes" in str(error.value)
+    shutil.rmtree(saved.folder / "step-3")
+    (saved.folder / "step-6").rename(saved.folder / "damaged-6")
+    with pytest.raises(ConfigError, match="damaged-6"):
+        start_run().load()
+
+
+@pytest.mark.parametrize("name", [".metadata", "farsight.json", "__0_0.distcp"])
+def test_a_read_error_changes_nothing(start_run, unreadable, name):
+    saved = start_run()
+    saved.save(3)
+    saved.save(6)
+    (saved.folder / "step-7").mkdir()
+    unreadable(saved.folder / "step-6" / name, OSError(5, "Input/output error"))
+    with pytest.raises(ConfigError, match=r"can't be read \(.*Input/output error.*\); nothing was changed"):
+        start_run().load()
+    assert sorted(p.name for p in saved.folder.iterdir()) == ["step-3", "step-6", "step-7"]
+    with pytest.raises(ConfigError, match=r"step-6 can't be read"):
+        start_run(folder="another", initial_load_path=str(saved.folder / "step-6")).load()
+
+
+def test_a_step_to_load_where_there_is_none_is_refused(start_run):
+    with pytest.raises(ConfigError, match=r"checkpoint\.load_step = 500: .*/checkpoint holds no checkpoint\."):
+        start_run().load(step=500)
+
+
+@pytest.mark.parametrize("saved_before", [False, True])
+def test_where_to_start_is_rank_zero_s_decision(start_run, monkeypatch, saved_before):
+    """Another rank may still see a folder that rank 0 removed, or not yet see one that is there."""
+    other, saved = start_run(folder="other"), start_run()
+    other.save(3)
+    if saved_before:
+        saved.save(6)
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: exists(path) != (str(path) == str(saved.folder)))
+    assert start_run(initial_load_path=str(other.folder / "step-3")).load() == (6 if saved_before else 3)
+    if not saved_before:
+        assert start_run().manager.load() is False
+
+
+def test_weights_alone_are_no_start_for_an_optimizer(start_run, tmp_path):
+    with pytest.raises(ConfigError, match="a model directory holds weights alone"):
+        start_run(initial_load_path=str(tmp_path), initial_load_model_only=False).load()
+
+
+def test_a_damaged_start_is_refused(start_run, tmp_path):
+    saved = start_run()
+    saved.save(3)
+    other = shutil.copytree(saved.folder / "step-3", tmp_path / "other")
+    cut(other / "__0_0.distcp", 100)
+    with pytest.raises(ConfigError, match=r"__0_0\.distcp has 100 bytes, [\d,]+ expected"):
+        start_run(folder="another", initial_load_path=str(other)).load()
+    with pytest.raises(ConfigError, match=r"__0_0\.distcp has 100 bytes"):
+        checkpoint_to_model_dir(other, tmp_path / "out")
+    (other / ".metadata").unlink()
+    with pytest.raises(ConfigError, match=r"\.metadata is missing"):
+        start_run(folder="another", initial_load_path=str(other)).load()
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Open, or else writers wait before they write."""
+    event, write = threading.Event(), FileSystemWriter.write_data
+    event.set()
+
+    def write_data(self, *arguments):
+        assert event.wait(60)
+        return write(self, *arguments)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", write_data)
+    yield event
+    event.set()
+
+
+def test_training_goes_on_while_the_state_of_the_step_is_saved(start_run, gate):
+    saved = start_run(async_mode="async", keep_latest_k=2)
+    saved.save(3)
+    saved.save(6)
+    saved.manager.save_future.result()
+    gate.clear()
+    saved.save(9)  # returns, and nothing is written yet
+    assert complete_steps(saved.folder) == [3, 6]
+    assert (saved.folder / "step-9" / "farsight.json").is_file()
+    gate.set()
+    saved.manager.close()
+    assert complete_steps(saved.folder) == [3, 6, 9]  # torchtitan counts step 9 when it begins, and deletes step 3
+    more = start_run(async_mode="async", keep_latest_k=2)
+    more.save(12)
+    more.save(13, last_step=True)
+    assert complete_steps(saved.folder)[-2:] == [12, 13]  # the last one is complete at once
+    more.manager.close()
+    assert sorted(p.name for p in saved.folder.iterdir()) == ["step-12", "step-13"]
+    again = start_run()
+    assert again.load() == 13
+    shutil.rmtree(saved.folder / "step-13")
+    assert again.load() == 12
+
+
+def test_what_is_being_deleted_is_no_checkpoint_any_more(start_run, monkeypatch):
+    """A kill while files are deleted leaves what an interrupted save does, and so not a damaged checkpoint."""
+    begun, rmtree = [], shutil.rmtree
+
+    def watched(path, **options):
+        begun.append(sorted(p.name for p in (saved.folder / path).iterdir()))
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    saved = start_run(keep_latest_k=2)
+    for step in (3, 6, 9):
+        saved.save(step)
+    saved.manager.close()
+    assert begun == [[".metadata.tmp", "__0_0.distcp", "farsight.json"]]
+    assert complete_steps(saved.folder) == [6, 9]
+
+
+def test_an_old_one_that_cannot_be_deleted_is_no_failed_save(start_run, monkeypatch, caplog):
+    saved, rename = start_run(keep_latest_k=2), Path.rename
+
+    def refuse(path, target):
+        if path == saved.folder / "step-3" / ".metadata":
+            raise PermissionError(13, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    for step in (3, 6, 9, 12):
+        saved.save(step)
+    saved.manager.close()
+    assert complete_steps(saved.folder) == [3, 9, 12]
+    assert f"{saved.folder / 'step-3'} can't be deleted ([Errno 13] Permission denied); it is kept." in caplog.text
+    assert start_run().load() == 12
+
+
+@pytest.fixture
+def full_disk():
+    """Files may not grow beyond 200 kB while it is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda full: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000 if full else before[0], before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_save_that_fails_is_reported_and_leaves_the_one_before(start_run, full_disk, caplog, mode):
+    saved = start_run(async_mode=mode)
+    saved.save(3)
+    saved.manager.close()
+    full_disk(True)
+    if mode == "async":
+        saved.save(6)
+        deadline = time.monotonic() + 60
+        while "step 6 could not be saved" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)  # said when it fails, and not when the next is due
+        assert "step 6 could not be saved" in caplog.text
+        assert "GiB free there; a quota may allow less" in caplog.text
+        assert complete_steps(saved.folder) == [3]
+    with pytest.raises(SaveError, match=r"step 9 could not be saved in .*rank 0: .*newest complete .* step 3"):
+        saved.save(9)
+    full_disk(False)
+    assert [p.name for p in saved.folder.iterdir()] == ["step-3"]  # the rest made room
+    saved.save(12)
+    saved.manager.close()
+    assert complete_steps(saved.folder) == [3, 12]
+
+
+def test_after_an_asynchronous_save_that_failed_the_next_is_waited_for(start_run, full_disk, gate):
+    saved = start_run(async_mode="async")
+    full_disk(True)
+    saved.save(3)
+    assert saved.manager.save_future.exception() is not None
+    full_disk(False)
+    saved.save(6)
+    assert complete_steps(saved.folder) == [6]
+    assert start_run().load() == 6
+
+
+# ── Whole runs ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Whole:
+    """An undisturbed run, and what to compare others with."""
+
+    def __init__(self, folder):
+        self.training = Training(folder, steps=24, interval=4)
+        self.run = train_undisturbed(self.training)
+        self.folder = folder / "undisturbed"
+
+    def copy(self, name):
+        return name, shutil.copytree(self.folder, self.training.folder / name)
+
+    def resume(self, name):
+        log = self.training.folder / f"{name}.log"
+        return [*join(self.training.start(name, log))], output(log)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return Whole(tmp_path_factory.mktemp("whole"))
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_ends_with_the_same_weights(whole):
+    name, copy = whole.copy("damaged")
+    shutil.rmtree(copy / "model")
+    shard = copy / "checkpoint" / "step-24" / "__0_0.distcp"
+    size = shard.stat().st_size
+    cut(shard, size // 2)
+    statuses, printed = whole.resume(name)
+    assert statuses == [0]
+    assert f"__0_0.distcp has {size // 2:,} bytes, {size:,} expected" in printed
+    assert f"resuming from {copy / 'checkpoint' / 'step-20'}" in printed
+    assert rows(copy) == whole.run.rows
+    assert weight_bytes(copy) == whole.run.weights
+    assert sorted(p.name for p in (copy / "checkpoint").iterdir()) == ["damaged-24", "step-20", "step-24"]
+
+
+@pytest.mark.parametrize(
+    ("aims", "asynchronous"),
+    [(["start-up", "saving", "training"], False), (["saving"], True), (["export"], False)],
+    ids=["three-times", "while-saving-async", "exporting"],
+)
+def test_killed_and_resumed_ends_with_the_same_weights(whole, aims, asynchronous):
+    training = Training(whole.training.folder, steps=24, interval=4, asynchronous=asynchronous)
+    name = "-".join(["killed", *aims])
+    outcome = kill_and_resume(training, name, whole.run, aims, random.Random(0))
+    assert outcome.wrong == []
+    assert len(outcome.kills) == len(aims)
+    folder = training.folder / name
+    # Steps that ran twice are reported once.
+    assert [row["step"] for row in metrics(folder)] == list(range(1, 25))
+    (history,) = read_history(folder / "model")  # one run, however often it was started
+    assert (history["name"], history["start"], history["steps"]) == (name, "random weights", 24)
+    assert history["tokens"] == 24 * 2 * 32
+
+
+def test_a_run_that_was_done_before_its_kill_is_aimed_at_again(whole):
+    """It goes on from the step before its last, which is not where the run before it was killed."""
+    name, copy = whole.copy("too-late")
+
+    last, starts = copy / "checkpoint" / "step-24", []
+
+    class Scripted(Training):
+        def start(self, name, log):
+            assert not last.exists()
+            log.mkdir(exist_ok=True)
+            (log / "0.err").write_text(f"resuming from {last.with_name('step-20')}\nstep 23/24  loss 1.0\n")
+            starts.append(log)
+            if len(starts) == 1:
+                shutil.copytree(whole.folder / "checkpoint" / "step-24", last)
+            rank = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60 * (len(starts) == 2),))
+            rank.start()
+            return SimpleNamespace(processes=[rank])
+
+    training = Scripted(whole.training.folder, steps=24, interval=4)
+    outcome = kill_and_resume(training, name, whole.run, ["training"], random.Random(0))
+    assert outcome.wrong == []
+    assert outcome.kills == [Kill("training", reached=23, resumed=20)]
+    assert len(starts) == 3
+
+
+def test_fsdp_saves_the_step_s_state_asynchronously(whole):
+    """Weights, moments, schedule and data order, beside those that one process saved and waited for."""
+    training = Training(whole.training.folder, steps=24, interval=4, ranks=2, asynchronous=True)
+    log = training.folder / "fsdp.log"
+    assert join(training.start("fsdp", log)) == {0}, output(log)
+    for step in (20, 24):  # saved while training went on, and the last
+        one, two = (contents(training.folder / n / "checkpoint" / f"step-{step}") for n in ("undisturbed", "fsdp"))
+        assert one.keys() == two.keys()
+        for name, value in one.items():
+            if isinstance(value, torch.Tensor):
+                # Sums in another order make 1e-6; four steps on, no tensor differs by less than 7e-4.
+                assert torch.linalg.vector_norm(two[name] - value) <= 1e-5 * torch.linalg.vector_norm(value), name
+            else:
+                assert two[name] == value, name
+
+
+def test_a_full_disk_ends_the_run_with_four(tmp_path):
+    command = train_command(tmp_path / "run", "--checkpoint.async_mode", "async", "--validation.no_enable")
+    done = run(["sh", "-c", 'ulimit -f 400; exec "$@"', "sh", *command], check=False)
+    assert done.returncode == 4, done.stderr
+    assert "step 3 could not be saved" in done.stderr
+    assert "step 6 could not be saved" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,243 @@
+"""Conversion of what `transformers` itself has written, there and back, with and without training between."""
+
+import json
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from farsight.checkpoints import convert
+from farsight.checkpoints.model_dir.api import load_model, read_model_config
+from farsight.configs.load import ConfigError, build_config, to_dict, to_toml
+from farsight.data.tokenizers.tokenizer import BytesTokenizer, find_tokenizer_dir, load_tokenizer_dir
+from farsight.new_folder import WRITING
+from tests.checkpoints.test_untrusted_checkpoints import sign
+from tests.running import train
+
+ROPES = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "dynamic": {"factor": 4.0},
+    "dynamic_given": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
+    "longrope_phi": {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": 16,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
+    "llama3": {
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
+}
+
+
+def write_with_transformers(folder: Path, kind: str, tied: bool) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        initializer_range=0.15,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **ROPES[kind]},
+    )
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return model
+
+
+def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ROPES)
+def test_there_and_back(tmp_path, kind, tied):
+    source, checkpoint, back = tmp_path / "source", tmp_path / "start" / "step-0", tmp_path / "back"
+    theirs = write_with_transformers(source, kind, tied)
+    convert.main(["from-hf", str(source), str(checkpoint)])
+    convert.main(["to-hf", str(checkpoint), str(back)])
+
+    before, after = all_tensors(source), all_tensors(back)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    tokens = torch.randint(320, (2, 60), generator=torch.Generator().manual_seed(0))
+    ours, _ = load_model(source)
+    returned = AutoModelForCausalLM.from_pretrained(back).eval()
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        torch.testing.assert_close(ours(tokens), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(returned(tokens).logits, expected, atol=1e-5, rtol=0)
+        assert torch.equal(ours(tokens).argmax(-1), expected.argmax(-1))
+
+    model = to_dict(read_model_config(checkpoint))
+    job = build_config(
+        {
+            "architecture": model["architecture"],
+            "position": model["position"],
+            "tokenizer": {"kind": "bytes"},
+            "training": {"seq_len": 64, "local_batch_size": 2, "steps": 2, "mixed_precision_param": "float32"},
+            "lr_scheduler": {"warmup_steps": 1},
+            "checkpoint": {"initial_load_path": str(checkpoint)},
+            "validation": {"enable": False},
+            "metrics": {"log_freq": 1},
+        }
+    )
+    train(tmp_path / "run", config=to_toml(job))
+    convert.main(["to-hf", str(tmp_path / "run/checkpoint/step-2"), str(tmp_path / "trained")])
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").eval()
+    changed = all_tensors(tmp_path / "trained")
+    assert changed.keys() == before.keys()
+    assert not any(torch.equal(before[name], changed[name]) for name in before)
+    mine, _ = load_model(tmp_path / "trained")
+    with torch.no_grad():
+        torch.testing.assert_close(mine(tokens), trained(tokens).logits, atol=1e-4, rtol=0)
+        # Two steps from these weights, and not from others.
+        assert 0 < (trained(tokens).logits - expected).abs().mean() < 0.5 * expected.abs().mean()
+
+
+def test_dtype_and_shards(tmp_path):
+    write_with_transformers(tmp_path / "source", "default", tied=False)
+    convert.main(["from-hf", str(tmp_path / "source"), str(tmp_path / "c"), "--dtype", "bfloat16"])
+    convert.checkpoint_to_model_dir(tmp_path / "c", tmp_path / "back", torch.float16, shard_bytes=30_000)
+    before, after = all_tensors(tmp_path / "source"), all_tensors(tmp_path / "back")
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor.bfloat16().half())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "back").dtype == torch.float16
+
+
+def test_a_conversion_that_fails_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
+    write_with_transformers(tmp_path / "source", "default", tied=False)
+    convert.main(["from-hf", str(tmp_path / "source"), str(tmp_path / "good")])
+
+    def broken(*_, **__):
+        raise OSError("disk")
+
+    monkeypatch.setattr(convert.TensorReader, "__call__", broken)
+    with pytest.raises(CheckpointException, match="disk"):
+        convert.model_dir_to_checkpoint(tmp_path / "source", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(convert.dcp, "load", broken)
+    with pytest.raises(OSError, match="disk"):
+        convert.checkpoint_to_model_dir(tmp_path / "good", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_no_more_than_two_tensors_are_held(tmp_path, monkeypatch):
+    """The one that is written and the one that is read next."""
+    write_with_transformers(tmp_path / "source", "default", tied=False)
+    held: list[weakref.ref] = []
+    most = 0
+
+    def counting(function):
+        def call(*arguments, **options):
+            nonlocal most
+            result = function(*arguments, **options)
+            tensor = result if isinstance(result, torch.Tensor) else next(iter(arguments[0].values()))
+            held.append(weakref.ref(tensor.untyped_storage()))  # which any view of the tensor keeps
+            most = max(most, sum(reference() is not None for reference in held))
+            return result
+
+        return call
+
+    monkeypatch.setattr(convert.TensorReader, "__call__", counting(convert.TensorReader.__call__))
+    convert.main(["from-hf", str(tmp_path / "source"), str(tmp_path / "c")])
+    assert len(held) == 21
+    assert most <= 2
+    held.clear()
+    monkeypatch.setattr(convert.dcp, "load", counting(convert.dcp.load))
+    convert.main(["to-hf", str(tmp_path / "c"), str(tmp_path / "back")])
+    assert len(held) == 21
+    assert most <= 2
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
+    write_with_transformers(tmp_path / "source", "default", tied=False)
+    convert.main(["from-hf", str(tmp_path / "source"), str(tmp_path / "c")])
+    path = tmp_path / "c" / "farsight.json"
+    text = path.read_text()
+    path.write_text(text.replace('"ffn_dim": 48', '"ffn_dim": 40'))
+    sign(tmp_path / "c")
+    with pytest.raises(ConfigError, match=r"feed_forward.w1.weight has shape \(48, 32\), not \(40, 32\)"):
+        convert.checkpoint_to_model_dir(tmp_path / "c", tmp_path / "out")
+    path.write_text(text.replace('"n_layers": 2', '"n_layers": 3'))
+    sign(tmp_path / "c")
+    with pytest.raises(ConfigError, match=r"lacks layers\.2\."):
+        convert.checkpoint_to_model_dir(tmp_path / "c", tmp_path / "out")
+
+
+def test_the_tokenizer_goes_with_the_weights(tmp_path):
+    source, checkpoint, out = (tmp_path / name for name in ("theirs", "checkpoint", "out"))
+    write_with_transformers(source, "default", tied=False)
+    BytesTokenizer().save(source)
+    convert.main(["from-hf", str(source), str(checkpoint)])
+    assert find_tokenizer_dir(checkpoint) == checkpoint / "tokenizer"  # what a run that starts there takes
+    convert.main(["to-hf", str(checkpoint), str(out)])
+    assert load_tokenizer_dir(out).fingerprint == BytesTokenizer().fingerprint
+    values = json.loads((out / "config.json").read_text())
+    assert (values["bos_token_id"], values["eos_token_id"]) == (256, 257)
+
+
+def test_to_hf_does_not_write_over_a_checkpoint(tmp_path):
+    source, checkpoint = tmp_path / "theirs", tmp_path / "checkpoint"
+    write_with_transformers(source, "default", tied=False)
+    convert.main(["from-hf", str(source), str(checkpoint)])
+    before = sorted(p.name for p in checkpoint.iterdir())
+    with pytest.raises(SystemExit, match="exists and is not empty"):
+        convert.main(["to-hf", str(checkpoint), str(checkpoint)])
+    assert sorted(p.name for p in checkpoint.iterdir()) == before
+
+
+def test_nothing_that_is_there_is_replaced(tmp_path):
+    """Not another run's model/, and not what lies under the name that a conversion works under."""
+    source, checkpoint, out = (tmp_path / name for name in ("theirs", "checkpoint", "out"))
+    write_with_transformers(source, "default", tied=False)
+    convert.main(["from-hf", str(source), str(checkpoint)])
+    convert.main(["to-hf", str(checkpoint), str(out)])
+    before = (out / "model.safetensors").stat().st_mtime_ns
+    for arguments in (["to-hf", str(checkpoint), str(out)], ["from-hf", str(source), str(out)]):
+        with pytest.raises(SystemExit, match=f"{out} exists and is not empty") as stop:
+            convert.main(arguments)
+        assert stop.value.code == 2
+    assert (out / "model.safetensors").stat().st_mtime_ns == before
+    part = tmp_path / "more.part"
+    part.mkdir()
+    (part / "notes.txt").write_text("mine")
+    with pytest.raises(SystemExit, match=r"more\.part holds files that Farsight did not write"):
+        convert.main(["from-hf", str(source), str(tmp_path / "more")])
+    assert (part / "notes.txt").read_text() == "mine"
+    (part / "notes.txt").rename(part / WRITING)  # which an interrupted conversion leaves
+    convert.main(["from-hf", str(source), str(tmp_path / "more")])
+    assert not part.exists()
+
+
+@pytest.mark.parametrize("direction", ["to-hf", "from-hf"])
+def test_what_cannot_be_read_is_a_sentence(tmp_path, direction):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for name in ("missing", "file", "empty"):
+        with pytest.raises(SystemExit, match=name) as stop:
+            convert.main([direction, str(tmp_path / name), str(tmp_path / "out")])
+        assert stop.value.code == 2
+    assert not (tmp_path / "out").exists()

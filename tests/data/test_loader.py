@@ -1,0 +1,391 @@
+"""The loader: the same global batches on any number of ranks, before and after a resume."""
+
+import json
+import logging
+import re
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+
+from farsight.configs.schema import Data, HubSource, JobConfig, JsonlSource
+from farsight.data.loader import Loader, build_loader, build_validation_loader
+from farsight.data.packing import IGNORE
+from farsight.data.prefetch import Prefetch
+from farsight.data.sources.documents import DataError
+from farsight.data.tokenizers.tokenizer import BytesTokenizer
+
+BYTES = BytesTokenizer()
+L, G = 64, 8
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory) -> Data:
+    """A local source of documents from a few tokens to several rows, and a streamed one of three shards."""
+    directory = tmp_path_factory.mktemp("data")
+    for name, count, scale in (("local", 50, 7), ("0", 40, 3), ("1", 40, 3), ("2", 5, 40)):
+        rows = [{"text": f"{name} {i} " * (1 + i % scale)} for i in range(count)]
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Data(
+        sources=(
+            JsonlSource(path=str(directory / "local.jsonl"), weight=2, min_tokens=10),
+            HubSource(name="json", data_files=f"{directory}/[0-9].jsonl", weight=1),
+        ),
+        held_out=0.1,
+        seed=3,
+    )
+
+
+def loader(config: Data, rank: int = 0, ranks: int = 1, micro: int = 1, **changes) -> Loader:
+    sizes = {"seq_len": L, "vocab_size": 258, "global_batch_size": G, "micro_batch_size": micro} | changes
+    return Loader(config, BYTES, dp_rank=rank, dp_world_size=ranks, **sizes)
+
+
+def loaders(config: Data, ranks: int, micro: int = 1) -> list[Loader]:
+    return [loader(config, rank, ranks, micro) for rank in range(ranks)]
+
+
+def global_batches(ranks: list[Loader], steps: int) -> list[dict[str, torch.Tensor]]:
+    """The next global batches, put together from all ranks' micro-batches."""
+    of_ranks = [list(islice(rank, steps * rank.micro_batches_per_step)) for rank in ranks]
+    batches = []
+    for step in range(steps):
+        parts = []
+        for rank, got in zip(ranks, of_ranks, strict=True):
+            n = rank.micro_batches_per_step
+            parts += [inputs | {"labels": labels} for inputs, labels in got[step * n : (step + 1) * n]]
+        batches.append({name: torch.cat([part[name] for part in parts]) for name in parts[0]})
+    return batches
+
+
+def same(left: list[dict[str, torch.Tensor]], right: list[dict[str, torch.Tensor]]) -> None:
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            for row in range(G):
+                assert torch.equal(a[name][row], b[name][row]), (name, row)
+
+
+def merged_state(ranks: list[Loader]) -> dict[str, str]:
+    """What DCP keeps when every rank saves: the union, in which equal keys have equal values."""
+    state: dict[str, str] = {}
+    for rank in ranks:
+        for key, value in rank.state_dict().items():
+            assert state.setdefault(key, value) == value
+    return state
+
+
+class TestBatches:
+    def test_shapes_and_types(self, mixed):
+        inputs, labels = next(iter(loader(mixed, micro=2)))
+        assert {name: (tuple(t.shape), t.dtype) for name, t in inputs.items()} == {
+            "input": ((2, L), torch.int64),
+            "positions": ((2, L), torch.int64),
+            "document_starts": ((2, L), torch.int32),
+        }
+        assert (labels.shape, labels.dtype) == ((2, L), torch.int64)
+
+    @pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)])
+    def test_global_batches_are_the_same_on_any_number_of_ranks(self, mixed, ranks, micro):
+        same(global_batches(loaders(mixed, ranks, micro), 12), global_batches(loaders(mixed, 1), 12))
+
+    def test_other_seeds_give_other_batches(self, mixed):
+        (a,), (b,) = global_batches([loader(mixed)], 1), global_batches([loader(replace(mixed, seed=4))], 1)
+        assert not torch.equal(a["input"], b["input"])
+
+    def test_documents_are_masked_or_not(self, mixed):
+        (masked,) = global_batches([loader(mixed)], 1)
+        (plain,) = global_batches([loader(replace(mixed, mask_documents=False))], 1)
+        assert torch.equal(masked["input"], plain["input"])
+        assert (masked["labels"] == IGNORE).any()
+        assert masked["document_starts"].any()
+        ends = masked["input"] == BYTES.eos_id
+        assert torch.equal(masked["labels"] == IGNORE, ends)
+        assert torch.equal(plain["labels"][:, :-1], plain["input"][:, 1:])
+        assert not plain["document_starts"].any()
+
+    def test_no_document_is_read_by_two_lanes_in_an_epoch(self, tmp_path):
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{i:04d}"}) + "\n" for i in range(400)))
+        config = Data(sources=(JsonlSource(path=str(path)),), held_out=0.0)
+        # Six tokens a document, with bos and eos: 10 documents a row, 80 a step, and 400 in five steps.
+        batches = global_batches([loader(config, seq_len=60)], 10)
+        for epoch in (batches[:5], batches[5:]):
+            rows = torch.cat([batch["input"] for batch in epoch])
+            documents = Counter(bytes(document[1:5].tolist()).decode() for document in rows.reshape(-1, 6))
+            assert documents == Counter(f"{i:04d}" for i in range(400))
+
+    def test_long_documents_are_cut_and_nothing_is_lost(self, tmp_path):
+        text = "".join(chr(33 + i % 90) for i in range(1000))
+        (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+        config = Data(sources=(JsonlSource(path=str(tmp_path / "a.jsonl")),), held_out=0.0)
+        batches = global_batches([loader(config, global_batch_size=1)], 20)
+        run = torch.cat([batch["input"][0] for batch in batches])
+        labels = torch.cat([batch["labels"][0] for batch in batches])
+        document = torch.tensor([256, *text.encode(), 257])
+        assert torch.equal(run[:1002], document)
+        assert torch.equal(labels[:1001], document[1:])
+        assert labels[1001] == IGNORE
+        assert batches[0]["positions"][0].tolist() == batches[1]["positions"][0].tolist() == list(range(L))
+
+    def test_epochs_are_counted_and_logged_once(self, tmp_path, caplog):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "x" * 62}) + "\n" for _ in range(G * 2)))
+        config = Data(sources=(JsonlSource(path=str(tmp_path / "a.jsonl")),), held_out=0.0)
+        with caplog.at_level(logging.INFO):
+            batches = loader(config)
+            global_batches([batches], 6)  # one document a row, so two steps an epoch
+        passes = [int(re.findall(r"pass (\d+) over it begins", record.getMessage())[0]) for record in caplog.records]
+        assert passes[:2] == [2, 3]
+        assert len(passes) == len(set(passes))
+        assert batches.epochs[0] in (2, 3)  # the background thread may have begun the fourth
+
+    @pytest.mark.parametrize(
+        ("sizes", "words"),
+        [
+            ({"global_batch_size": 6, "micro_batch_size": 4}, "6 rows .* micro-batches of 4 on 1 .* multiple of 4 × 1"),
+            ({"global_batch_size": 0}, "global batch of 0"),
+            ({"seq_len": 0}, "training.seq_len = 0"),
+        ],
+    )
+    def test_sizes_that_do_not_divide(self, mixed, sizes, words):
+        with pytest.raises(DataError, match=words):
+            loader(mixed, **sizes)
+
+
+class TestResume:
+    @settings(max_examples=12, deadline=None)
+    @given(step=st.integers(0, 30), before=st.sampled_from([1, 2, 4]), after=st.sampled_from([1, 2, 4, 8]))
+    def test_next_batches_are_the_same_on_another_number_of_ranks(self, mixed, step, before, after):
+        undisturbed = global_batches(loaders(mixed, 1), step + 4)
+        saving = loaders(mixed, before, micro=2)
+        same(global_batches(saving, step), undisturbed[:step])
+        state = merged_state(saving)
+        resumed = loaders(mixed, after)
+        for rank in resumed:
+            own = {key: state[key] for key in rank.state_dict()}
+            rank.load_state_dict(own)
+        same(global_batches(resumed, 4), undisturbed[step:])
+
+    @pytest.mark.parametrize("mask_documents", [True, False])
+    def test_every_step_of_a_run(self, mixed, mask_documents):
+        config = replace(mixed, mask_documents=mask_documents)
+        undisturbed = global_batches([loader(config)], 12)
+        state = loader(config).state_dict()
+        for step in range(12):
+            again = loader(config)
+            again.load_state_dict(state)
+            same(global_batches([again], 1), undisturbed[step : step + 1])
+            state = again.state_dict()
+
+    def test_iterating_again_goes_on_and_ends_the_older_iteration(self, mixed):
+        undisturbed = global_batches([loader(mixed)], 4)
+        running = loader(mixed)
+        first = iter(running)
+        for _ in range(G):
+            next(first)
+        same(global_batches([running], 3), undisturbed[1:])
+        with pytest.raises(RuntimeError, match="ended by a newer one"):
+            next(first)
+        running.rewind()
+        same(global_batches([running], 2), undisturbed[:2])
+
+    def test_state_is_of_the_last_whole_step_delivered(self, mixed):
+        running = loader(mixed, micro=2)
+        batches = iter(running)
+        start = running.state_dict()
+        for _ in range(3):  # of the four micro-batches of a step
+            next(batches)
+            time.sleep(0.02)  # time for the background thread to run ahead
+            assert running.state_dict() == start
+        next(batches)
+        assert running.state_dict() != start
+
+    def test_empty_state_starts_from_the_first_batch(self, mixed):
+        running = loader(mixed)
+        first = global_batches([running], 1)
+        running.load_state_dict({})
+        same(global_batches([running], 1), first)
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"global_batch_size": 4}, ["training.global_batch_size was 8, is 4"]),
+            ({"seq_len": 32}, ["training.seq_len was 64, is 32"]),
+            ({"config": {"seed": 9}}, ["data.seed was 3, is 9"]),
+            ({"config": {"mask_documents": False}}, ["data.mask_documents was True, is False"]),
+            ({"weight": 5}, ["data.sources[0].weight was 2, is 5"]),
+            ({"min_tokens": 11, "seq_len": 32}, ["min_tokens was 10, is 11", "seq_len was 64, is 32"]),
+        ],
+    )
+    def test_state_of_another_order_is_refused(self, mixed, change, words):
+        state = loader(mixed).state_dict()
+        config = replace(mixed, **change.pop("config", {}))
+        source = {key: change.pop(key) for key in ("weight", "min_tokens") if key in change}
+        config = replace(config, sources=(replace(config.sources[0], **source), *config.sources[1:]))
+        with pytest.raises(DataError, match="begin a new order, as a new stage does") as error:
+            loader(config, **change).load_state_dict(state)
+        for word in words:
+            assert word in str(error.value)
+
+    def test_changed_files_and_tokenizers_are_refused_and_moved_files_are_not(self, mixed, tmp_path):
+        state = loader(mixed).state_dict()
+        content = Path(mixed.sources[0].path).read_text()
+        moved = tmp_path / "moved.jsonl"
+        moved.write_text(content)
+        config = replace(mixed, sources=(replace(mixed.sources[0], path=str(moved)), mixed.sources[1]))
+        loader(config).load_state_dict(state)
+        loader(replace(config, on_bad_row="skip")).load_state_dict(state)
+        moved.write_text(content + '{"text": "one more"}\n')
+        with pytest.raises(DataError, match=r"the rows of data.sources\[0\] was 50, is 51"):
+            loader(config).load_state_dict(state)
+
+        class Other(BytesTokenizer):
+            fingerprint = "other"
+
+        other = Loader(
+            mixed, Other(), seq_len=L, vocab_size=258, global_batch_size=G, micro_batch_size=1, dp_rank=0, dp_world_size=1
+        )  # fmt: skip
+        with pytest.raises(DataError, match=r"the tokenizer \(fingerprint\) was bytes, is other"):
+            other.load_state_dict(state)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+class TestCheckpoint:
+    """Through torch's distributed checkpoint, as torchtitan nests the loader in it."""
+
+    @pytest.fixture
+    def saved(self, mixed, tmp_path):
+        ranks = loaders(mixed, 4)
+        global_batches(ranks, 7)
+        dcp.save({"dataloader": merged_state(ranks)}, checkpoint_id=tmp_path / "step-7")
+        return tmp_path / "step-7"
+
+    @pytest.mark.parametrize("ranks", [1, 2, 8])
+    def test_resharded_resume(self, mixed, saved, ranks):
+        resumed = loaders(mixed, ranks)
+        for rank in resumed:
+            rank.check_checkpoint(saved)
+            dcp.load({"dataloader": rank}, checkpoint_id=saved)
+        same(global_batches(resumed, 3), global_batches(loaders(mixed, 1), 10)[7:])
+
+    def test_another_global_batch_size(self, mixed, saved):
+        for size in (4, 16):
+            with pytest.raises(DataError, match=f"training.global_batch_size was 8, is {size}"):
+                loader(mixed, global_batch_size=size).check_checkpoint(saved)
+        with pytest.raises(CheckpointException, match="Missing key"):
+            dcp.load({"dataloader": loader(mixed, global_batch_size=16)}, checkpoint_id=saved)
+
+
+class TestValidation:
+    @pytest.fixture
+    def job(self, mixed) -> JobConfig:
+        job = JobConfig(data=replace(mixed, held_out=0.3))
+        job.training.global_batch_size, job.training.local_batch_size, job.training.seq_len = 8, 2, 48
+        job.validation.steps, job.validation.local_batch_size, job.validation.seq_len = 3, 8, L
+        return job
+
+    def batches(self, validation) -> list[dict[str, torch.Tensor]]:
+        return [inputs | {"labels": labels} for inputs, labels in validation]
+
+    @pytest.mark.parametrize("ranks", [1, 2, 4])
+    def test_the_same_first_batches_at_every_pass_and_on_any_number_of_ranks(self, job, ranks):
+        parts = []
+        for rank in range(ranks):
+            validation = build_validation_loader(job, BYTES, rank, ranks)
+            once = self.batches(validation)
+            assert len(once) == len(validation) == 3
+            for a, b in zip(once, self.batches(validation), strict=True):
+                assert all(torch.equal(a[name], b[name]) for name in a)
+            assert validation.state_dict() == {}
+            parts.append(once)
+        together = [torch.cat([part[step]["input"] for part in parts]) for step in range(3)]
+        expected = self.batches(build_validation_loader(job, BYTES, 0, 1))
+        assert all(torch.equal(a, b["input"]) for a, b in zip(together, expected, strict=True))
+
+    def test_no_held_out_document_is_trained_on(self, job, tmp_path):
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{i:06d}"}) + "\n" for i in range(200)))
+        job = replace(job, data=Data(sources=(JsonlSource(path=str(path)),), held_out=0.3))
+
+        def texts(batches) -> set[str]:
+            return {bytes(d[1:7].tolist()).decode() for b in batches for d in b["input"].reshape(-1, 8)}
+
+        training = build_loader(job, BYTES, 0, 1)
+        trained = texts(self.batches(islice(training, 100)))
+        held_out = texts(self.batches(build_validation_loader(job, BYTES, 0, 1)))
+        assert len(trained) + len(held_out) > 190
+        assert not trained & held_out
+
+    def test_micro_batches_never_ask_for_more_than_a_ranks_share(self, job):
+        job.validation.local_batch_size = 3
+        validation = build_validation_loader(job, BYTES, 1, 2)
+        assert [inputs["input"].shape[0] for inputs, _ in validation] == [2] * 6
+
+    def test_endless_validation_is_refused(self, job):
+        job.validation.steps = -1
+        with pytest.raises(DataError, match=r"validation.steps = -1.*set the number of batches"):
+            build_validation_loader(job, BYTES, 0, 1)
+
+
+class TestBuild:
+    def test_sizes_come_from_the_config(self):
+        job = JobConfig()
+        job.training.local_batch_size, job.training.seq_len, job.training.global_batch_size = 2, 32, -1
+        inputs, _ = next(iter(build_loader(job, BYTES, 1, 3)))
+        assert inputs["input"].shape == (2, 32)
+        assert build_loader(job, BYTES, 1, 3).micro_batches_per_step == 1
+        job.training.global_batch_size = 12
+        assert build_loader(job, BYTES, 1, 3).micro_batches_per_step == 2
+
+
+class TestPrefetch:
+    def test_error_in_the_data_surfaces_after_the_batches_before_it(self, tmp_path):
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps({"text": "x" * 62}) + "\n" for _ in range(G * 3)) + "nope\n")
+        running = loader(Data(sources=(JsonlSource(path=str(path)),), held_out=0.0))
+        with pytest.raises(DataError, match=f"{path}:25: bad JSON") as error:
+            list(islice(running, 1000))
+        assert "read_row" in [entry.name for entry in error.traceback]
+
+    def test_skips_are_reported(self, tmp_path):
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps({"text": "x" * 62}) + "\n" for _ in range(G)) + "nope\n")
+        config = Data(sources=(JsonlSource(path=str(path)),), held_out=0.0, on_bad_row="skip")
+        running = loader(config)
+        list(islice(running, 20 * G))
+        assert running.skipped == {f"data.sources[0], jsonl source '{path}'": {"bad JSON": 1}}
+
+    def test_order_and_end(self):
+        assert list(Prefetch(iter(range(100)), 3)) == list(range(100))
+
+    def test_runs_ahead_no_further_than_asked(self):
+        taken = []
+        items = Prefetch((taken.append(i) or i for i in range(100)), 2)
+        next(items)
+        time.sleep(0.1)
+        assert len(taken) == 4  # one delivered, two ready, one in the thread's hands
+        items.close()
+
+    def test_thread_ends_with_its_iteration(self, mixed):
+        before = threading.active_count()
+        running = loader(mixed)
+        batches = iter(running)
+        next(batches)
+        assert threading.active_count() == before + 1
+        running.close()
+        assert threading.active_count() == before
+        del batches
+        dropped = iter(loader(mixed))
+        next(dropped)
+        del dropped
+        assert threading.active_count() == before

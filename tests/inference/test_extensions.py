@@ -1,0 +1,505 @@
+"""Training-free extensions: each method's relative positions against a loop over pairs from its definition, and attention with
+them against one that turns every pair's key by itself."""
+
+import dataclasses
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from farsight.configs.load import ConfigError
+from farsight.configs.schema import (
+    Alibi,
+    DynamicNtkRope,
+    Garfa,
+    GarfaLayer,
+    LayerRule,
+    NoRotary,
+    Position,
+    Rope,
+    Scope,
+)
+from farsight.inference.decoder import Decoder
+from farsight.inference.extend import METHODS, parse_extension
+from farsight.inference.extend.adagrope import AdaGroPE
+from farsight.inference.extend.chunk_llama import ChunkLlama
+from farsight.inference.extend.fixed import FixedPositions, PlainPositions
+from farsight.inference.extend.gali import Gali, GreedyPositions
+from farsight.inference.extend.interpolation import INTERPOLATIONS
+from farsight.inference.extend.logit_noise import logit_noise
+from farsight.inference.extend.remapped import RemappedLayer, Turning
+from farsight.inference.extend.self_extend import SelfExtend
+from farsight.inference.kv_cache import Batch
+from farsight.model.attention import Attention
+from farsight.model.build import ModelConfig
+from farsight.model.position.layers import LayerPosition
+from farsight.model.position.rope import RopeFrequencies, rope_frequencies
+from farsight.model.position.scope import DENSE_SCOPE
+from tests.model.test_model import SMALL, fresh_model
+
+CPU = torch.device("cpu")
+DRAWS = 200
+
+
+# ── Definitions, a pair at a time ─────────────────────────────────────────────────────────────────────
+
+
+def self_extend(i, j, group, window):
+    if i - j < window:
+        return i - j
+    return i // group + window - window // group - j // group
+
+
+def chunk_llama(i, j, chunk, window):
+    limit = chunk + window
+    key, own = j % chunk, i % chunk
+    if i // chunk == j // chunk:
+        return own - key
+    if i // chunk == j // chunk + 1:
+        return (chunk + own if own < window else limit - 1) - key
+    return limit - 1 - key
+
+
+def adagrope(length, limit, ratio):
+    """Relative position of each distance: every position once, then one more token at the farthest position that may have more
+    while the length is not reached."""
+    counts, reserved, most = [1] * limit, 0, 1
+    while sum(counts) < length:
+        if most & (most - 1) == 0:
+            reserved += math.floor(limit * ratio / most)  # the nearest stay with `most` tokens
+        for position in range(limit - 1, reserved - 1, -1):
+            if sum(counts) < length:
+                counts[position] += 1
+        most += 1
+    return [position for position, count in enumerate(counts) for _ in range(count)]
+
+
+def gali(length, window, local):
+    """Position of each token, added one base position at a time as the authors' code does."""
+    if length <= window:
+        return [float(i) for i in range(length)]
+    parts = math.ceil((length - local) / (window - local))
+    fractions, base = [], 0
+    while window - base + len(fractions) < length:
+        fractions += [base + part / parts for part in range(parts)]
+        base += 1
+    whole = [float(i) for i in range(base, window)]
+    return fractions[: length - len(whole)] + whole
+
+
+def gali_pair(positions, i, j):
+    """Between two whole relative positions, with the share of the farther one."""
+    at = math.ceil(positions[i])
+    return at - math.ceil(positions[j]) + (at - positions[j]) % 1
+
+
+# ── Position maps ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def matrix(positions, first, stop):
+    """What the regions say of each pair of [first, stop) and [0, stop): relative position, noise, and how often it is seen."""
+    found = torch.zeros(3, stop - first, stop)
+    for region in positions.regions(first, stop, CPU):
+        relative = region.query_positions[:, None] - region.key_positions
+        found[0, region.queries, region.keys] += torch.where(region.seen, relative, 0)
+        if region.noise is not None:
+            found[1, region.queries, region.keys] += torch.where(region.seen, region.noise, 0)
+        found[2, region.queries, region.keys] += region.seen
+    return found
+
+
+def assert_same_map(positions, prompt, expected, decoded, noise=None, tolerance=1e-5):
+    """`expected(i, j)` for a prompt's pairs, `decoded(i, j)` for a query that is decoded."""
+    cuts = sorted({0, prompt, *random.sample(range(prompt + 1), k=min(2, prompt))})
+    for first, stop in itertools.pairwise(cuts):
+        found = matrix(positions, first, stop)
+        for i in range(first, stop):
+            want = torch.tensor([expected(i, j) for j in range(i + 1)], dtype=torch.float32)
+            assert (found[0, i - first, : i + 1] - want).abs().max() <= tolerance, (first, i)
+            assert torch.equal(found[2, i - first], (torch.arange(stop) <= i).float())
+            if noise is not None:
+                want = torch.tensor([noise(i, j) for j in range(i + 1)], dtype=torch.float32)
+                assert (found[1, i - first, : i + 1] - want).abs().max() <= tolerance
+    for query in (prompt - 1, prompt, prompt + 5):
+        distances = positions.distances(query, CPU)
+        want = torch.tensor([decoded(query, j) for j in range(query + 1)], dtype=torch.float32)
+        assert (distances.positions - want).abs().max() <= tolerance
+
+
+def test_self_extend_map():
+    random.seed(0)
+    for _ in range(DRAWS):
+        trained, prompt = random.randint(8, 30), random.randint(1, 50)
+        window, length = random.randint(1, trained // 2), prompt + 6
+        least = math.ceil(length / (trained - window))
+        group = random.randint(least, least + 3)
+        positions = SelfExtend(group=group, window=window, share=1.0).positions(trained, prompt, length)
+
+        def expected(i, j, group=group, window=window):
+            return self_extend(i, j, group, window)
+
+        assert_same_map(positions, prompt, expected, expected)
+        assert max(expected(length - 1, j) for j in range(length)) < trained
+
+
+def test_chunk_llama_map():
+    random.seed(1)
+    for _ in range(DRAWS):
+        chunk, window, prompt = random.randint(1, 14), random.randint(1, 7), random.randint(1, 50)
+        positions = ChunkLlama(chunk=chunk, window=window).positions(chunk + window, prompt, prompt + 6)
+
+        def expected(i, j, chunk=chunk, window=window):
+            return chunk_llama(i, j, chunk, window)
+
+        assert_same_map(positions, prompt, expected, expected)
+
+
+def test_adagrope_map():
+    random.seed(2)
+    for _ in range(DRAWS):
+        limit, prompt, ratio = random.randint(4, 30), random.randint(1, 60), random.choice([0.1, 0.25, 0.4])
+        positions = AdaGroPE(limit=limit, ratio=ratio).positions(limit, prompt, prompt + 6)
+        of_prompt = adagrope(prompt, limit, ratio)
+        of_length = {query: adagrope(query + 1, limit, ratio) for query in (prompt - 1, prompt, prompt + 5)}
+        assert_same_map(positions, prompt, lambda i, j, p=of_prompt: p[i - j], lambda i, j, p=of_length: p[i][i - j])
+        assert max(of_length[prompt + 5][: prompt + 6]) < limit
+
+
+def test_gali_map():
+    random.seed(3)
+    for _ in range(DRAWS):
+        window, prompt, chunk = random.randint(4, 20), random.randint(1, 50), random.randint(1, 20)
+        local, noise = random.randint(0, window - 1), random.choice([0.0, 1.0])
+        positions = GreedyPositions(window, chunk, local, noise, prompt)
+
+        def target(i, window=window, chunk=chunk, prompt=prompt):
+            """Length at the end of the chunk that holds i."""
+            end = window
+            while end <= i:
+                end += chunk
+            return min(end, prompt)
+
+        lengths = {target(i): gali(target(i), window, local) for i in range(prompt)}
+        decoded = {i: gali(i + 1, window, local) for i in (prompt - 1, prompt, prompt + 5)}
+        assert_same_map(
+            positions,
+            prompt,
+            lambda i, j, lengths=lengths, target=target: gali_pair(lengths[target(i)], i, j),
+            lambda i, j, decoded=decoded: gali_pair(decoded[i], i, j),
+            lambda i, j, lengths=lengths, target=target, noise=noise: (
+                noise * (i - j) / target(i) * (lengths[target(i)][j] % 1 != 0)
+            ),
+            tolerance=2e-5,
+        )
+
+
+def test_noise_is_standard_normal_and_the_same_in_every_part():
+    noise = logit_noise(0, 3, torch.arange(4), torch.arange(100), torch.arange(400))
+    assert abs(float(noise.mean())) < 0.01
+    assert float(noise.std()) == pytest.approx(1, abs=0.01)
+    for bound in (0.5, 1.0, 2.0, 3.0):
+        assert float((noise.abs() > bound).float().mean()) == pytest.approx(math.erfc(bound / math.sqrt(2)), abs=0.005)
+    for shift in (noise[1:] * noise[:-1], noise[:, 1:] * noise[:, :-1], noise[..., 1:] * noise[..., :-1]):
+        assert abs(float(shift.mean())) < 0.01
+    part = logit_noise(0, 3, torch.arange(2, 4), torch.arange(50, 60), torch.arange(7, 20))
+    assert torch.equal(part, noise[2:, 50:60, 7:20])
+    assert not torch.equal(part, logit_noise(1, 3, torch.arange(2, 4), torch.arange(50, 60), torch.arange(7, 20)))
+
+
+def test_defaults_follow_the_trained_window():
+    group = SelfExtend().positions(4096, 16000, 16384)
+    assert (
+        group.window == 1024
+    )  # the example of the authors' README, with its upper share of the positions that are trained
+    assert group.group == math.ceil((16384 - 1024) / (4096 * 2 / 3 - 1024))
+    chunks = ChunkLlama().positions(4096, 16000, 16384)
+    assert (chunks.chunk, chunks.limit) == (2560, 3072)
+    assert AdaGroPE().positions(4096, 16000, 16384).limit == 4096
+    assert Gali().positions(8192, 16000, 16384).chunk == 3000
+    assert [Gali().positions(window, 16000, 16384).local for window in (8192, 128, 24)] == [128, 32, 6]
+    # Of whole groups, 2 reach 8 + 3 − 1 = 10, where the model knows 0 to 9; 3 reach 5 + 3 − 1 = 7.
+    assert SelfExtend(window=3, share=1).positions(10, 17, 17).group == 3
+
+
+def angles(name, factor, theta, trained, head_dim, length, i):
+    """Angle per token of pair i, written out in double precision."""
+    if name == "linear":
+        return theta ** (-2 * i / head_dim) / factor
+    if name == "ntk":
+        return (theta * factor ** (head_dim / (head_dim - 2))) ** (-2 * i / head_dim)
+    if name == "dynamic":
+        growth = factor * length / trained - (factor - 1) if length > trained else 1.0
+        return (theta * growth ** (head_dim / (head_dim - 2))) ** (-2 * i / head_dim)
+    # YaRN, with the ramp over dimensions of the authors' code
+    low = math.floor(head_dim * math.log(trained / (32 * 2 * math.pi)) / (2 * math.log(theta)))
+    high = math.ceil(head_dim * math.log(trained / (1 * 2 * math.pi)) / (2 * math.log(theta)))
+    low, high = max(low, 0), min(high, head_dim - 1)
+    interpolated = min(max((i - low) / (high - low if high != low else 0.001), 0.0), 1.0)
+    plain = theta ** (-2 * i / head_dim)
+    return plain / factor * interpolated + plain * (1 - interpolated)
+
+
+@pytest.mark.parametrize("name", INTERPOLATIONS)
+def test_interpolation_angles(name):
+    random.seed(4)
+    for _ in range(DRAWS):
+        factor, theta = random.uniform(1, 16), 10 ** random.uniform(2, 6)
+        trained, head_dim = random.randint(256, 8192), random.choice([8, 16, 64, 128])
+        length = random.randint(1, 8 * trained)
+        config = ModelConfig(
+            dataclasses.replace(SMALL, head_dim=head_dim), Position(rotary=Rope(theta=theta)), trained_length=trained
+        )
+        changed = parse_extension(f"{name}:factor={factor!r}").change(config)
+        found = rope_frequencies(changed.layers()[0].rotary, head_dim, length)
+        expected = [angles(name, factor, theta, trained, head_dim, length, i) for i in range(head_dim // 2)]
+        position = random.randrange(length)
+        assert_close(
+            found.inv_freq.double() * position,
+            torch.tensor(expected, dtype=torch.float64) * position,
+            rtol=2e-5,
+            atol=0,
+        )
+        temperature = 0.1 * math.log(factor) + 1 if name == "yarn" else 1.0
+        assert found.attention_factor == pytest.approx(temperature)
+
+
+# ── Attention ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def turned_by(x_TH, position_T, inv_freq):
+    """Vectors turned by position · frequency, in double precision."""
+    a, b = x_TH.chunk(2, dim=-1)
+    angle = position_T[:, None] * inv_freq.double()
+    return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1)
+
+
+def pair_by_pair(q_LNH, k_TKH, v_TKH, relative, inv_freq, factor=1.0, slopes=None, noise=None):
+    """Attention in double precision, every key turned anew for every query; between the logits of the two whole positions
+    around its own where there is noise to add."""
+    (L, N, H), K = q_LNH.shape, k_TKH.shape[1]
+    out = torch.empty(L, N, H, dtype=torch.float64)
+    q, k, v = (x.double() for x in (q_LNH, k_TKH, v_TKH))
+    for i in range(L):
+        at_T = torch.as_tensor(relative(i), dtype=torch.float64)
+        for n in range(N):
+            keys = k[: i + 1, n // (N // K)]
+            if inv_freq is not None:
+                low_T = at_T.floor() if noise else at_T
+                turned = turned_by(keys, -low_T, inv_freq)
+                if noise:
+                    turned = turned + (at_T - low_T)[:, None] * (turned_by(keys, -low_T - 1, inv_freq) - turned)
+                keys = turned * factor**2
+            scores = keys @ q[i, n] / math.sqrt(H)
+            if slopes is not None:
+                scores = scores - slopes[n].double() * at_T
+            if noise:
+                scores = scores + noise(n, i)
+            out[i, n] = scores.softmax(0) @ v[: i + 1, n // (N // K)]
+    return out
+
+
+def drawn(rows, tokens, heads, seed=0):
+    return torch.randn(rows, tokens, heads, SMALL.head_dim, generator=torch.Generator().manual_seed(seed))
+
+
+def run_layer(layer, q, k, v, prompt, chunk, slopes=None):
+    """[B, T, N, H]: the prompt in chunks, then token by token."""
+    cuts = [*range(0, prompt, chunk), *range(prompt, q.shape[1] + 1)]
+    outs = []
+    for a, b in itertools.pairwise(cuts):
+        exchange = layer.exchange(k[:, a:b], v[:, a:b], (DENSE_SCOPE,) * q.shape[2])
+        outs.append(exchange.attend(q[:, a:b], None, None, slopes, "auto"))
+    return torch.cat(outs, dim=1)
+
+
+@pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.1, 0.02, 0.3])], ids=["rope", "alibi"])
+@pytest.mark.parametrize("name", ["plain", "self_extend", "chunk_llama", "adagrope", "gali"])
+def test_attention_equals_pair_by_pair(name, slopes):
+    """Two rows of 26 and 20 tokens, of a model trained on 12, prompts and decoded tokens, in fp64."""
+    starts, prompt, tokens, trained = (0, 6), 22, 26, 12
+    batch = Batch(starts, prompt, tokens, CPU, torch.float32)
+    method = {
+        "self_extend": SelfExtend(group=4, window=3),
+        "chunk_llama": ChunkLlama(chunk=5, window=3),
+        "adagrope": AdaGroPE(),
+        "gali": Gali(chunk=4, local=3, seed=5),
+    }.get(name)
+    maps = [
+        PlainPositions() if method is None else method.positions(trained, prompt - start, tokens - start)
+        for start in starts
+    ]
+    shared = FixedPositions(maps, batch, name == "gali", 5)
+    frequencies = RopeFrequencies(torch.tensor([1.0, 0.31, 0.1, 0.01]), 1.1)
+    position = LayerPosition(Rope(), (DENSE_SCOPE,) * 4, None)
+    attention = Attention(SMALL, position, "auto")
+    turning = Turning(0, frequencies) if slopes is None else None
+    q, k, v = drawn(2, tokens, 4, 1), drawn(2, tokens, 2, 2), drawn(2, tokens, 2, 3)
+    results = []
+    for chunk in (7, 1, 22):
+        layer = RemappedLayer(3, attention, batch, shared, turning)
+        shared._column = -1
+        results.append(run_layer(layer, q, k, v, prompt, chunk, slopes))
+    for row, start in enumerate(starts):
+        positions = maps[row]
+        own_prompt = prompt - start
+
+        def relative(i, positions=positions, own_prompt=own_prompt):
+            return matrix(positions, i, i + 1)[0, 0] if i < own_prompt - 1 else positions.distances(i, CPU).positions
+
+        def noise(n, i, positions=positions, own_prompt=own_prompt):
+            std = matrix(positions, i, i + 1)[1, 0] if i < own_prompt - 1 else positions.distances(i, CPU).noise
+            keys = torch.arange(i + 1)
+            return (0.0 if std is None else std) * logit_noise(5, 3, torch.arange(4), keys[-1:], keys)[n, 0]
+
+        expected = pair_by_pair(
+            q[row, start:], k[row, start:], v[row, start:], relative, None if slopes is not None else frequencies[0], 1.1,
+            slopes, noise if name == "gali" else None,
+        )  # fmt: skip
+        for found in results:
+            assert_close(found[row, start:].double(), expected, atol=2e-6, rtol=0)
+
+
+# ── Whole models ──────────────────────────────────────────────────────────────────────────────────────
+
+REMAPPED = [
+    "self_extend",
+    "self_extend:group=8,window=6",
+    "chunk_llama",
+    "adagrope",
+    "adagrope:limit=12",
+    "gali:chunk=5,local=4",
+    "ripra:chunk=4",
+    "ripra:chunk=4,anchors=all,isotonic=off",
+    "ripra:chunk=4,relevance=off,round=on",
+]
+WINDOW = 24
+
+
+def model_of(rotary=None, **position):
+    config = ModelConfig(SMALL, Position(rotary=rotary or Rope(theta=100.0), **position), trained_length=WINDOW)
+    return fresh_model(config), config
+
+
+def logits_of(decoder, prompts, new):
+    """Of each prompt's last token and of those after it, which are given: [rows, new + 1, V], and the caches' bytes."""
+    longest = max(map(len, prompts))
+    rows = decoder.start([len(p) for p in prompts], new.shape[1])
+    tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) :] = prompt
+    *_, h = rows.chunks(tokens)
+    found = [decoder.logits(h[:, -1:])]
+    found += [decoder.logits(rows.read(new[:, i : i + 1])) for i in range(new.shape[1])]
+    return torch.cat(found, dim=1)
+
+
+def tokens_of(*lengths):
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(96, (length,), generator=generator) for length in lengths]
+
+
+@pytest.mark.parametrize("text", REMAPPED)
+def test_a_context_within_the_window_is_left_as_it_is(text):
+    model, config = model_of()
+    extension = parse_extension(text)
+    decoder = Decoder(model, extension.change(config), extension, chunk=5)
+    length = WINDOW // 2 + 1 if text.startswith("ripra") else WINDOW  # RiPRA's limit: of as many positions, from 0
+    (tokens,) = tokens_of(length)
+    with torch.no_grad():
+        expected = model(tokens[None])
+    found = decoder.logits(decoder.hidden_states(tokens))
+    assert_close(found, expected[0], atol=2e-5, rtol=0)
+    decoded = logits_of(decoder, [tokens[:-3]], tokens[None, -3:])
+    assert_close(decoded, expected[:, -4:], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("text", REMAPPED)
+def test_rows_and_chunks_change_nothing(text):
+    """Rows of a batch equal their own single runs, some within the window and some past it, whatever chunks they are read in."""
+    model, config = model_of(rules=(LayerRule(layers="1", rotary=NoRotary()),))
+    extension = parse_extension(text)
+    config = extension.change(config)
+    prompts, (new_tokens,) = tokens_of(46, 31, 9, 46), tokens_of(3)
+    new = torch.stack([new_tokens, new_tokens.flip(0), new_tokens + 1, new_tokens - 1]).clamp(0, 95)
+    together = logits_of(Decoder(model, config, extension, chunk=16), prompts, new)
+    plain = logits_of(Decoder(model, config, None, chunk=16), prompts, new)
+    for row, prompt in enumerate(prompts):
+        for chunk in (1, 13) if row == 0 else (16,):
+            alone = logits_of(Decoder(model, config, extension, chunk=chunk), [prompt], new[row : row + 1])
+            assert_close(together[row], alone[0], atol=3e-5, rtol=0)
+        changes = (together[row] - plain[row]).abs().max()
+        assert (changes > 1e-2) == (len(prompt) > WINDOW - 4), (row, changes)
+
+
+def test_alibi_models_take_remapped_distances():
+    model, config = model_of(NoRotary(), bias=Alibi())
+    for text in REMAPPED:
+        extension = parse_extension(text)
+        decoder = Decoder(model, extension.change(config), extension)
+        (tokens,) = tokens_of(60)
+        h = decoder.hidden_states(tokens)
+        assert h.isfinite().all()
+        with torch.no_grad():
+            plain = model.hidden_states(tokens[None])[0]
+        if text.startswith(("ripra", "gali")):  # the others change sequences past the window from their first tokens on
+            assert_close(h[:13], plain[:13], atol=2e-5, rtol=0)
+        assert (h[-1] - plain[-1]).abs().max() > 1e-4
+
+
+def test_models_that_do_not_fit_are_refused():
+    plain = ModelConfig(SMALL, Position(), trained_length=WINDOW)
+    for position, says in [
+        (Position(heads=Scope()), "sees"),
+        (Position(rotary=NoRotary()), "neither RoPE nor ALiBi"),
+        (Position(embedding="sinusoidal"), "sinusoidal"),
+        (Position(rotary=DynamicNtkRope(original_length=24)), "dynamic"),
+        (Position(garfa=Garfa(layers=(GarfaLayer(1, (0.0, 0.0)),))), "GARFA"),
+    ]:
+        for name in ("ripra", "self_extend"):
+            with pytest.raises(ConfigError, match=says):
+                parse_extension(name).change(dataclasses.replace(plain, position=position))
+
+
+def test_settings():
+    assert parse_extension("yarn:4") == parse_extension("yarn:factor=4") == INTERPOLATIONS["yarn"](4.0)
+    assert parse_extension("ripra:limit=2048,chunk=128").limit == 2048
+    assert set(METHODS) == {
+        "linear", "ntk", "dynamic", "yarn", "ripra", "self_extend", "chunk_llama", "adagrope", "gali",
+    }  # fmt: skip
+    config = ModelConfig(SMALL, Position(), trained_length=WINDOW)
+    for text, says in [
+        ("self_extent", "Did you mean 'self_extend'"),
+        ("ripra:chnk=4", "Did you mean 'chunk'"),
+        ("ripra:limit=half", "whole number"),
+        ("ripra:isotonic=no", "'on', 'off'"),
+        ("yarn", "set factor"),
+        ("yarn:0.5", "at least 1"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            parse_extension(text)
+    for text, says in [
+        ("ripra:limit=30", "limit = 30 must be 2 to 24"),
+        ("ripra:limit=8,near=8", "near = 8 must be 1 to 7"),
+        ("ripra:near=4,block=5", "block = 5 must be 1 to 4"),
+        ("ripra:anchors=1", "layer 0 among them"),
+        ("ripra:anchors=0+first", "layer 0 among them"),
+        ("ripra:anchors=0+9", "0 to 2"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            parse_extension(text).change(config)
+    for method, says in [
+        (SelfExtend(group=2, window=4), "set group to"),
+        (SelfExtend(window=20), "smaller window"),
+        (ChunkLlama(chunk=20, window=5), "at most the 24"),
+        (AdaGroPE(limit=25), "limit = 25"),
+        (AdaGroPE(ratio=0.5), "ratio = 0.5"),
+        (Gali(local=24), "local = 24"),
+    ]:
+        with pytest.raises(ConfigError, match=says):
+            method.positions(WINDOW, 90, 100)
+    for method in (SelfExtend(window=20), SelfExtend(group=-1), ChunkLlama(chunk=20, window=5), Gali(local=24)):
+        with pytest.raises(ConfigError, match=f"--extend {method.name}"):
+            method.change(config)

@@ -1,0 +1,195 @@
+"""The Triton kernels against the reference, and compiled for GPUs that are not here.
+
+On a machine with a GPU they run there; elsewhere Triton interprets them on the CPU, which shows neither a GPU's own
+rounding nor what its compiler does.
+"""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from farsight.kernels.scoped_attention import scoped_attention
+from farsight.kernels.scoped_attention.triton import attention as triton_attention
+from tests.kernels.test_scoped_attention import (
+    INT32_MAX,
+    SCOPES,
+    any_inputs,
+    documents,
+    draw,
+    math_attention,
+    with_grads,
+)
+from tests.running import ROOT, environment
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def on_device(tensors):
+    """Leaves there, with the strides that they have here."""
+    return [x.detach().to(DEVICE).requires_grad_() for x in tensors]
+
+
+def triton_with_grads(qkv, do, scopes, **options):
+    """Runs on the device and comes back."""
+    return [x.cpu() for x in with_grads(on_device(qkv), do.to(DEVICE), scopes, backend="triton", **options)]
+
+
+def assert_no_worse_than_pytorch(qkv, do, scopes, **options):
+    """At most twice the error of PyTorch's math attention in the same dtype, both against fp64, or a few ulp."""
+    wide = [x.detach().double().requires_grad_() for x in qkv]
+    exact = with_grads(wide, do.double(), scopes, backend="reference", **options)
+    extra = (options.get("document_starts_BL"), options.get("alibi_slopes_N"), options.get("q_offset", 0))
+    o = math_attention(*qkv, torch.as_tensor(scopes), *extra)
+    pytorch = o, *torch.autograd.grad(o, qkv, do)
+    found = triton_with_grads(qkv, do, scopes, **options)
+    # dq and dk come from differences of products do · v, which cancel: where a head sees one token, to zero. The kernel
+    # takes the two from different sums.
+    cancelled = 2 * float(do.norm(dim=-1).max() * qkv[2].detach().norm(dim=-1).max())
+    for name, a, theirs, ours in zip(("o", "dq", "dk", "dv"), exact, pytorch, found, strict=True):
+        assert ours.dtype == qkv[0].dtype
+        floor = 8 * max(1.0, float(a.detach().abs().max())) if name in ("o", "dv") else cancelled
+        floor *= torch.finfo(ours.dtype).eps
+        off, theirs_off = (float((x.detach().double() - a.detach()).abs().max()) for x in (ours, theirs))
+        assert off <= 2 * theirs_off + floor, (name, off, theirs_off)
+
+
+@pytest.mark.parametrize("L", [1, 63, 65, 127, 129])
+def test_lengths_and_scopes(L):
+    """Every kind of scope in a head of its own."""
+    scopes = [*(SCOPES[kind](L)[0] for kind in SCOPES if kind != "mixed"), 2, 40, max(1, L - 1)]
+    assert_no_worse_than_pytorch(*draw(Lq=L, N=8, K=2, H=16, dtype=torch.float32), scopes)
+
+
+def test_a_long_sequence():
+    """Runs of blocks that all queries see, on both sides of which some do not."""
+    starts = documents(1, 1000, 0.003)
+    qkv, do = draw(Lq=1000, N=2, K=1, H=16, dtype=torch.float32)
+    assert_no_worse_than_pytorch(qkv, do, [1000, 300], document_starts_BL=starts)
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 4, 8])
+def test_grouped_query_ratios(ratio):
+    scopes = ([5, 150, 150, 9, 64, 65, 1, 100, 90, 90] * 2)[: 2 * ratio]
+    assert_no_worse_than_pytorch(*draw(Lq=130, N=2 * ratio, K=2, H=16, dtype=torch.float32), scopes)
+
+
+@pytest.mark.parametrize("new_document", [1.0, 0.2, 0.01])  # documents of one token, short ones, long ones
+@pytest.mark.parametrize("with_alibi", [False, True])
+@pytest.mark.parametrize("q_offset", [0, 70])
+def test_documents_offsets_and_slopes(new_document, with_alibi, q_offset):
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.0]) if with_alibi else None
+    starts = documents(1, 130 + q_offset, new_document, seed=1).int()
+    qkv, do = draw(Lq=130, N=4, K=2, H=16, q_offset=q_offset, dtype=torch.float32)
+    options = {"document_starts_BL": starts, "alibi_slopes_N": slopes, "q_offset": q_offset}
+    assert_no_worse_than_pytorch(qkv, do, [1, 40, 150, INT32_MAX], **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("H", [8, 24, 64, 80, 128])
+def test_dtypes_and_head_dims(dtype, H):
+    qkv, do = draw(Lq=129, N=4, K=2, H=H, dtype=dtype)
+    assert_no_worse_than_pytorch(qkv, do, [10, 100, 64, 129])
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_inputs(data):
+    qkv, do, scopes, options = any_inputs(data, (2, 2, 2), 100, 16, torch.float32)
+    assert_no_worse_than_pytorch(qkv, do, scopes, **options)
+
+
+def test_strided_inputs_and_uninitialised_memory():
+    """Heads and tokens in any order in memory; torch.empty gives NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        (q, k, v), do = draw(B=2, Lq=70, N=4, K=2, H=16, dtype=torch.float32)
+        strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        assert strided[0].stride() != q.stride()
+        scopes, starts = [2, 33, 60, 70], documents(2, 70, 0.05)
+        expected = triton_with_grads((q, k, v), do, scopes, document_starts_BL=starts)
+        found = triton_with_grads(strided, do, scopes, document_starts_BL=starts)
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+            assert b.isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_opcheck_and_whole_compilation():
+    qkv, do = draw(B=2, Lq=20, N=2, K=1, H=16, dtype=torch.float32)
+    (q, k, v), do = on_device(qkv), do.to(DEVICE)
+    scopes, starts, slopes = torch.tensor([7, 99]), documents(2, 20, 0.2), torch.tensor([0.5, 0.0])
+    scopes, starts, slopes = (x.to(DEVICE) for x in (scopes, starts, slopes))
+    for extra in ((None, None), (starts, slopes)):
+        torch.library.opcheck(triton_attention.triton_forward, (q, k, v, scopes, *extra, 0, 0.3))
+        with torch.no_grad():
+            o, lse = triton_attention.triton_forward(q, k, v, scopes, *extra, 0, 0.3)
+            torch.library.opcheck(triton_attention.triton_backward, (do, q, k, v, o, lse, scopes, *extra, 0, 0.3))
+    compiled = torch.compile(
+        lambda q, k, v, s: scoped_attention(q * 1.0, k, v, s, backend="triton"), fullgraph=True, backend="aot_eager"
+    )
+    o = compiled(q, k, v, scopes)
+    found = o, *torch.autograd.grad(o, (q, k, v), do)
+    for a, b in zip(found, with_grads((q, k, v), do, scopes, backend="reference"), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    # Other scopes go through what was compiled for these.
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found = compiled(q, k, v, torch.tensor([9, 1], device=DEVICE))
+    torch.testing.assert_close(
+        found, scoped_attention(q, k, v, torch.tensor([9, 1], device=DEVICE), backend="reference")
+    )
+
+
+def test_log_sum_exp_is_the_rows_own():
+    (q, k, v), _ = draw(Lq=50, N=2, K=1, H=16, q_offset=9, dtype=torch.float32)
+    scopes = torch.tensor([20, 59])
+    _, lse_BNL = triton_attention.triton_forward(*on_device((q, k, v)), scopes, None, None, 9, 0.3)
+    t, i = torch.arange(9, 59)[:, None], torch.arange(59)
+    scores = torch.einsum("blnh,bmkh->bnlm", q, k) * 0.3
+    seen = (i <= t) & (i > t - scopes[:, None, None])
+    torch.testing.assert_close(lse_BNL.cpu(), scores.masked_fill(~seen, -torch.inf).logsumexp(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"dtype": torch.float64}, "does not take torch.float64"), ({"H": 160}, "head dims up to 128, not 160")],
+)
+def test_refuses(change, message):
+    q, k, v = on_device(draw(**{"Lq": 8, "dtype": torch.float32, **change})[0])
+    with pytest.raises(ValueError, match=message):
+        scoped_attention(q, k, v, torch.ones(4, dtype=torch.long), backend="triton")
+
+
+def test_a_cpu_is_told_what_to_use():
+    code = (
+        "import torch; from kernels.scoped_attention import scoped_attention as a; x = torch.zeros(1, 2, 1, 16);"
+        "a(x, x, x, torch.tensor([1]), backend='triton')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert 'needs a GPU: use "banded" on a CPU' in done.stderr
+
+
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Most bytes a program may have; the compiler does not check."""
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv", "decode", "delta", "combine"])
+def test_every_tile_compiles_without_spills_and_fits(kernel):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.triton_ahead_of_time", kernel, "64", "128"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {(row["head_dim"], row["dtype"], row["sm"]) for row in rows} == {
+        (h, d, s) for h in (64, 128) for d in ("bfloat16", "float32") for s in SHARED_MEMORY
+    }
+    for row in rows:
+        assert row["spills"] == 0, row
+        assert 0 <= row["shared"] <= SHARED_MEMORY[row["sm"]], row

@@ -1,0 +1,123 @@
+"""Compiles a Triton kernel for GPUs that are not here; prints registers, spills and shared memory as JSON lines.
+
+    python -m tests.triton_ahead_of_time forward|dq|dkv|decode|delta|combine|head_rotation HEAD_DIM …
+
+A process of its own: not one in which the kernels are interpreted.
+"""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from farsight.kernels import triton_head_rotation
+from farsight.kernels.scoped_attention.triton import (
+    attention as triton_attention,
+)
+from farsight.kernels.scoped_attention.triton import (
+    backward as triton_backward,
+)
+from farsight.kernels.scoped_attention.triton import (
+    decode as triton_decode,
+)
+from farsight.kernels.scoped_attention.triton import (
+    forward as triton_forward,
+)
+from farsight.kernels.scoped_attention.triton.attention import tiles
+
+KERNELS = {
+    "forward": triton_forward.forward_kernel,
+    "dq": triton_backward.dq_kernel,
+    "dkv": triton_backward.dkv_kernel,
+    "decode": triton_decode.decode_kernel,
+    "delta": triton_backward.delta_kernel,
+    "combine": triton_decode.combine_kernel,
+    "rotate": triton_head_rotation.rotate_kernel,
+    "rotate_backward": triton_head_rotation.rotate_backward_kernel,
+}
+TOGETHER = {"head_rotation": ("rotate", "rotate_backward")}
+GROUPS = {"decode": (4, 32)}  # query heads of a key-value head, where they change the block; else 4
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+POINTERS = dict.fromkeys(
+    ("p_scopes", "p_order", "p_positions"), "*i64"
+)  # of the others, those that are not of the inputs' type:
+POINTERS |= dict.fromkeys(("p_starts", "p_until", "p_tokens", "p_heads", "p_first_parts", "p_first_slots"), "*i32")
+POINTERS |= dict.fromkeys(("p_lse", "p_delta", "p_slopes", "p_parts", "p_inv_freq", "p_factor"), "*fp32")
+
+
+def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, starts: bool, slopes: bool, group: int):
+    kernel, block_h = KERNELS[name], max(16, triton.next_power_of_2(head_dim))
+    wide = dtype == torch.float32
+    if name == "decode":
+        block_g = max(16, triton.next_power_of_2(group))
+        options = triton_decode.launch_options(wide, block_g) | {"BLOCK_G": block_g}
+    elif name == "delta":
+        options = {"BLOCK_M": triton_attention.DELTA_ROWS, "num_warps": 4, "num_stages": 3}
+    elif name == "combine":
+        options = {"BLOCK_P": triton_decode.PARTS_AT_ONCE, "num_warps": 4, "num_stages": 3}
+    elif name.startswith("rotate"):
+        options = triton_head_rotation.block_sizes(head_dim) | {"BY_FREQUENCY": True, "num_stages": 3}
+        options["num_warps"] = triton_head_rotation.NUM_WARPS
+    else:
+        options = tiles(name, block_h, dtype.itemsize, sm // 10).options()
+    launch = {key: options.pop(key) for key in ("num_warps", "num_stages")}
+    constants = {
+        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "HAS_STARTS": starts, "HAS_SLOPES": slopes,
+        "WIDE": wide, "INTERPRETED": False, **options,
+    }  # fmt: skip
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    signature, attributes = {}, {}
+    for position, argument in enumerate(kernel.arg_names):
+        if argument in constants:
+            signature[argument] = "constexpr"
+        elif argument.startswith("p_"):
+            signature[argument] = POINTERS.get(argument, "*" + TYPES[dtype])
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif argument.startswith("scale"):
+            signature[argument] = "fp32"
+        else:
+            signature[argument] = "i32"
+            if "_by_" in argument:  # strides are multiples of the head dim
+                attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=launch)
+
+
+def registers_and_spills(ptx: str, sm: int) -> dict[str, int]:
+    """What the assembler says of the machine code; the binary alone does not tell."""
+    target = re.search(r"\.target\s+(\w+)", ptx).group(1)
+    assembler = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if sm >= 100 else "ptxas")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [assembler, "-v", f"--gpu-name={target}", file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    stores, loads = (int(re.search(rf"(\d+) bytes spill {what}", said).group(1)) for what in ("stores", "loads"))
+    return {"registers": int(re.search(r"Used (\d+) registers", said).group(1)), "spills": stores + loads}
+
+
+def main() -> None:
+    asked, *head_dims = sys.argv[1:]
+    # float16 is bfloat16 to the compiler: the same instructions and sizes.
+    for name, head_dim, dtype, sm in itertools.product(
+        TOGETHER.get(asked, (asked,)), map(int, head_dims), (torch.bfloat16, torch.float32), (80, 90, 100)
+    ):
+        for group in GROUPS.get(name, (4,)):
+            # Documents and slopes: what takes most registers.
+            compiled = compile_kernel(name, head_dim, dtype, sm, starts=True, slopes=True, group=group)
+            report = {"kernel": name, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."), "sm": sm}
+            report["group"] = group
+            report["shared"] = compiled.metadata.shared
+            print(json.dumps(report | registers_and_spills(compiled.asm["ptx"], sm)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The launch scripts, with a fake Slurm that starts the tasks of two nodes on this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.running import ROOT, TINY, environment, metrics
+
+SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.sh"))
+
+SRUN = """#!/usr/bin/env bash
+# Two tasks on each of two nodes, or TASKS, started at once; like srun, the highest status of all.
+while [[ $1 == -* ]]; do
+    [[ $1 == --output=* ]] && output=${1#--output=}
+    shift
+done
+for ((task = 0; task < ${TASKS:-4}; task++)); do
+    SLURM_PROCID=$task SLURM_LOCALID=$((task % 2)) SLURM_NODEID=$((task / 2)) SLURM_NTASKS=${TASKS:-4} \\
+        "$@" >> "${output//%t/$task}" 2>&1 &
+done
+worst=0
+for task in $(jobs -p); do
+    wait "$task"
+    status=$?
+    ((status > worst)) && worst=$status
+done
+exit "$worst"
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "$*" >> "$FAKE/scontrol"
+if [[ $1 == show ]]; then printf '127.0.0.1\\nnode1\\n'; fi
+"""
+RANK = """
+import os, pathlib, sys, time
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NODEID", "MASTER_ADDR", "MASTER_PORT")
+folder = pathlib.Path(os.environ["FAKE"])
+if "RANK" in os.environ:
+    (folder / f"rank-{os.environ['RANK']}").write_text(" ".join(os.environ[name] for name in names))
+(folder / "arguments").write_text(" ".join(sys.argv[1:]))
+while (folder / "hold").exists():
+    time.sleep(0.05)
+sys.exit(int((folder / "status").read_text()))
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Starts launch/slurm.sh as a job that was queued in an empty folder."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (tmp_path / "rank.py").write_text(RANK)
+    fake_python = f'#!/bin/sh\nexec {sys.executable} {tmp_path}/rank.py "$@"\n'
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("fake-python", fake_python)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    for name in ("launch", "train.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+
+    def start(*arguments, status=0, python=programs / "fake-python", **more):
+        (tmp_path / "status").write_text(str(status))
+        variables = {
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "FAKE": str(tmp_path), "PYTHON": str(python),
+            "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node[0-1]",
+        }  # fmt: skip
+        command = ["bash", str(ROOT / "launch" / "slurm.sh"), *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=environment() | variables | more, **pipes)
+
+    return start
+
+
+def ended(process):
+    out, error = process.communicate(timeout=300)
+    return process.returncode, out + error
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_shellcheck(script):
+    checker = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([checker, str(ROOT / "launch" / script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert os.access(ROOT / "launch" / script, os.X_OK)
+
+
+def test_ranks_of_two_nodes(slurm, tmp_path):
+    status, said = ended(slurm("train", "--job.config_file", "a b.toml"))
+    assert status == 0, said
+    port = 20000 + 123456 % 20000
+    for rank in range(4):
+        found = (tmp_path / f"rank-{rank}").read_text()
+        assert found == f"{rank} 4 {rank % 2} {rank // 2} 127.0.0.1 {port}"
+        assert (tmp_path / "runs" / "slurm" / "123456" / f"rank-{rank}.log").exists()
+    assert (tmp_path / "arguments").read_text() == "train.py --job.config_file a b.toml"
+    assert (tmp_path / "scontrol").read_text() == "show hostnames node[0-1]\n"
+
+
+@pytest.mark.parametrize(("status", "queued"), [(75, True), (0, False), (1, False), (2, False)])
+def test_a_stopped_run_is_queued_again(slurm, tmp_path, status, queued):
+    assert ended(slurm("train", status=status))[0] == status
+    assert ("requeue 123456" in (tmp_path / "scontrol").read_text()) == queued
+
+
+def test_a_cancelled_run_is_not(slurm, tmp_path):
+    """scancel signals the batch script too."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    job = slurm("train", status=75)
+    while not (tmp_path / "arguments").exists():
+        assert job.poll() is None
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    hold.unlink()
+    assert ended(job)[0] == 75
+    assert "requeue" not in (tmp_path / "scontrol").read_text()
+
+
+def test_usage(slurm):
+    status, said = ended(slurm("pretrain"))
+    assert (status, "usage: sbatch launch/slurm.sh train|recipe" in said) == (2, True)
+
+
+def test_a_recipe_starts_its_stages_with_srun(slurm, tmp_path):
+    assert ended(slurm("recipe", "configs/recipes/X.toml", "--training.steps", "3"))[0] == 0
+    log = "--output=runs/slurm/123456/rank-%t.log"
+    ranks = f"'srun' '--wait=300' '--open-mode=append' '{log}' 'launch/rank.sh' '{tmp_path}/programs/fake-python'"
+    expected = f"-m farsight recipe --launcher {ranks} configs/recipes/X.toml --training.steps 3"
+    assert (tmp_path / "arguments").read_text() == expected
+
+
+def test_ranks_train(slurm, tmp_path):
+    """All of it but Slurm: two real ranks, started by the fake srun."""
+    (tmp_path / "config.toml").write_text(TINY)
+    options = ["--training.steps=2", "--training.local_batch_size=2", "--validation.enable=false"]
+    arguments = ["--job.config_file", "config.toml", "--job.dump_folder", "run", *options]
+    status, said = ended(slurm("train", *arguments, python=sys.executable, TASKS="2"))
+    logs = "".join(path.read_text() for path in (tmp_path / "runs" / "slurm" / "123456").iterdir())
+    assert status == 0, said + logs
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
+
+
+def torchrun(tmp_path, *arguments, **variables):
+    """What launch/torchrun.sh has Python do."""
+    fake_python = tmp_path / "fake-python"
+    fake_python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    fake_python.chmod(0o755)
+    command = ["bash", str(ROOT / "launch" / "torchrun.sh"), *arguments]
+    given = environment() | {"PYTHON": str(fake_python)} | variables
+    return subprocess.run(command, env=given, capture_output=True, text=True)
+
+
+def test_torchrun(tmp_path):
+    done = torchrun(tmp_path, "train", "--job.config_file", "a b.toml", PROCESSES="3")
+    launcher = ["-m", "farsight", "torchrun", "--nnodes", "1", "--nproc_per_node", "3", "--standalone"]
+    assert done.stdout.splitlines() == [*launcher, "train.py", "--job.config_file", "a b.toml"]
+    done = torchrun(tmp_path, "recipe", "X.toml", NODES="4", PROCESSES="8", HEAD="node0:29500")
+    ranks = "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint node0:29500 --rdzv_id farsight"
+    assert done.stdout.splitlines() == ["-m", "farsight", "recipe", "--torchrun", ranks, "X.toml"]
+    done = torchrun(tmp_path, "train", NODES="4")
+    assert done.returncode != 0
+    assert "HEAD" in done.stderr

@@ -1,0 +1,142 @@
+"""Halo attention, the divided loss and a divided model on gloo ranks, each against the whole; `test_context_parallel.py` starts it.
+
+    torchrun --nproc_per_node 4 -m tests.rank_checks
+
+Every rank draws the same whole tensors, keeps its part, and compares its outputs and gradients with its part of the
+reference's.
+"""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torchtitan.distributed import ParallelDims
+
+from farsight.configs.load import build_config
+from farsight.configs.schema import Scope
+from farsight.kernels.chunked_loss import chunked_cross_entropy
+from farsight.kernels.scoped_attention import scoped_attention
+from farsight.model.adapt.garfa import garfa_of, train_garfa
+from farsight.model.build import ModelConfig, build_model
+from farsight.model.position.scope import head_scopes
+from farsight.parallel.context import Layout, reaches, received_bytes
+from farsight.parallel.device import prepare_device
+from farsight.parallel.halo import Context
+from farsight.parallel.parallelize import parallelize
+from tests.kernels.test_scoped_attention import documents, draw
+
+T, N, K = 96, 6, 3
+SCOPES = {
+    "mixed": [1, 5, 3, 2, 96, 40],
+    "alike": [7] * 6,
+    "dense": [2**31 - 1] * 6,
+    "one token": [1] * 6,
+    "over several ranks": [30, 30, 60, 61, 10, 25],
+}
+
+
+def check(context: Context, scopes: list[int], starts, slopes) -> None:
+    whole, do = draw(B=2, Lq=T, N=N, K=K, H=4, seed=3)
+    scopes_N = torch.tensor(scopes)
+    exact_o = scoped_attention(*whole, scopes_N, starts, slopes, backend="reference")
+    exact = exact_o, *torch.autograd.grad(exact_o, whole, do)
+
+    q, k, v = (context.own(x).detach().requires_grad_() for x in whole)
+    exchange = context.exchange(k, v, scopes)
+    o = exchange.attend(q, scopes_N, starts, slopes, "banded")
+    found = o, *torch.autograd.grad(o, (q, k, v), context.own(do))
+    for name, a, b in zip(("o", "dq", "dk", "dv"), found, exact, strict=True):
+        torch.testing.assert_close(a, context.own(b), rtol=1e-10, atol=1e-10, msg=lambda text, name=name: name + text)
+    ranks, rank = context.group.size(), context.group.rank()
+    planned = received_bytes(rank, ranks, T, reaches(scopes, K, T), context.layout, 4, 8)
+    assert exchange.received_bytes == 2 * planned  # two rows
+
+
+def check_traffic(context: Context) -> None:
+    """Received in a layer at 4,096 tokens, 16 heads on 4, four ranks: the plan's bytes, and what part of an all-gather."""
+    N, K, H, length = 16, 4, 8, 4096
+    scopes = head_scopes(Scope(layout="group_balanced"), N, K, length, length)
+    ranks, rank = context.group.size(), context.group.rank()
+    k, v = torch.zeros(2, 1, length // ranks, K, H)
+    received = torch.tensor(context.exchange(k, v, scopes).received_bytes)
+    assert received == received_bytes(rank, ranks, length, reaches(scopes, K, length), context.layout, H, 4)
+    dist.all_reduce(received, group=context.group)
+    everything = ranks * (ranks - 1) * 2 * k.nbytes
+    assert round(float(received / everything), 3) == {"contiguous": 0.160, "zigzag": 0.258}[context.layout]
+
+
+def check_loss(group: dist.ProcessGroup) -> None:
+    """The vocabulary divided over the ranks, in chunks of a few tokens, against PyTorch's loss over all of it."""
+    generator = torch.Generator().manual_seed(5)
+    h = torch.randn(23, 6, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = (3 * torch.randn(20, 6, generator=generator, dtype=torch.float64)).requires_grad_()
+    labels = torch.randint(0, 20, (23,), generator=generator)
+    labels[::5] = -100
+    exact = F.cross_entropy(h @ weight.T, labels, reduction="sum")
+    exact_h, exact_weight = torch.autograd.grad(exact, (h, weight))
+    own = weight.detach().chunk(group.size())[group.rank()].requires_grad_()
+    for chunk in (4, 0):
+        loss = chunked_cross_entropy(h, own, labels, chunk, vocabulary_group=group)
+        dh, dw = torch.autograd.grad(loss, (h, own))
+        dist.all_reduce(dh, group=group)
+        for a, b in ((loss, exact), (dh, exact_h), (dw, exact_weight.chunk(group.size())[group.rank()])):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def check_logits() -> None:
+    """Logits of a model that is divided over four ranks; each rank returns all of them. GARFA has a head on each."""
+    config = build_config(
+        {
+            "architecture": {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 64},
+            "position": {
+                "heads": {"kind": "scope", "layout": "group_balanced"},
+                "bias": {"kind": "alibi"},
+                "garfa": {"layers": [{"layer": layer, "raw": [-3.0, -2.0, 0.0, 1.0]} for layer in (0, 1)]},
+            },
+            "training": {"seq_len": 32, "mixed_precision_param": "float32"},
+            "parallelism": {"tensor_parallel_degree": 4, "data_parallel_shard_degree": 1},
+            "activation_checkpoint": {"mode": "none"},
+        }
+    )
+    whole, divided = (build_model(ModelConfig.from_job(config)) for _ in range(2))
+    for model in (whole, divided):
+        train_garfa(model, [1])
+    whole.init_weights()
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=4, pp=1, ep=1, etp=1, world_size=4)
+    parallelize(divided, dims, config)
+    divided.init_weights()
+    tokens, positions = torch.arange(64).view(2, 32) * 7 % 64, torch.arange(32)[None]
+    logits, expected = divided(tokens, positions), whole(tokens, positions)
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert garfa_of(divided) == garfa_of(whole) == config.position.garfa
+    for model in (whole, divided):
+        model(tokens, positions, labels=tokens).backward()
+    found, exact = (model.layers["1"].attention.garfa.raw.grad for model in (divided, whole))
+    torch.testing.assert_close(found.full_tensor(), exact, rtol=1e-4, atol=0)
+
+
+def main() -> None:
+    prepare_device()
+    dist.init_process_group("gloo")
+    world = dist.group.WORLD
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    layouts: tuple[Layout, ...] = ("contiguous", "zigzag")
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.0, 1.0, 2.0], dtype=torch.float64)
+    for layout, group in itertools.product(layouts, (world, halves[dist.get_rank() // 2])):
+        context = Context(group, layout)
+        for scopes in SCOPES.values():
+            check(context, scopes, None, None)
+        for new_document in (1.0, 0.2, 0.03):
+            check(context, SCOPES["mixed"], documents(2, T, new_document), slopes)
+    for layout in layouts:
+        check_traffic(Context(world, layout))
+    check_loss(world)
+    check_loss(halves[dist.get_rank() // 2])
+    check_logits()
+    print(f"rank {dist.get_rank()}: equal")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

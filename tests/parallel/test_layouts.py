@@ -1,0 +1,209 @@
+"""The same losses and gradient norms under every layout; `python -m benchmarks.parity` has all of them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torchtitan.distributed import ParallelDims
+
+from farsight.benchmarks import parity
+from farsight.configs.load import ConfigError, build_config
+from farsight.parallel.gradients import clip_gradients
+from farsight.parallel.pipeline import modules_of_stages
+from tests.running import TINY, metrics, train
+
+LAYOUTS = {layout.name: layout for layout in parity.LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder for runs, with one process's run of every model."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for model, position in parity.MODELS.items():
+        (folder / f"{model}.toml").write_text(parity.CONFIG + position)
+        parity.run(parity.ONE, model, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("HSDP 2 × 2", "RoPE"),
+        ("TP 2", "SCOPE"),
+        ("TP 2 × CP 2", "mixed"),
+        ("TP 2 × DDP 2", "RoPE"),
+        ("TP 2 × PP 2", "SCOPE"),
+        ("CP 4, contiguous", "SCOPE"),
+        ("PP 2, accumulation 2", "RoPE"),
+        ("PP 2, ZBV zero-bubble", "mixed"),
+        ("PP 2 × FSDP 2", "SCOPE"),
+    ],
+)
+def test_a_layout_equals_one_process(folder, name, model):
+    parity.run(LAYOUTS[name], model, folder)
+    for key in ("loss", "grad_norm"):
+        found, expected = (parity.series(folder / layout / model, key) for layout in (name, parity.ONE.name))
+        assert len(found) == 5
+        assert found == pytest.approx(expected, rel=1e-5), key
+
+
+TENSOR = "--parallelism.tensor_parallel_degree=2"
+PIPELINE = "--parallelism.pipeline_parallel_degree=2"
+GARFA = "garfa = { layers = [{ layer = 1, raw = [-1.0, -3.0] }] }"
+ALL_KINDS = [
+    "--architecture.qk_norm", "--position.embedding", "sinusoidal", "--position.bias.kind", "alibi",
+    "--activation_checkpoint.mode", "full",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        # Frozen parameters stay frozen when tensor parallelism replaces them, and a divided embedding may be the head too.
+        (
+            [*ALL_KINDS, "--architecture.tie_embeddings", "--training.layers", "1:"],
+            [TENSOR, "--training.enable_cpu_offload"],
+        ),
+        (ALL_KINDS, [PIPELINE, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]),
+        ([], [TENSOR, PIPELINE, "--compile.enable", "--compile.backend", "aot_eager"]),
+    ],
+    ids=["tp", "pp", "tp-pp-compiled"],
+)
+def test_every_part_of_a_model(tmp_path, model, layout):
+    short = ["--training.steps", "3", "--checkpoint.interval", "100"]
+    config = TINY.replace("[position]", f"[position]\n{GARFA}")
+    train(tmp_path / "one", *short, *model, config=config)
+    ranks = 4 if {TENSOR, PIPELINE} <= {*layout} else 2
+    train(tmp_path / "two", *short, *model, *layout, ranks=ranks, config=config)
+    for key in ("loss", "grad_norm"):
+        for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
+            assert b[key] == pytest.approx(a[key], rel=1e-5)
+    for a, b in zip(metrics(tmp_path / "one", "val_loss"), metrics(tmp_path / "two", "val_loss"), strict=True):
+        assert b["val_loss"] == pytest.approx(a["val_loss"], rel=1e-5)
+
+
+def test_mixed_precision_needs_no_fsdp(tmp_path):
+    """torchtitan trains in fp32, with a warning, where tensor or pipeline parallelism stand alone."""
+    short = ["--training.steps", "3", "--validation.enable=false", "--checkpoint.enable=false"]
+    bf16 = ["--training.mixed_precision_param", "bfloat16"]
+    train(tmp_path / "exact", *short)
+    train(tmp_path / "fsdp", *short, *bf16, "--training.local_batch_size=2", ranks=2)
+    for name, layout in {"tp": TENSOR, "pp": PIPELINE}.items():
+        train(tmp_path / name, *short, *bf16, layout, ranks=2)
+        for exact, fsdp, row in zip(*(metrics(tmp_path / run) for run in ("exact", "fsdp", name)), strict=True):
+            assert row["loss"] == pytest.approx(fsdp["loss"], rel=1e-3)
+            assert row["loss"] != pytest.approx(exact["loss"], rel=1e-5)
+
+
+def test_float8_layers_train(tmp_path):
+    """Emulated, with tensor parallelism: near bf16, and not the same."""
+    short = ["--training.steps", "3", "--validation.enable=false", "--training.mixed_precision_param", "bfloat16"]
+    float8 = ["--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate"]
+    train(tmp_path / "bf16", *short, TENSOR, ranks=2)
+    done = train(tmp_path / "float8", *short, *float8, TENSOR, ranks=2)
+    assert "Float8 tensorwise scaled training active" in done.stderr
+    for a, b in zip(metrics(tmp_path / "bf16"), metrics(tmp_path / "float8"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=2e-3)
+        assert b["loss"] != a["loss"]
+    if not torch.cuda.is_available():
+        refused = train(tmp_path / "real", *short, *float8[:2], check=False)
+        assert refused.returncode == 2
+        assert "needs a GPU with float8 products" in refused.stderr
+
+
+def test_resumed_under_other_layouts(tmp_path):
+    """FSDP 4, TP 2 × FSDP 2, TP 2 × PP 2, one process; no batch is seen twice and none is left out."""
+    schedule = ["--lr_scheduler.total_steps", "9", "--validation.enable=false"]
+    train(tmp_path / "whole", *schedule, "--training.steps", "9")
+    moved: Path = tmp_path / "moved"
+    train(moved, *schedule, "--training.steps", "3", "--training.local_batch_size", "1", ranks=4)
+    train(moved, *schedule, "--training.steps", "5", "--training.local_batch_size", "2", TENSOR, ranks=4)
+    train(moved, *schedule, "--training.steps", "7", TENSOR, PIPELINE, ranks=4)
+    train(moved, *schedule, "--training.steps", "9")
+    for a, b in zip(metrics(tmp_path / "whole"), metrics(moved), strict=True):
+        assert (b["step"], b["tokens"]) == (a["step"], a["tokens"])
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-5)
+
+
+def test_norms_do_not_lose_digits():
+    parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((4096, 128), (3,))]
+    # Many squares far below one large one, as in a head's gradient: an fp32 sum stops growing.
+    parameters[0].grad = torch.full((4096, 128), 1e-3).index_fill_(0, torch.tensor([0]), 1.0)
+    parameters[1].grad = torch.tensor([3.0, 4.0, 12.0])
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)
+    expected = sum(float(p.grad.double().square().sum()) for p in parameters) ** 0.5
+    before = parameters[1].grad.clone()
+    assert clip_gradients(parameters, 2.0, dims) == pytest.approx(expected, rel=1e-10)
+    torch.testing.assert_close(parameters[1].grad, before * (2.0 / expected), rtol=1e-5, atol=0)
+    assert clip_gradients(parameters, 10.0, dims) == pytest.approx(2.0, rel=1e-5)  # left as they are
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"parallelism": {"tensor_parallel_degree": 3}}, "= 3 does not divide architecture.n_kv_heads = 4"),
+        (
+            {"parallelism": {"tensor_parallel_degree": 4, "context_parallel_degree": 8}, "training": {"seq_len": 2064}},
+            "does not divide training.seq_len / 8 context-parallel ranks = 258",
+        ),
+        (
+            {"parallelism": {"tensor_parallel_degree": 2}, "validation": {"seq_len": 63}},
+            "does not divide validation.seq_len / 1 context-parallel ranks = 63",
+        ),
+        (
+            {"parallelism": {"context_parallel_degree": 2}, "validation": {"seq_len": 62}},
+            "validation.seq_len = 62 is not a multiple of 4",
+        ),
+        ({"parallelism": {"enable_async_tensor_parallel": True}}, "is a pass of torch.compile"),
+        ({"parallelism": {"pipeline_parallel_degree": 2}, "training": {"local_batch_size": 1}}, "gives a pipeline 1 micro-batches"),
+        (
+            {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 3}, "training": {"local_batch_size": 4}},
+            "4 is not a multiple of parallelism.pipeline_parallel_microbatch_size = 3",
+        ),
+        (
+            {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_stages_per_rank": 2}, "training": {"local_batch_size": 4}},
+            "pipeline_parallel_stages_per_rank = 2: 1F1B has 1",
+        ),
+        (
+            {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"local_batch_size": 4}, "architecture": {"tie_embeddings": True}},
+            "the first and the last stage would share a weight",
+        ),
+        (
+            {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"local_batch_size": 4, "layers": "0"}},
+            "stages that train nothing",
+        ),
+        (
+            {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"local_batch_size": 4}, "validation": {"local_batch_size": 2}},
+            "have to be training's",
+        ),
+        (
+            {
+                "parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+                "training": {"local_batch_size": 4},
+                "compile": {"enable": True},
+            },
+            "splits backward passes",
+        ),
+    ],
+)  # fmt: skip
+def test_what_does_not_divide_is_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        build_config({"model": {"flavor": "tiny"}, **options})
+
+
+def test_stages_hold_layers_by_their_cost():
+    """Two dense layers cost more than six of narrow windows at this length."""
+    rules = [{"layers": "2:", "heads": {"kind": "window", "window": 16}}]
+    config = build_config(
+        {
+            "architecture": {"n_layers": 8, "vocab_size": 512},
+            "training": {"seq_len": 32768, "local_batch_size": 2},
+            "position": {"rules": rules},
+            "parallelism": {"pipeline_parallel_degree": 2},
+        }
+    )
+    assert modules_of_stages(config) == [
+        ["tok_embeddings", "layers.0"],
+        ["layers.1", *(f"layers.{i}" for i in range(2, 8)), "norm", "output"],
+    ]

@@ -1,0 +1,24 @@
+"""What is wrapped around the model."""
+
+import pytest
+import torch
+
+from farsight.configs.load import build_config
+from farsight.parallel.parallelize import saved_ops
+
+
+@pytest.mark.parametrize(
+    ("backend", "op"),
+    [
+        ("auto", torch.ops.farsight.banded_attention.default),
+        ("banded", torch.ops.farsight.banded_attention.default),
+        ("flex", torch._higher_order_ops.flex_attention),
+    ],
+)
+def test_selective_checkpointing_keeps_the_backends_operator(backend, op):
+    assert op in saved_ops(build_config({"attention": {"backend": backend}}))
+
+
+def test_a_missing_package_is_named():
+    with pytest.raises(ValueError, match="pip install flash-attn"):
+        saved_ops(build_config({"attention": {"backend": "flash"}}))

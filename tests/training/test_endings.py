@@ -1,0 +1,163 @@
+"""How `train.py` refuses and ends: one sentence, a status of its own, on every rank, and no traceback."""
+
+import re
+import subprocess
+
+import pytest
+
+from farsight.configs.load import ConfigError, load_config
+from farsight.launch.plan.finetune_report import summary
+from farsight.training.finetune.spec import load_finetune_config
+from farsight.training.run_folder import lock_run_folder
+from farsight.training.start import say_theta
+from tests.finetuned import write_base
+from tests.running import ROOT, environment, forked, train, train_command
+
+TWO = ["--training.local_batch_size", "2"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ["--parallelism.tensor_parallel_degree", "2"],
+            "start 2 or a multiple with torchrun --nproc_per_node 2 train.py",
+        ),
+        (["--parallelism.data_parallel_shard_degree", "4"], "start 4 with torchrun --nproc_per_node 4 train.py"),
+        (["--parallelism.data_parallel_shard_degree", "0"], "data_parallel_shard_degree = 0"),
+        (["--parallelism.data_parallel_shard_degree", "-2"], "data_parallel_shard_degree = -2"),
+    ],
+)
+def test_what_takes_other_processes_is_refused(tmp_path, options, says):
+    done = train(tmp_path / "run", *options, check=False)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_runs_do_not_lie_in_one_another(tmp_path):
+    (tmp_path / "outer").mkdir()
+    (tmp_path / "outer" / "metrics.jsonl").touch()
+    done = train(tmp_path / "outer" / "inner", check=False)
+    assert (done.returncode, "would lie inside the run" in done.stderr) == (2, True)
+    done = train(tmp_path, check=False)
+    assert (done.returncode, "holds the run" in done.stderr) == (2, True)
+    (tmp_path / "outer" / "inner").mkdir()
+    (tmp_path / "outer" / "inner" / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl that no run wrote"):
+        lock_run_folder(tmp_path / "outer" / "inner", wait_seconds=0)
+    (tmp_path / "outer" / "inner" / ".lock").touch()
+    lock_run_folder(tmp_path / "outer" / "inner", wait_seconds=0)  # one that is there goes on
+
+
+def test_who_is_waited_for_is_said(tmp_path):
+    lock_run_folder(tmp_path / "run")
+    waiting = subprocess.Popen(
+        train_command(tmp_path / "run"), cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    lines = [waiting.stderr.readline() for _ in range(2)]
+    assert re.search(r"is in use by process \d+ on .*: waiting up to 60 s", lines[1])
+    waiting.terminate()
+    assert "stopped before training began" in waiting.communicate()[1]
+    assert waiting.returncode == 75
+
+
+def test_a_folder_that_can_not_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    train_command(tmp_path / "run")
+    done = forked(
+        ["--job.config_file", str(tmp_path / "run.toml"), "--job.dump_folder", str(tmp_path / "file" / "run")], tmp_path
+    )
+    assert done.returncode == 2
+    assert f"The run folder {tmp_path}/file/run can't be written: Not a directory." in done.stderr
+
+
+def test_help_of_what_is_not_there(tmp_path):
+    done = forked(["--help", "nosuch"], tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("There is no section nosuch. Known: job, ")
+
+
+PATCHED = """
+import os, runpy, sys
+sys.path.insert(0, {root!r})
+import launch.trainer as trainer
+{patch}
+runpy.run_path({root!r} + "/train.py", run_name="__main__")
+"""
+
+FULL = """
+def full(saved, out, **options):
+    raise OSError(28, "No space left on device", str(out))
+trainer.checkpoint_to_model_dir = full
+"""
+FULL_AT_START = """
+def full(path, text):
+    raise OSError(28, "No space left on device", str(path))
+trainer.write_text = full
+"""
+BROKEN = """
+step = trainer.Trainer.train_step
+def broken(self, batches):
+    if self.step == 2 and os.environ["RANK"] == "1":
+        raise KeyError("broken")
+    step(self, batches)
+trainer.Trainer.train_step = broken
+"""
+
+
+def patched(tmp_path, patch, *options):
+    """Two ranks of `train.py` in which something fails."""
+    script = tmp_path / "patched.py"
+    script.write_text(PATCHED.format(root=str(ROOT), patch=patch))
+    arguments = train_command(tmp_path / "run", *TWO, "--validation.no_enable", *options)[2:]
+    return forked(arguments, tmp_path / "printed", ranks=2, script=str(script))
+
+
+def test_a_disk_that_is_full_at_the_export(tmp_path):
+    done = patched(tmp_path, FULL, "--training.steps", "3")
+    assert done.returncode == 4
+    assert "No space left on device" in done.stderr
+    assert "the same command goes on from the newest checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
+    train(tmp_path / "run", "--validation.no_enable", "--training.steps", "3")
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+
+
+def test_a_disk_that_is_full_at_the_start(tmp_path):
+    done = patched(tmp_path, FULL_AT_START)
+    assert done.returncode == 2
+    assert "can't be written: [Errno 28] No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_fault_on_one_rank_ends_all_and_is_kept_in_the_run_folder(tmp_path):
+    done = patched(tmp_path, BROKEN)
+    assert done.returncode == 1
+    assert "[rank 1] unexpected KeyError: 'broken'. This is a fault in Farsight" in done.stderr
+    assert "Traceback" not in done.stderr
+    (report,) = (tmp_path / "run" / "errors").iterdir()
+    assert str(report) in done.stderr
+    assert "in broken" in report.read_text()
+
+
+def test_the_theta_of_the_weights_counts(tmp_path, caplog):
+    """Llama 3's base has 500,000: a run that starts from it says when it turns with another, and fine-tuning keeps it."""
+    write_base(tmp_path / "base")
+    caplog.set_level("INFO")
+    yarn, named = ["--position.rotary.kind", "yarn"], ["--position.rotary.theta", "20000"]
+    says = f"the weights of {tmp_path}/base were trained with 500000"
+    for options, level in ((yarn, "WARNING"), ([*yarn, *named], "INFO"), (["--position.rotary.kind", "llama3"], None)):
+        caplog.clear()
+        arguments = ["--checkpoint.initial_load_path", str(tmp_path / "base"), *options]
+        say_theta(load_config(arguments), arguments)
+        assert [record.levelname for record in caplog.records if says in record.getMessage()] == [level] * (
+            level is not None
+        )
+    common = ["--base_model.path", str(tmp_path / "base"), "--tokenizer.kind", "bytes"]
+    for options, theta in ((yarn, 5e5), ([*yarn, *named], 2e4), ([], 5e5)):
+        config = load_finetune_config([*common, *options])
+        assert config.position.rotary.theta == theta
+        assert f"{theta:g}" in summary(config, 1)
+    config = load_finetune_config([*common, "--optimizer.lr", "1e-3", "--optimizer.beta2", "0.999"])
+    assert "AdamW: lr 0.001, betas 0.9 and 0.999, eps 1e-08, weight decay" in summary(config, 1)

@@ -1,0 +1,22 @@
+"""What a fine-tuning config takes from its base."""
+
+from dataclasses import replace
+
+from farsight.configs.finetuning import FinetuneConfig
+from farsight.configs.schema import NoRotary
+from farsight.model.build import ModelConfig
+
+
+def take_base(config: FinetuneConfig, base: ModelConfig, names_theta: bool) -> None:
+    """Fills in the base's shapes, and its positions and trained length where the config has none of its own.
+
+    GARFA that the base has learned belongs to its weights: other positions keep it, unless they say
+    `[position.garfa] layers = []`. So does the RoPE base, unless the config names one.
+    """
+    position, theirs = config.position or base.position, base.position.rotary
+    if not (names_theta or isinstance(position.rotary, NoRotary) or isinstance(theirs, NoRotary)):
+        position = replace(position, rotary=replace(position.rotary, theta=theirs.theta))
+    if position.garfa is None:
+        position = replace(position, garfa=base.position.garfa)
+    config.architecture, config.position = base.architecture, position
+    config.trained_length = config.trained_length or max(base.trained_length, config.training.seq_len)

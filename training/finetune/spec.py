@@ -1,0 +1,271 @@
+"""What fine-tuning builds in place of pre-training: the base with adapters on it, two optimizer groups, conversations.
+
+`train.py` has the loop. Read here: config and base → `with_base`; the model → `build_adapted`; its weights → `BaseWeights`.
+"""
+
+import logging
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
+
+from farsight.checkpoints.model_dir.api import TensorReader, check_tensors, read_model_config
+from farsight.configs.check import ConfigError
+from farsight.configs.check_finetuning import check_base
+from farsight.configs.finetuning import FinetuneConfig
+from farsight.configs.load import load_config
+from farsight.configs.schema import Architecture
+from farsight.data.instructions.loader import build_instruction_loader, build_instruction_validation_loader
+from farsight.data.tokenizers.tokenizer import find_tokenizer_dir
+from farsight.model.adapt.garfa import train_garfa
+from farsight.model.adapt.layers import adapted
+from farsight.model.adapt.lora import add_lora, by_linear, initial_lora, is_lora
+from farsight.model.adapt.quantized import dequantize, fill, is_quantized, quantize_linears, unpack_parameters
+from farsight.model.build import ModelConfig, build_model, count_parameters
+from farsight.model.flops import Adapters, batch_flops
+from farsight.model.llama import Llama, copy_whole, unwrapped
+from farsight.parallel.parallelize import parallelize
+from farsight.parallel.pipeline import ShareOfLoss
+from farsight.progress import progress
+from farsight.training.finetune.base import take_base
+from farsight.training.finetune.optimizer import GARFA, build_optimizers, build_schedules, trained_parameters
+from farsight.training.metrics import RunMetrics
+from farsight.training.spec import ModelArgs, build_tokenizer
+from farsight.training.start import names_theta
+from farsight.training.validation import Validator
+
+logger = logging.getLogger("farsight")
+
+# ── Config ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def load_finetune_config(arguments: Sequence[str]) -> FinetuneConfig:
+    """Reads config file and options, and from the base's directory what it says of itself.
+
+    Raises:
+        ConfigError: settings that can't be used, or a base that can't.
+    """
+    return with_base(load_config(arguments, FinetuneConfig), names_theta(arguments))
+
+
+def with_base(config: FinetuneConfig, theta_named: bool = True) -> FinetuneConfig:
+    """Fills in the base's shapes, positions, trained length and tokenizer.
+
+    Args:
+        theta_named: whether somebody set position.rotary.theta; otherwise other positions keep the base's.
+
+    Raises:
+        ConfigError: no model directory, or settings that contradict it.
+    """
+    if not config.base_model.path:
+        raise ConfigError("base_model.path is empty: set it to the model directory to fine-tune.")
+    directory = Path(config.base_model.path).expanduser()
+    if not directory.is_dir():
+        raise ConfigError(
+            f"base_model.path = {config.base_model.path!r} does not exist. It is a directory with config.json and *.safetensors: the "
+            "model/ of a run (`make quickstart` makes runs/quickstart/context-2048/model), or a downloaded model "
+            "(`hf download ORG/NAME --local-dir DIR`)."
+        )
+    base = read_model_config(directory)
+    if config.architecture not in (Architecture(), base.architecture):
+        raise ConfigError(
+            f"[architecture] and model.flavor are not the base's:\n  config: {config.architecture}\n"
+            f"  {directory}: {base.architecture}\nLeave them out to take the base's."
+        )
+    take_base(config, base, theta_named)
+    if not config.tokenizer.path and config.tokenizer.kind == "auto":
+        found = find_tokenizer_dir(directory)
+        if found is None:
+            raise ConfigError(f"{directory} has no tokenizer files: name them in tokenizer.path.")
+        config.tokenizer = replace(config.tokenizer, path=str(found))
+    check_base(config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
+    layers = adapted(config)  # refuses layers that are not there
+    by_linear(config.lora.rank_pattern, config.lora, layers.lora)  # and these, patterns that fit none
+    by_linear(config.lora.alpha_pattern, config.lora, layers.lora)
+    return config
+
+
+# ── Model ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def build_adapted(config: FinetuneConfig) -> Llama:
+    """The base with its adapters, on the meta device; `init_weights` then reads the base.
+
+    What trains is fp32: adapters, and the layers that `training.layers` names. All else is in `base_model.dtype` or quantised.
+    """
+    layers = adapted(config)
+    model = build_model(ModelConfig.from_job(config))
+    quantize_linears(model, config.base_model)
+    model.requires_grad_(False)
+    if layers.lora:
+        try:
+            add_lora(model, config.lora, layers.lora, config.base_model)
+        except ValueError as error:
+            raise ConfigError(f"lora: {error}") from error
+    unpack_parameters(model)
+    for number in layers.whole:
+        for parameter in model.layers[str(number)].parameters():
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)
+    if layers.garfa:
+        try:
+            train_garfa(model, layers.garfa, config.garfa.init, config.garfa.equation, config.garfa.queries)
+        except ValueError as error:
+            raise ConfigError(f"garfa.layers: {error}") from error
+    model.fill_parameter = BaseWeights(model, config)
+    model.register_state_dict_post_hook(_trained_alone)
+    return model
+
+
+def _trained_alone(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Takes the base out of a state dict: torchtitan makes one as it builds, and bitsandbytes' layers add what is no
+    parameter to theirs."""
+    trained = {prefix + name for name in trained_parameters(model)}
+    for name in [*state]:
+        if unwrapped(name) not in trained:
+            del state[name]
+
+
+class BaseWeights:
+    """Fills an adapted model's parameters, one after the other: the base's from its directory, quantised where they are
+    kept so, and the adapters' with what they start from."""
+
+    def __init__(self, model: Llama, config: FinetuneConfig) -> None:
+        self.model, self.config = model, config
+        directory = Path(config.base_model.path).expanduser()
+        self.read = TensorReader(check_tensors(directory, read_model_config(directory)))
+        self.modules: dict[str, nn.Module] = {}
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> None:
+        seed, base = self.config.debug.seed or 0, self.config.base_model
+        if not self.modules:  # now that recomputation and compilation have wrapped them
+            self.modules = {unwrapped(f"{path}."): module for path, module in self.model.named_modules()}
+            total = sum(1 for _ in self.model.parameters())
+            self.bar = progress(total=total, desc="load base", unit="tensor")
+        if is_lora(name):
+            beside = name.partition(".lora_")[0] + ".weight"
+            weight = dequantize(self.read(beside).to(parameter.device), base) if "magnitude" in name else None
+            copy_whole(parameter, initial_lora(name, tuple(parameter.shape), seed, weight).to(parameter.device))
+        elif name.endswith(GARFA):
+            self.model.init_parameter(name, parameter)
+        else:
+            module = self.modules[name.rpartition(".")[0] + "."]
+            weight = self.read(name.replace(".base_layer.", "."))
+            if is_quantized(module):
+                fill(module, weight, base)
+            else:
+                copy_whole(parameter, weight.to(parameter.device))
+        self.bar.update()
+        if self.bar.n >= self.bar.total:
+            self.bar.close()
+            self.read.close()
+
+
+def _quiet() -> bool:
+    return os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
+
+
+class TrainedWeights:
+    """The trained parameters as a checkpoint sees them; the base is in its own directory."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: parameter.detach() for name, parameter in trained_parameters(self.model).items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """They were loaded in place."""
+
+
+def adapters_of(config: FinetuneConfig, model: nn.Module) -> Adapters:
+    """What the FLOPs of a step depend on."""
+    matrices = sum(p.numel() for name, p in trained_parameters(model).items() if is_lora(name))
+    return Adapters(adapted(config).lowest, matrices)
+
+
+def whole_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters, each whole and on the CPU, on rank 0; every rank has to call it."""
+    weights = {}
+    for name, parameter in trained_parameters(model).items():
+        value = parameter.detach()
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        if os.environ.get("RANK", "0") == "0":
+            weights[name] = whole.cpu()
+    return weights
+
+
+# ── torchtitan's spec ─────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class FinetuneModelArgs(ModelArgs):
+    """As pre-training's, and the adapters."""
+
+    job: FinetuneConfig | None = None
+
+    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
+        super().update_from_config(job_config, **kwargs)
+        self.job = job_config
+
+    def build(self) -> nn.Module:
+        assert self.job is not None
+        return build_adapted(self.job)
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Of the base's parameters as numbers, however they are kept."""
+        assert self.config is not None
+        assert self.job is not None
+        trained, a, layers = trained_parameters(model), self.config.architecture, self.config.layers()
+        positions = torch.arange(seq_len)[None]
+        flops = batch_flops(a, layers, positions, self.trained_layers, adapters_of(self.job, model)) // seq_len
+        added = sum(p.numel() for name, p in trained.items() if is_lora(name) or name.endswith(GARFA))
+        return count_parameters(self.config) + added, flops
+
+
+def register_finetuning(config: FinetuneConfig) -> None:
+    """Makes `model.name = "farsight"` known to torchtitan, as fine-tuning builds it."""
+    _extra_train_specs.pop("farsight", None)
+    register_train_spec(
+        "farsight",
+        TrainSpec(
+            model_cls=FinetuneModelArgs.build,  # type: ignore[arg-type]  # torchtitan asks for a class
+            model_args={config.model.flavor: FinetuneModelArgs()},
+            parallelize_fn=parallelize,
+            pipelining_fn=None,
+            build_optimizers_fn=lambda parts, *_: build_optimizers(config, parts[0]),
+            build_lr_schedulers_fn=lambda optimizers, *_: build_schedules(config, optimizers),
+            build_dataloader_fn=_build_loader,
+            build_tokenizer_fn=build_tokenizer,  # type: ignore[arg-type]  # takes our config, a subclass
+            build_loss_fn=lambda job_config, **_: ShareOfLoss(),
+            build_validator_fn=partial(
+                Validator, build_batches=partial(build_instruction_validation_loader, multiple=_multiple(config))
+            ),
+            build_metrics_processor_fn=RunMetrics,
+        ),
+    )
+
+
+def _multiple(config: FinetuneConfig) -> int:
+    """What lengths of rows are multiples of: of 8 for the matrix units, and of the parts into which ranks cut them."""
+    return math.lcm(8, 2 * config.parallelism.context_parallel_degree)
+
+
+def _build_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: FinetuneConfig) -> Any:
+    """The loader; settles how many steps the epochs are, which the schedules are told afterwards."""
+    loader = build_instruction_loader(job_config, tokenizer, dp_rank, dp_world_size, _multiple(job_config))
+    if not job_config.training.steps:
+        job_config.training.steps = loader.steps_for(job_config.training.epochs)
+    steps, warmup = job_config.training.steps, job_config.lr_scheduler.warmup_steps
+    if warmup > steps:
+        raise ConfigError(f"lr_scheduler.warmup_steps = {warmup} exceeds the run's {steps} steps.")
+    return loader

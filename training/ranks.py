@@ -1,0 +1,45 @@
+"""Errors between ranks: too few of them, a rendezvous that fails, and a rank that is lost."""
+
+import os
+
+import torch.distributed as dist
+
+from farsight.configs.check import check_processes, model_parallel_ranks
+from farsight.configs.load import ConfigError
+from farsight.configs.schema import JobConfig
+
+
+def check_layout(config: JobConfig, processes: int) -> None:
+    """Refuses a layout that the processes which were started do not make up.
+
+    Raises:
+        ConfigError: saying how many are needed, and how to start them.
+    """
+    try:
+        check_processes(config, processes)
+    except ConfigError as error:
+        p = config.parallelism
+        needed = model_parallel_ranks(config) * p.data_parallel_replicate_degree * max(1, p.data_parallel_shard_degree)
+        if needed == processes:
+            raise
+        raise ConfigError(
+            f"{error} This run has {processes}; start {needed}{' or a multiple' * (p.data_parallel_shard_degree == -1)} with "
+            f"torchrun --nproc_per_node {needed} train.py …, or farsight recipe … --nproc {needed}."
+        ) from error
+
+
+def lost_rank(error: BaseException) -> str | None:
+    """Returns the message for a rank that failed because of another one, or None for other errors."""
+    text = str(error).strip()
+    first = text.partition("\n")[0].partition(". ")[0]
+    # gloo raises plain RuntimeErrors.
+    if not (isinstance(error, dist.DistError) or (type(error) is RuntimeError and ("gloo" in text or "NCCL" in text))):
+        return None
+    if dist.is_initialized():
+        return f"lost contact with another rank, whose own message says why ({first})"
+    place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if "EADDRINUSE" in text or "in use" in text:
+        return (
+            f"the ranks can't meet at {place} (MASTER_ADDR, MASTER_PORT): another program has that port; name another."
+        )
+    return f"the ranks did not meet at {place} (MASTER_ADDR, MASTER_PORT): {first}"

@@ -1,0 +1,119 @@
+"""The models of a report: what each path on the command line names, and what of it lies where."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from farsight.analysis.positions import read_config
+from farsight.checkpoints.model_dir.api import is_adapter, read_model_config
+from farsight.checkpoints.steps import complete_steps
+from farsight.configs.load import ConfigError, load_config, read_toml
+from farsight.launch.summary import read_metrics
+from farsight.model.build import ModelConfig
+from farsight.outputs import short_names
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder with at least one logged step: a whole training run, or a stage of a recipe."""
+
+    name: str
+    folder: Path
+    seq_len: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class ReportedModel:
+    """A model on the page."""
+
+    name: str
+    """Tells it from the others."""
+    number: int
+    """Its place on the command line, which gives its colour."""
+    path: Path
+    """As it was given."""
+    config: ModelConfig
+    weights: Path | None
+    """Model directory, adapter or checkpoint; None where there is none yet."""
+    runs: tuple[Run, ...]
+    """That trained it, in order."""
+
+    @property
+    def places(self) -> tuple[Path, ...]:
+        """Folders that results may lie in, or name as the model."""
+        stage = self.runs[-1].folder if self.runs else None
+        return tuple(dict.fromkeys(place for place in (self.path, stage, self.weights) if place is not None))
+
+
+def find_models(paths: Sequence[Path]) -> list[ReportedModel]:
+    """What is at each path: a run folder, a recipe's root, a model directory, an adapter, a checkpoint, or a config file.
+
+    Raises:
+        ConfigError: none of these, or the same path twice.
+    """
+    for number, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:number]]:
+            raise ConfigError(f"{path} is named twice; a report shows a model once.")
+    names = short_names([str(path.with_suffix("") if path.is_file() else path) for path in paths])
+    return [_find(path, name, number) for number, (path, name) in enumerate(zip(paths, names, strict=True))]
+
+
+def _find(path: Path, name: str, number: int) -> ReportedModel:
+    if path.is_file():
+        return ReportedModel(name, number, path, read_config(path), None, ())
+    if not path.is_dir():
+        raise ConfigError(f"There is no {path}.")
+    runs = _runs(path)
+    if not runs and not _is_run(path):
+        try:
+            return ReportedModel(name, number, path, read_model_config(path), path, ())
+        except ConfigError as error:
+            raise ConfigError(f"{error} Nor is it a run folder (metrics.jsonl) or a recipe's (stages in it).") from None
+    weights = next((found for run in reversed(runs) if (found := _weights(run.folder)) is not None), None)
+    if weights is not None:
+        return ReportedModel(name, number, path, read_model_config(weights), weights, runs)
+    file = (runs[-1].folder if runs else path) / "config.toml"
+    if "base_model" in read_toml(file):
+        raise ConfigError(f"{path} has no checkpoint of its adapter yet: wait for the first, or name another run.")
+    config = ModelConfig.from_job(load_config(["--job.config_file", str(file)]))
+    return ReportedModel(name, number, path, config, None, runs)
+
+
+def _runs(path: Path) -> tuple[Run, ...]:
+    if _is_run(path):
+        folders = [path]
+    else:
+        folders = _in_order([f for f in path.iterdir() if (f / "stage.toml").is_file() and _is_run(f)])
+    return tuple(_run(folder) for folder in folders if any("loss" in row for row in read_metrics(folder)))
+
+
+def _in_order(stages: Sequence[Path]) -> list[Path]:
+    """A recipe's stages: each after the one from whose folder it took its weights."""
+    configs = {stage: read_toml(stage / "config.toml") for stage in stages}
+
+    def before(stage: Path) -> int:
+        start = configs[stage]["checkpoint"].get("initial_load_path", "")
+        others = [o for o in stages if o != stage and Path(start).is_relative_to(configs[o]["job"]["dump_folder"])]
+        return 1 + before(others[0]) if others else 0
+
+    return sorted(stages, key=before)
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "metrics.jsonl").is_file()
+
+
+def _run(folder: Path) -> Run:
+    training = read_toml(folder / "config.toml")["training"]
+    return Run(folder.resolve().name, folder, training["seq_len"], training["steps"])
+
+
+def _weights(folder: Path) -> Path | None:
+    """What a run has left: its model, its adapter, or its newest checkpoint."""
+    if (folder / "model" / "config.json").is_file():
+        return folder / "model"
+    if is_adapter(folder / "adapter"):
+        return folder / "adapter"
+    steps = complete_steps(folder / "checkpoint")
+    return folder / "checkpoint" / f"step-{steps[-1]}" if steps else None

@@ -1,0 +1,64 @@
+"""Warnings for runs that start from existing weights."""
+
+import logging
+import tomllib
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from farsight import process
+from farsight.checkpoints.model_dir.api import read_model_config
+from farsight.configs.load import ConfigError, merge, parse_options, read_toml
+from farsight.configs.schema import JobConfig, NoRotary
+
+logger = logging.getLogger("farsight")
+
+
+def say_theta(config: JobConfig, arguments: Sequence[str]) -> None:
+    """Says when a run turns with another RoPE base than the weights it starts from, and loudly when nothing asked for it."""
+    start = config.checkpoint.initial_load_path
+    if not start or not config.checkpoint.enable:
+        return
+    theirs = theta_of(Path(start))
+    ours = config.position.rotary
+    if theirs is None or isinstance(ours, NoRotary) or theirs == ours.theta:
+        return
+    if names_theta(arguments):
+        logger.info(f"position.rotary.theta = {ours.theta:g}; the weights of {start} were trained with {theirs:g}")
+    elif process.ranks().rank == 0:
+        logger.warning(other_theta(start, theirs, ours.theta))
+
+
+def other_theta(start: str, theirs: float, ours: float) -> str:
+    """The warning of a base that nothing asked for."""
+    return (
+        f"position.rotary.theta = {ours:g} by default, but the weights of {start} were trained with {theirs:g}: set "
+        f"position.rotary.theta = {theirs:g} to keep theirs."
+    )
+
+
+def theta_of(start: Path) -> float | None:
+    """The RoPE base of a model directory or checkpoint; None where nothing turns, or loading it will say what is wrong."""
+    try:
+        rotary = read_model_config(start).position.rotary
+    except (ConfigError, OSError):
+        return None
+    return None if isinstance(rotary, NoRotary) else rotary.theta
+
+
+def names_theta(arguments: Sequence[str]) -> bool:
+    """Whether a config file or options name the RoPE base."""
+    options = parse_options(arguments)
+    file = options.get("job", {}).get("config_file")
+    return "theta" in rotary_of(merge(read_toml(Path(file)) if file else {}, options))
+
+
+def rotary_of(values: dict[str, Any]) -> dict[str, Any]:
+    """`position.rotary` of settings that are not checked yet, an empty table without one; options may give it inline."""
+    position = values.get("position")
+    rotary = position.get("rotary") if isinstance(position, dict) else None
+    if isinstance(rotary, str):
+        with suppress(tomllib.TOMLDecodeError):  # which is refused when the settings are checked
+            rotary = tomllib.loads(f"value = {rotary}")["value"]
+    return rotary if isinstance(rotary, dict) else {}
