@@ -12,9 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from farsight.cli import command
+from farsight.cli import command, positive
 from farsight.configs.load import ConfigError
-from farsight.inference.model_options import positive
 from farsight.launch.summary import loss_points
 from farsight.outputs import add_output_options, check_outputs, model_style, write_figures
 from farsight.training.runs import ReportedModel, find_models

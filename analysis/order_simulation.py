@@ -27,10 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from farsight.cli import bounded, command
+from farsight.cli import bounded, command, positive
 from farsight.configs.check import ConfigError
 from farsight.files import write_text
-from farsight.inference.model_options import positive
 from farsight.outputs import add_output_options, check_outputs, model_style
 from farsight.progress import progress
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from farsight.cli import bounded
+from farsight.cli import bounded, positive
 from farsight.configs.check import ConfigError
 from farsight.data.texts import encode_file
 from farsight.data.tokenizers.tokenizer import Tokenizer
-from farsight.inference.model_options import positive
 
 
 def add_text_options(parser: argparse.ArgumentParser, sequences: int, seed: bool = True) -> None:

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from farsight.cli import command
+from farsight.cli import command, positive
 from farsight.configs.load import build_config, read_toml
-from farsight.inference.model_options import positive
 from farsight.parallel.device import prepare_device
 from farsight.training.logs import start_logging
 from farsight.training.trainer import Trainer

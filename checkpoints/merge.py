@@ -27,14 +27,13 @@ from farsight.checkpoints.adapter import load_adapter, read_adapter
 from farsight.checkpoints.cards.model import CARD
 from farsight.checkpoints.model_dir.api import check_model_out, load_model, write_model_dir
 from farsight.checkpoints.model_dir.safetensors_files import TensorReader
-from farsight.cli import command
+from farsight.cli import add_device_option, command
 from farsight.configs.json_files import read_object
 from farsight.configs.load import ConfigError
 from farsight.data.sources.files import stdlib_files
 from farsight.data.texts import encode_file, read_texts
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.files import check_new_folder, prepare_file, write_text
-from farsight.inference.model_options import add_device_option
 from farsight.model.adapt.lora import ADAPTER, merged_weight
 from farsight.model.adapt.quantized import dequantize
 from farsight.model.build import build_model

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from farsight.cli import command
+from farsight.cli import command, positive
 from farsight.configs.check import ConfigError
 from farsight.files import write_text
 from farsight.inference.generate import generate, warn_of_long_prompts
-from farsight.inference.model_options import add_model_options, load, positive
+from farsight.inference.model_options import add_model_options, load
 from farsight.outputs import check_outputs
 from farsight.progress import progress
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from farsight.cli import bounded, command
+from farsight.cli import bounded, command, positive
 from farsight.configs.check import ConfigError
 from farsight.data.order import hash64
 from farsight.data.retrieval.needles import Haystack, Sample, answer_tokens
@@ -34,7 +34,7 @@ from farsight.evals.needle_picture import draw
 from farsight.evals.ranks import sharing_processes
 from farsight.inference.decoder import Decoder
 from farsight.inference.generate import encode_prompt, generate
-from farsight.inference.model_options import LoadedModel, add_model_options, load, positive
+from farsight.inference.model_options import LoadedModel, add_model_options, load
 from farsight.inference.scope_growth import with_growing_scopes
 from farsight.model.build import set_length
 from farsight.outputs import add_output_options, check_outputs, write_figures

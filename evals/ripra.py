@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from farsight import cli
+from farsight.cli import positive
 from farsight.configs.load import ConfigError
 from farsight.data.retrieval.needles import Haystack, passkey
 from farsight.data.texts import encode_file
@@ -38,7 +39,7 @@ from farsight.inference.decoder import Decoder, Rows
 from farsight.inference.extend.remapped import RemappedLayer
 from farsight.inference.extend.ripra import Allocation, Ripra, chunk_scores, relevance_landscape
 from farsight.inference.generate import encode_prompt
-from farsight.inference.model_options import LoadedModel, add_model_options, load, positive
+from farsight.inference.model_options import LoadedModel, add_model_options, load
 from farsight.outputs import add_output_options, check_outputs
 from farsight.progress import progress
 

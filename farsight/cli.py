@@ -144,3 +144,32 @@ def bounded(
         return value
 
     return parse
+
+
+positive = bounded(int, least=1)
+"""An option's whole number of 1 or more."""
+
+
+def device(text: str) -> str:
+    """An argparse type for a device that this machine has."""
+    import torch
+
+    try:
+        asked = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no device; write cpu, cuda, or cuda:1 for the second GPU"
+        ) from None
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    count = torch.accelerator.device_count() if here is not None else 0
+    if asked.type != "cpu" and (here is None or asked.type != here.type or (asked.index or 0) >= count):
+        there = f"{count} of type {here.type}" if here is not None else "no accelerator"
+        raise argparse.ArgumentTypeError(
+            f"{text}: this machine has {there}, as torch {torch.__version__} sees it; use cpu"
+        )
+    return text
+
+
+def add_device_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --device."""
+    parser.add_argument("--device", type=device, help="default: the accelerator if there is one, else cpu")

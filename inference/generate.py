@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from tqdm import tqdm
 
-from farsight.cli import bounded, command
+from farsight.cli import bounded, command, positive
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import InstructionData
 from farsight.data.instructions.chat import chat_template
@@ -37,7 +37,7 @@ from farsight.data.texts import read_texts
 from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.files import write_text
 from farsight.inference.decoder import Decoder, Rows, Usage
-from farsight.inference.model_options import LoadedModel, add_model_options, load, positive
+from farsight.inference.model_options import LoadedModel, add_model_options, load
 from farsight.inference.sampling import GREEDY, Sampling, choose
 from farsight.inference.text_stream import TextStream
 from farsight.outputs import check_outputs

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from farsight.checkpoints.model_dir.api import load_model, read_model_config
-from farsight.cli import bounded
+from farsight.cli import add_device_option, positive
 from farsight.configs.check import ConfigError
 from farsight.configs.json_files import read_object
 from farsight.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
@@ -54,33 +54,6 @@ class LoadedModel:
     @property
     def config(self) -> ModelConfig:
         return self.decoder.config
-
-
-positive = bounded(int, least=1)
-"""An option's whole number of 1 or more."""
-
-
-def device(text: str) -> str:
-    """An argparse type for a device that this machine has."""
-    try:
-        asked = torch.device(text)
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no device; write cpu, cuda, or cuda:1 for the second GPU"
-        ) from None
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    count = torch.accelerator.device_count() if here is not None else 0
-    if asked.type != "cpu" and (here is None or asked.type != here.type or (asked.index or 0) >= count):
-        there = f"{count} of type {here.type}" if here is not None else "no accelerator"
-        raise argparse.ArgumentTypeError(
-            f"{text}: this machine has {there}, as torch {torch.__version__} sees it; use cpu"
-        )
-    return text
-
-
-def add_device_option(parser: argparse.ArgumentParser) -> None:
-    """Adds --device."""
-    parser.add_argument("--device", type=device, help="default: the accelerator if there is one, else cpu")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

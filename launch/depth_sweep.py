@@ -24,10 +24,10 @@ from typing import Any
 from farsight.analysis.probes.position_probe import ProbeSettings
 from farsight.analysis.probes.probes import probe_model
 from farsight.analysis.sequences import add_text_options, read_sequences
-from farsight.cli import command
+from farsight.cli import command, positive
 from farsight.configs.load import ConfigError, parse_options
 from farsight.files import write_text
-from farsight.inference.model_options import add_model_options, load, positive
+from farsight.inference.model_options import add_model_options, load
 from farsight.launch.evaluations import run_child
 from farsight.launch.recipe import load_recipe
 from farsight.launch.summary import run_summary

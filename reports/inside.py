@@ -20,9 +20,9 @@ from pathlib import Path
 from xml.etree.ElementTree import Element
 
 from farsight import cli
+from farsight.cli import positive
 from farsight.configs.load import ConfigError
 from farsight.files import prepare_file, write_text
-from farsight.inference.model_options import positive
 from farsight.model.build import count_parameters
 from farsight.reports.csv_file import write_csv
 from farsight.reports.inside_results import ANALYSIS, MEASURED, can_be_measured, command_line, measure

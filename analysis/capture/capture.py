@@ -32,12 +32,12 @@ from torch import Tensor
 
 from farsight.analysis.capture.recorder import Recorder, recording
 from farsight.analysis.sequences import add_text_options, read_sequences
-from farsight.cli import bounded, command
+from farsight.cli import bounded, command, positive
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import NoRotary
 from farsight.files import write_text
 from farsight.inference.decoder import CHUNK, Decoder
-from farsight.inference.model_options import LoadedModel, add_model_options, load, positive
+from farsight.inference.model_options import LoadedModel, add_model_options, load
 from farsight.model.build import ModelConfig
 from farsight.model.position.layers import LayerPosition
 from farsight.progress import progress

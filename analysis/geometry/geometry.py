@@ -33,10 +33,10 @@ from farsight.analysis.capture.capture import (
 from farsight.analysis.geometry.pca import CLASSES, PAPER_CLASSES, head_class, paper_class, principal_components
 from farsight.analysis.geometry.rotation import planar_rotation
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import command
+from farsight.cli import command, positive
 from farsight.configs.load import ConfigError
 from farsight.files import write_text
-from farsight.inference.model_options import add_model_options, positive
+from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, check_outputs
 from farsight.progress import progress
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from farsight.analysis.graft_sweep.picture import draw
 from farsight.checkpoints.graft import common_tokenizer
 from farsight.checkpoints.model_dir.api import is_adapter, read_model_config
-from farsight.cli import bounded, command
+from farsight.cli import bounded, command, positive
 from farsight.configs.load import ConfigError
 from farsight.data.retrieval.tasks import parse_task
 from farsight.data.texts import encode_file
@@ -37,7 +37,7 @@ from farsight.evals.windows import TARGETS, Windows
 from farsight.files import write_text
 from farsight.inference.decoder import Decoder
 from farsight.inference.extend import Extension
-from farsight.inference.model_options import LoadedModel, add_model_options, load, positive
+from farsight.inference.model_options import LoadedModel, add_model_options, load
 from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config, grafted_model
 from farsight.model.llama import Llama

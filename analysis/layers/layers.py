@@ -30,11 +30,11 @@ from farsight.analysis.layers.agreement import Overlap, spearman
 from farsight.analysis.layers.picture import draw
 from farsight.analysis.layers.sensitivity import OWN_PAIRS, over_domains, read_pairs, sensitivity
 from farsight.analysis.sequences import add_text_options, read_sequences
-from farsight.cli import bounded, command
+from farsight.cli import bounded, command, positive
 from farsight.configs.check import ConfigError
 from farsight.files import prepare_file, write_text
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import add_model_options, load, positive
+from farsight.inference.model_options import add_model_options, load
 from farsight.model.adapt.layers import largest
 from farsight.outputs import add_output_options, check_outputs
 from farsight.progress import progress

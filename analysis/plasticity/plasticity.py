@@ -38,9 +38,9 @@ from farsight.analysis.plasticity.lengths import by_length, read_lengths
 from farsight.analysis.plasticity.picture import draw, draw_training
 from farsight.analysis.plasticity.summary import DistanceMap, check_buckets, head_figures, model_figures
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import command
+from farsight.cli import command, positive
 from farsight.configs.load import ConfigError
-from farsight.inference.model_options import add_model_options, positive
+from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, check_outputs, write_figures
 from farsight.progress import progress
 

@@ -29,14 +29,14 @@ import numpy as np
 import torch
 
 from farsight.checkpoints.model_dir import hf_config
-from farsight.cli import bounded, command
+from farsight.cli import bounded, command, positive
 from farsight.configs.check import ConfigError
 from farsight.data.tokenizers.files import parse_json
 from farsight.data.tokenizers.tokenizer import find_tokenizer_dir
 from farsight.evals.harness.data import EXAMPLES, LocalData, local_data, use_local_data
 from farsight.evals.harness.tasks import RULER_LENGTHS, Benchmark, benchmarks, leaves, named_groups
 from farsight.files import write_text
-from farsight.inference.model_options import add_model_options, load, positive
+from farsight.inference.model_options import add_model_options, load
 from farsight.outputs import check_outputs
 
 if TYPE_CHECKING:

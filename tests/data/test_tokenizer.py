@@ -285,8 +285,8 @@ class TestLongTexts:
 
     def test_progress_is_shown_after_two_seconds(self, trained, monkeypatch, capsys):
         monkeypatch.setattr("farsight.data.tokenizers.base._SLICE", 1000)
-        monkeypatch.setattr("farsight.farsight.progress.DELAY", 0.0)
-        monkeypatch.setattr("farsight.farsight.progress.INTERVAL", 0.01)
+        monkeypatch.setattr("farsight.progress.DELAY", 0.0)
+        monkeypatch.setattr("farsight.progress.INTERVAL", 0.01)
         text = "some words\n" * 200_000
         trained.encode_array(text)
         lines = capsys.readouterr().err.splitlines()

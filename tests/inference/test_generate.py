@@ -390,8 +390,8 @@ def test_text_that_no_encoding_has(run_folder, tmp_path, monkeypatch, capsys):
 
 
 def test_progress_in_a_log(run_folder, monkeypatch, capsys):
-    monkeypatch.setattr("farsight.farsight.progress.DELAY", 0.0)
-    monkeypatch.setattr("farsight.farsight.progress.INTERVAL", 0.0)
+    monkeypatch.setattr("farsight.progress.DELAY", 0.0)
+    monkeypatch.setattr("farsight.progress.INTERVAL", 0.0)
     prompts = ["--prompt", "a prompt", "--prompt", "another one"]
     generate_module.main([str(run_folder / "run" / "model"), *prompts, "--new-tokens", "3", "--device", "cpu"])
     assert re.search(

@@ -168,7 +168,7 @@ def test_refuses(change, message):
 
 def test_a_cpu_is_told_what_to_use():
     code = (
-        "import torch; from kernels.scoped_attention import scoped_attention as a; x = torch.zeros(1, 2, 1, 16);"
+        "import torch; from farsight.kernels.scoped_attention import scoped_attention as a; x = torch.zeros(1, 2, 1, 16);"
         "a(x, x, x, torch.tensor([1]), backend='triton')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)

@@ -81,7 +81,7 @@ def test_help_of_what_is_not_there(tmp_path):
 PATCHED = """
 import os, runpy, sys
 sys.path.insert(0, {root!r})
-import launch.trainer as trainer
+import farsight.training.trainer as trainer
 {patch}
 runpy.run_path({root!r} + "/train.py", run_name="__main__")
 """

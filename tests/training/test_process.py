@@ -45,7 +45,7 @@ if sys.argv[1] == "launcher":
     child = subprocess.Popen([sys.executable, __file__, "rank"])
     sys.stdin.read()  # the test kills this process, or closes the pipe
 else:
-    from launch import process
+    from farsight import process
     process.begin()
     if os.environ["MODE"] == "training":
         process.hand_over()
@@ -109,7 +109,7 @@ def test_torchrun_reads_the_note_of_a_rank(tmp_path, monkeypatch):
 
 RANK = """
 import os, signal, sys, time
-from launch.process import leave_note
+from farsight.process import leave_note
 rank, cases = os.environ["RANK"], sys.argv[1]
 if cases == "status":
     if rank == "0":
