@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farsight.analysis.positions import read_config
+from farsight.analysis.positions.figures import read_config
 from farsight.checkpoints.model_dir.api import is_adapter, read_model_config
 from farsight.checkpoints.steps import complete_steps
 from farsight.configs.load import ConfigError, load_config, read_toml

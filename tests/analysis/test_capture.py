@@ -11,19 +11,12 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from farsight.analysis.capture import capture as tool
-from farsight.analysis.capture.capture import (
-    CaptureSettings,
-    Samples,
-    capture,
-    captured_parts,
-    draw_heads,
-    draw_tokens,
-    joined_parts,
-    key_rows,
-    read_capture,
-    recording,
-)
+from farsight.analysis.capture import sampling
+from farsight.analysis.capture.__main__ import main
+from farsight.analysis.capture.heads import draw_heads, key_rows
+from farsight.analysis.capture.recorder import recording
+from farsight.analysis.capture.samples import Samples, read_capture
+from farsight.analysis.capture.sampling import CaptureSettings, capture, captured_parts, draw_tokens, joined_parts
 from farsight.checkpoints.model_dir.api import load_model, write_model_dir
 from farsight.configs.schema import (
     Alibi,
@@ -190,8 +183,8 @@ def folder(tmp_path_factory):
 
 
 def test_what_is_written_is_what_was_in_memory(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(tool, "PART_BYTES", 20_000)
-    tool.main([str(folder / "m"), "--data", str(folder / "text.txt"), "--heads", "7", "--out", str(tmp_path / "c")])
+    monkeypatch.setattr(sampling, "PART_BYTES", 20_000)
+    main([str(folder / "m"), "--data", str(folder / "text.txt"), "--heads", "7", "--out", str(tmp_path / "c")])
     written = read_capture(tmp_path / "c")
     files = sorted((tmp_path / "c").glob("*.safetensors"))
     assert 1 < len(files) < 15  # of 28 sequences
@@ -232,7 +225,7 @@ def test_parts_are_joined_in_order():
     [
         ("nowhere", [], "nowhere"),
         ("m", ["--length", "2000"], "its longest document has 1,360 tokens"),
-        ("rope", ["--extend", "ripra"], "turns keys anew for every query"),
+        ("rope", ["--extend", "ripra"], "rotates the keys again for every query"),
         ("m", ["--buckets", "49"], "set from 2 to the 48 tokens"),
         ("m", ["--per-bucket", "4"], "a bucket has 3 tokens"),
     ],
@@ -240,17 +233,17 @@ def test_parts_are_joined_in_order():
 def test_refused(folder, tmp_path, model, options, words):
     data = ["--data", str(folder / "text.txt"), "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match=words):
-        tool.main([str(folder / model), *data, *options])
+        main([str(folder / model), *data, *options])
     assert not (tmp_path / "out").exists()
 
 
 def test_options_that_are_needed(folder, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        tool.main([str(folder / "m"), "--out", str(tmp_path / "out")])
+        main([str(folder / "m"), "--out", str(tmp_path / "out")])
     assert "--data" in capsys.readouterr().err
     (tmp_path / "capture.json").write_text("{}")
     with pytest.raises(SystemExit):
-        tool.main([str(folder / "m"), "--data", str(folder / "text.txt"), "--out", str(tmp_path)])
+        main([str(folder / "m"), "--data", str(folder / "text.txt"), "--out", str(tmp_path)])
     assert "holds a capture already" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"holds no capture\.json"):
         read_capture(folder)

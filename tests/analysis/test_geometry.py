@@ -8,9 +8,11 @@ import pytest
 import torch
 from sklearn.decomposition import PCA
 
-from farsight.analysis.capture import capture
-from farsight.analysis.capture.capture import Head, Samples
-from farsight.analysis.geometry.geometry import main, measure
+from farsight.analysis.capture import __main__ as capture
+from farsight.analysis.capture.heads import Head
+from farsight.analysis.capture.samples import Samples
+from farsight.analysis.geometry.__main__ import main
+from farsight.analysis.geometry.measure import measure
 from farsight.analysis.geometry.pca import head_class, paper_class, principal_components
 from farsight.analysis.geometry.rotation import planar_rotation
 from farsight.checkpoints.model_dir.api import write_model_dir
@@ -221,10 +223,10 @@ def test_the_command(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["scoped"], "is no capture; to capture the model there, add --data"),
+        (["scoped"], "is not a capture; to capture the model there, add --data"),
         (["nowhere", "--data", "text.txt"], "nowhere"),
-        (["c", "--heads", "5"], "is a capture, in which --heads is settled"),
-        (["c", "--data", "text.txt"], "is a capture, in which --data is settled"),
+        (["c", "--heads", "5"], "is a capture, which fixes --heads: leave"),
+        (["c", "--data", "text.txt"], "is a capture, which fixes --data: leave"),
     ],
 )
 def test_refused(folder, monkeypatch, arguments, words):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from farsight.analysis.graft_sweep import graft_sweep
+from farsight.analysis.graft_sweep import __main__ as graft_sweep
 from farsight.checkpoints import graft
 from farsight.checkpoints.model_dir.api import load_model
 from farsight.configs.schema import Garfa, GarfaLayer, NoRotary, Position, Rope, Scope

@@ -10,8 +10,9 @@ import torch
 from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from farsight.analysis.layer_probes import layer_probes
-from farsight.analysis.layer_probes.layer_probes import Measurement, main, probe_layers
+from farsight.analysis.layer_probes import measure
+from farsight.analysis.layer_probes.__main__ import main
+from farsight.analysis.layer_probes.measure import Measurement, probe_layers
 from farsight.analysis.layer_probes.one_layer import RopeProbe, mean_loss, noise_after, probed
 from farsight.checkpoints.model_dir.api import load_model, write_model_dir
 from farsight.configs.check import ConfigError
@@ -143,8 +144,8 @@ def loaded(position: Position) -> LoadedModel:
 def test_layers_without_rope_are_given_the_models_own_figures(monkeypatch):
     position = Position(rotary=Rope(theta=100.0), rules=(LayerRule(layers="1", rotary=NoRotary()),))
     model, measured = loaded(position), []
-    own = layer_probes.mean_loss
-    monkeypatch.setattr(layer_probes, "mean_loss", lambda *given: measured.append(1) or own(*given))
+    own = measure.mean_loss
+    monkeypatch.setattr(measure, "mean_loss", lambda *given: measured.append(1) or own(*given))
     found = probe_layers(model, Measurement(TOKENS), "coarsen", (1, 4))
     assert len(measured) == 1 + 2 * 2
     assert [(entry["layer"], entry["factor"]) for entry in found["layers"]] == [
@@ -227,7 +228,7 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_figures_that_are_no_number_are_null(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(layer_probes, "mean_loss", lambda *_: math.nan)
+    monkeypatch.setattr(measure, "mean_loss", lambda *_: math.nan)
     command = [str(folder / "model"), "--data", str(folder / "text.txt"), "--device", "cpu", "--probe", "noise"]
     main([*command, "--json", str(tmp_path / "f.json"), "--picture", str(tmp_path / "f.svg")])
     assert json.loads((tmp_path / "f.json").read_text())["baseline"] == {"perplexity": None}

@@ -12,9 +12,11 @@ from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from farsight.analysis.layer_probes.one_layer import mean_loss
+from farsight.analysis.layers.__main__ import main
 from farsight.analysis.layers.agreement import Overlap, spearman
-from farsight.analysis.layers.layers import compare, main, rope_influence, table
+from farsight.analysis.layers.measure import compare, rope_influence
 from farsight.analysis.layers.sensitivity import OWN_PAIRS, Pair, layer_means, over_domains, read_pairs, sensitivity
+from farsight.analysis.layers.table import table
 from farsight.checkpoints.model_dir.api import load_model
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import Base, FinetuneConfig, GarfaTraining, Lora
@@ -259,7 +261,7 @@ def test_own_pairs():
         ('\n{"domain": "a", "correct": "", "wrong": "y"}', 'line 2: "correct" is empty'),
         ('{"domain": "a", "correct": "x", "wrong": "x"}', 'line 1: "wrong" is the same'),
         ("nonsense", 'line 1: .*"domain"'),
-        ("", "holds no pair"),
+        ("", "contains no pairs"),
     ],
 )
 def test_pairs_that_are_none_name_line_and_field(content, said, tmp_path):
@@ -288,11 +290,11 @@ def test_options_that_do_not_go_together(options, said, capsys):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"delta": [1, 2]}', '"rho" has to be a list'),
+        ('{"delta": [1, 2]}', '"rho" must be a list'),
         ('{"delta": [1, 2], "rho": [1]}', '"delta" has 2 layers and "rho" 1'),
-        ('{"delta": [1, NaN], "rho": [1, 2]}', '"delta" has to be a list'),
-        ('{"delta": [1], "rho": [2], "rotates": [1]}', '"rotates" has to say'),
-        ("[", "no JSON"),
+        ('{"delta": [1, NaN], "rho": [1, 2]}', '"delta" must be a list'),
+        ('{"delta": [1], "rho": [2], "rotates": [1]}', '"rotates" must be true or false'),
+        ("[", "not a JSON file"),
     ],
 )
 def test_profiles_that_are_none(content, said, tmp_path):

@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from farsight.analysis.order_awareness import changes, measure, oldest_exchanged, reordered, spans
-from farsight.analysis.order_simulation import draw_picks, heads_for, main, through_layer, unique_ratios, window_sizes
+from farsight.analysis.order_awareness.measure import changes, measure
+from farsight.analysis.order_awareness.permutations import oldest_exchanged, reordered, spans
+from farsight.analysis.order_simulation.__main__ import main
+from farsight.analysis.order_simulation.simulate import (
+    draw_picks,
+    heads_for,
+    through_layer,
+    unique_ratios,
+    window_sizes,
+)
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import NoRotary, Position, Rope, SlidingWindow
 from farsight.inference.decoder import Decoder

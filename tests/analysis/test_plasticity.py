@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from farsight.analysis.capture import capture
-from farsight.analysis.capture.capture import Head
-from farsight.analysis.plasticity import plasticity as tool
+from farsight.analysis.capture import __main__ as capture
+from farsight.analysis.capture.heads import Head
+from farsight.analysis.plasticity import __main__ as tool
 from farsight.analysis.plasticity.heads import (
     HeadProfile,
     QueryModel,
@@ -348,8 +348,8 @@ def test_lengths_beside_plasticity(tmp_path):
         (256, 3.0, 0.7),
     ]
     for text, says in (
-        ("{", "is no JSON"),
-        ('{"model": "runs/y/model", "cells": []}', "figures of runs/y/model, and none of"),
+        ("{", "is not valid JSON"),
+        ('{"model": "runs/y/model", "cells": []}', "figures of runs/y/model, but none of"),
         (json.dumps({"model": str(model)}), "not written by farsight needle or farsight perplexity"),
         (None, "there is no such file"),
     ):
@@ -418,9 +418,9 @@ def test_rows_of_a_recipe_and_a_capture(llama, tmp_path, capsys):
         assert row["bias_context"] == pytest.approx(64 * row["bias_strength"])
     assert "<svg" in picture.read_text()[:500]
     for arguments, says in (
-        ([str(root), "--data", data, "--needle", data], "--needle is of one model"),
-        ([str(llama / "llama")], "is no capture; to capture the model there, add --data FILE"),
-        ([str(llama / "none"), "--data", data], "is no folder; name a model directory"),
+        ([str(root), "--data", data, "--needle", data], "--needle is for one model"),
+        ([str(llama / "llama")], "is not a capture; to capture the model there, add --data FILE"),
+        ([str(llama / "none"), "--data", data], "is not a folder; name a model directory"),
         ([str(llama / "llama"), "--data", data, "--covariance", "half"], "invalid choice: 'half'"),
         ([str(llama / "llama"), "--data", data, "--draws", "0"], "0 must be at least 1"),
         ([str(llama / "llama"), "--data", data, "--json", str(tmp_path)], "is a folder; name a file"),
@@ -434,9 +434,9 @@ def test_rows_of_a_recipe_and_a_capture(llama, tmp_path, capsys):
         ([str(llama / "llama"), "--data", data, "--buckets", "4"], "4 buckets: the first has no earlier keys"),
         ([str(root), "--data", data, "--buckets", "4"], "4 buckets: the first has no earlier keys"),
         ([str(llama), "--data", data], "Nor is it a run folder"),
-        ([str(tmp_path / "c"), "--data", data], "in which --data is settled"),
-        ([str(tmp_path / "c"), "--per-bucket", "2"], "in which --per-bucket is settled"),
-        ([str(tmp_path / "c"), "--dtype", "float32"], "in which --dtype is settled"),
+        ([str(tmp_path / "c"), "--data", data], "which fixes --data: leave"),
+        ([str(tmp_path / "c"), "--per-bucket", "2"], "which fixes --per-bucket: leave"),
+        ([str(tmp_path / "c"), "--dtype", "float32"], "which fixes --dtype: leave"),
         ([str(llama / "llama"), "--data", data, "--sequences", "1", "--per-bucket", "0.001"], "No head has a pair"),
     ):
         with pytest.raises(SystemExit, match=says):

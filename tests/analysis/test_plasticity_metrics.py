@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from farsight.analysis.capture.capture import CaptureSettings, capture
 from farsight.analysis.capture.recorder import recording
+from farsight.analysis.capture.sampling import CaptureSettings, capture
 from farsight.analysis.geometry.rotation import planar_rotation
 from farsight.analysis.plasticity.heads import head_profile
 from farsight.analysis.plasticity.live import rows_of_rank, uncompiled

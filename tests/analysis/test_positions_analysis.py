@@ -7,7 +7,9 @@ import tomllib
 
 import pytest
 
-from farsight.analysis.positions import draw, figures, main, read_config, share_by_distance
+from farsight.analysis.positions.__main__ import main
+from farsight.analysis.positions.figures import figures, read_config, share_by_distance
+from farsight.analysis.positions.picture import draw
 from farsight.configs.load import build_config
 from farsight.configs.schema import (
     Alibi,

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from farsight.analysis.probes.__main__ import main
+from farsight.analysis.probes.measure import read_layers
 from farsight.analysis.probes.position_probe import (
     PositionProbes,
-    ProbeSettings,
     bucket_edges,
     draw_positions,
     guess_error,
@@ -17,7 +18,7 @@ from farsight.analysis.probes.position_probe import (
     split_sequences,
     train_probes,
 )
-from farsight.analysis.probes.probes import main, read_layers
+from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import read_sequences
 from farsight.checkpoints.model_dir.api import load_model
 from farsight.configs.load import ConfigError

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farsight.analysis.loss_curves import main as loss_curves
+from farsight.analysis.loss_curves.__main__ import main as loss_curves
 from farsight.launch import depth_sweep
 from farsight.launch.recipe import load_recipe
 from tests.reports.test_report import write_run

@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from farsight.analysis.garfa import draw_alphas
-from farsight.analysis.positions import figures
+from farsight.analysis.positions.figures import figures
 from farsight.checkpoints.model_dir.api import load_model, write_model_dir
 from farsight.checkpoints.model_dir.hf_config import from_hf_config
 from farsight.checkpoints.model_dir.modeling_farsight import FarsightForCausalLM
