@@ -1,12 +1,12 @@
-"""Shows which layers of a long-context model matter, by grafting them onto a short-context one and vice versa (LASP paper, Figure 4).
+"""Shows which layers carry a long context, by grafting layers of a long-context model onto a short-context one (LASP, Figure 4).
 
     farsight graft-sweep --base SHORT --long LONG --data BOOKS.jsonl --lengths 1024 8192 --picture graft.png --json F
     farsight graft-sweep --base SHORT --long LONG --data FILE --lengths 4096 --depths 0 2 4 8 --passkey 20
 
-Two models of one lineage are grafted in memory at every depth l (Algorithm 1). B-Front takes the embedding and layers 0 … l − 1 from
-the base model, and the other layers, norm and head from the long one; L-Front is the reverse. Each graft and both original models
-are measured: perplexity by length, as in farsight perplexity (on the last 256 tokens of consecutive windows), and with --passkey N the
-share of N passkeys found, at depths spread evenly over the context (as in farsight needle).
+Two models of one lineage are grafted in memory at every depth l (Algorithm 1). B-Front takes the embedding and layers 0 … l − 1
+from the base model, and the other layers, norm and head from the long one; L-Front is the reverse. Each graft and both original
+models are measured: perplexity by length, as in farsight perplexity (on the last 256 tokens of consecutive windows), and with
+--passkey N the share of N passkeys found, at depths spread evenly over the context (as in farsight needle).
 
 farsight graft writes a single graft as a model directory. As there, models with tied embeddings are refused if their embeddings
 differ; with --untie, grafts get the one model's embedding and the other's head.

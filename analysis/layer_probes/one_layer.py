@@ -78,7 +78,7 @@ class _ProbedLayer(RollingLayer):
         if self.starts_B is not None:
             columns_BL = (columns_BL - self.starts_B[:, None]).clamp_min(0)
         self.positions_BL = self.probe.positions(columns_BL)
-        return super().exchange(self._turned(k_BLKH, keys=True), v_BLKH, scopes)
+        return super().exchange(self._rotated(k_BLKH, keys=True), v_BLKH, scopes)
 
     def attend(
         self,
@@ -88,10 +88,10 @@ class _ProbedLayer(RollingLayer):
         alibi_slopes_N: Tensor | None,
         backend: str,
     ) -> Tensor:
-        q_BLNH = self._turned(q_BLNH, keys=False)
+        q_BLNH = self._rotated(q_BLNH, keys=False)
         return super().attend(q_BLNH, scopes_N, document_starts_BT, alibi_slopes_N, backend)
 
-    def _turned(self, x: Tensor, keys: bool) -> Tensor:
+    def _rotated(self, x: Tensor, keys: bool) -> Tensor:
         """Rotates queries or keys as `model.attention.Attention` does, at the probe's positions."""
         if self.garfa is None or not (keys or self.garfa.queries):
             return rotate(x, *rope_tables(self.positions_BL, self.frequencies))

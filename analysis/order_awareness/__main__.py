@@ -6,11 +6,11 @@
 For t = 2, 4, 8 … up to the length, the last t tokens of a sequence are permuted, and the last position's hidden state is compared
 with the original one after each block: ‖f(x) − f(πx)‖ / ‖f(x)‖. There are three kinds of permutations:
 1. Random ones of all t tokens. Nearly all of them change the last token itself, which any model notices.
-2. Random ones that keep the last token in place. They ask whether the model knows the order of what came before, but they also move
-   nearby tokens, so a model that only sees those notices as well.
+2. Random ones that keep the last token in place. They test whether the model knows the order of what came before. They also move
+   nearby tokens, so a model that sees only those notices as well.
 3. Exchanges of the two tokens furthest back.
-The horizon is the largest span for which it and all smaller spans changed the state by more than --tolerance under every permutation
-of kinds 2 and 3. Permutations that leave the sequence unchanged, because tokens are equal, are redrawn; a span that has no other
+The horizon is the largest t such that, for it and every smaller t, all permutations of kinds 2 and 3 changed the state by more
+than --tolerance. Permutations that leave the sequence unchanged, because tokens are equal, are redrawn; a t without any other
 permutation is skipped.
 
 The model runs in double precision, since the effect of order in an untrained model is below the rounding error of single

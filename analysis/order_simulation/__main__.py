@@ -4,9 +4,9 @@
     farsight order-simulation --lengths 32768 --heads 16 --gammas 1.5 1.8 2 4 8 --picture F
 
 In each layer, every head adds one token, drawn uniformly from its window, to each token's own. A layer is then an integer matrix M
-with H + 1 entries per row, and the last token's state after l layers is v = e M_1 … M_l: how often each token of the sequence occurs in
-it. Tokens that occur equally often can be exchanged without changing the state. The reported ratio is the number of distinct values
-in v, including 0, divided by T; 1 means order awareness of the whole sequence (lemma A.1).
+with H + 1 entries per row, and the last token's state after l layers is v = e M_1 … M_l: how often each token of the sequence
+occurs in it. Tokens that occur equally often can be exchanged without changing the state. The reported ratio is the number of
+distinct values in v, including 0, divided by T; 1 means order awareness of the whole sequence (lemma A.1).
 
 Windows of the H heads, in tokens:
     scope      2, 4, 8 … 2^H, but at most T

@@ -1,4 +1,4 @@
-"""Attention plasticity: how far into the context a head's query still decides which keys it prefers (plasticity thesis, section 4.4).
+"""Attention plasticity: how far into the context the query still decides which keys a head prefers (thesis, section 4.4).
 
     farsight plasticity MODEL_DIR --data FILE --json F --picture F.png
     farsight plasticity captured/ --covariance full --picture F.png

@@ -5,8 +5,8 @@
     farsight probes MODEL_DIR --data held_out.txt --probe linear
 
 For each layer (and the embedding, as layer -1) a probe is trained on the hidden states: a 2-layer MLP, or a linear map. It is
-trained on most of the sequences. Reported is its error on the held-out ones: the mean absolute distance, in tokens, between the
-predicted and the true position. For comparison there is the error of guessing the best single position, near the middle, every time.
+trained on most of the sequences; its error on the held-out ones is reported, as the mean absolute distance in tokens between
+predicted and true position. "guess" is the error of always predicting the same position, near the middle.
 
 The paper finds low errors in early layers and higher ones after them in most models. A probe's error depends on how many tokens
 it is trained on, so a layer may hold more position information than its probe can read.

@@ -90,7 +90,7 @@ class PositionProbes(nn.Module):
 
     @torch.no_grad()
     def predict(self, h_ATD: Tensor) -> Tensor:
-        """The position each layer's probe predicts for each token, [A, T]: the likeliest class, or a number within the sequence."""
+        """Each layer's prediction of each token's position, [A, T]: the likeliest class, or a number within the sequence."""
         found = []
         for part_ATD in h_ATD.split(1024, dim=1):
             outputs_ATC, last = self(part_ATD), self.settings.length - 1

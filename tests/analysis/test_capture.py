@@ -1,4 +1,4 @@
-"""analysis.capture against `transformers` and against the equations written out; what it draws, writes and refuses."""
+"""farsight capture against `transformers` and the written-out equations; what it draws, writes and refuses."""
 
 import dataclasses
 import json
@@ -56,7 +56,7 @@ def tokens(sequences, length, vocab):
 
 @pytest.mark.parametrize("kind", ["default", "yarn"])
 def test_equal_to_transformers(tmp_path, kind):
-    """Its own projections, turned by its own function; query heads 2 and 3 share key head 1."""
+    """Against transformers' own projections, rotated by its own function; query heads 2 and 3 share key head 1."""
     theirs = write_with_transformers(tmp_path, kind, tied=False)
     tokens_SL = tokens(2, 40, 320)
     projected = {}
@@ -83,7 +83,7 @@ def test_equal_to_transformers(tmp_path, kind):
 
 
 def test_equal_to_the_equations():
-    """QK-norm, then YaRN with its attention factor, in layer 2 with GARFA's factors on the keys (equation 14); none in layer 1."""
+    """QK-norm, then YaRN with its attention factor; layer 2 has GARFA's factors on the keys (equation 14), layer 1 no RoPE."""
     config = ModelConfig(dataclasses.replace(SMALL, qk_norm=True), SCALED, trained_length=48)
     model = fresh_model(config)
     tokens_SL, given = tokens(1, 48, 96), {}
@@ -128,7 +128,7 @@ def test_equal_to_the_equations():
 
 
 def test_nothing_changes():
-    """Logits while it records, and the model after; GARFA, scopes and ALiBi in place."""
+    """Logits are the same while recording and afterwards, with GARFA, scopes and ALiBi in use."""
     config = ModelConfig(SMALL, SCALED, trained_length=48)
     model, tokens_BL = fresh_model(config), tokens(2, 48, 96)
     attentions = {int(name): attention for name, attention in model.attentions()}
@@ -171,7 +171,7 @@ def test_heads_are_drawn_uniformly():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model directory with a text."""
+    """Two model directories and a text."""
     folder = tmp_path_factory.mktemp("capture")
     load_tokenizer(Tokenizer(kind="bytes")).save(folder / "tokenizer")
     architecture = dataclasses.replace(SMALL, vocab_size=320)
