@@ -14,8 +14,8 @@ from typing import Any
 
 from farsight.cli import command, positive
 from farsight.configs.load import ConfigError
-from farsight.launch.summary import loss_points
 from farsight.outputs import add_output_options, check_outputs, model_style, write_figures
+from farsight.training.metrics_file import loss_points
 from farsight.training.runs import ReportedModel, find_models
 
 

@@ -49,8 +49,8 @@ from farsight.checkpoints.steps import (
 from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import JobConfig
 from farsight.model.build import ModelConfig
-from farsight.parallel.device import GIB
 from farsight.parallel.ranks import on_every_rank, on_rank_zero
+from farsight.units import GIB
 
 logger = logging.getLogger("farsight")
 

@@ -53,7 +53,7 @@ from farsight.launch.evaluations import (
     result_file,
     run_child,
 )
-from farsight.launch.summary import read_metrics
+from farsight.training.metrics_file import read_metrics
 
 logger = logging.getLogger("farsight")
 

@@ -29,9 +29,9 @@ from farsight.configs.load import ConfigError, parse_options
 from farsight.files import write_text
 from farsight.inference.model_options import add_model_options, load
 from farsight.launch.evaluations import run_child
-from farsight.launch.recipe import load_recipe
-from farsight.launch.summary import run_summary
 from farsight.outputs import add_output_options, check_outputs, model_style
+from farsight.training.metrics_file import run_summary
+from farsight.training.stages import load_recipe
 
 logger = logging.getLogger("farsight")
 SEQUENCES = 100

@@ -3,9 +3,7 @@
 import dataclasses
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from farsight.checkpoints.model_dir.api import read_model_config
 from farsight.checkpoints.resume import refuse_another_model
@@ -17,14 +15,12 @@ from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.training.run_folder import check_run_folder, is_run
-
-if TYPE_CHECKING:
-    from farsight.launch.recipe import Recipe, Stage
+from farsight.training.stages import Recipe, Stage, no_start
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
 
-def check_stages(stages: Sequence["Stage"], processes: int | None) -> None:
+def check_stages(stages: Sequence[Stage], processes: int | None) -> None:
     """Refuses layers that a stage's model lacks, and batches that do not divide over the processes, where known.
 
     Raises:
@@ -40,7 +36,7 @@ def check_stages(stages: Sequence["Stage"], processes: int | None) -> None:
             raise ConfigError(f"stage {stage.name}: {error}") from error
 
 
-def missing(recipe: "Recipe", stages: Sequence["Stage"]) -> list[str]:
+def missing(recipe: Recipe, stages: Sequence[Stage]) -> list[str]:
     """Lists what would stop the recipe later, one sentence for each thing that is missing."""
     root, wrong = stages[0].folder.parent, []
     if is_run(root):
@@ -56,7 +52,7 @@ def missing(recipe: "Recipe", stages: Sequence["Stage"]) -> list[str]:
     return wrong + [f"{', '.join(names)}: {sentence}" for sentence, names in found.items()]
 
 
-def _wrong_start(start: Path, first: "Stage") -> list[str]:
+def _wrong_start(start: Path, first: Stage) -> list[str]:
     if not start.is_dir():
         return [no_start(str(start))]
     try:
@@ -70,7 +66,7 @@ def _wrong_start(start: Path, first: "Stage") -> list[str]:
     return []
 
 
-def _missing_of(stage: "Stage", trained_here: Path) -> Iterator[str]:
+def _missing_of(stage: Stage, trained_here: Path) -> Iterator[str]:
     config = stage.config
     local = tuple(source for source in config.data.sources if not isinstance(source, HubSource | StdlibSource))
     try:
@@ -84,19 +80,6 @@ def _missing_of(stage: "Stage", trained_here: Path) -> Iterator[str]:
             load_tokenizer(config.tokenizer)
     except DataError as error:
         yield str(error)
-
-
-def no_start(start: str) -> str:
-    """What to say of weights to start from that are not there; where a recipe that ships makes them, its command."""
-    from farsight.launch.recipe import load_recipe
-
-    for path in sorted(CONFIGS.rglob("*.toml")):
-        if path.stem in Path(start).parts:
-            with suppress(ConfigError):  # it is no recipe
-                if any(Path(start).is_relative_to(stage.folder) for stage in load_recipe(path, {})[1]):
-                    shown = path.relative_to(CONFIGS.parent)
-                    return f"recipe.start = {start!r} is not there yet: run farsight recipe {shown} first."
-    return f"recipe.start = {start!r} does not exist: name a model directory or a checkpoint."
 
 
 def free_bytes(folder: Path) -> int:

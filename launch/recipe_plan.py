@@ -1,25 +1,22 @@
 """A recipe's plan as text: a table of its stages, and how positions change from stage to stage."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from farsight.configs.check import MODEL_PARALLEL, model_parallel_ranks
 from farsight.configs.schema import JobConfig
-from farsight.launch.plan.text import gib
 from farsight.launch.recipe_check import free_bytes
 from farsight.model.build import ModelConfig, count_parameters
 from farsight.model.position.layers import describe
+from farsight.training.stages import Stage
+from farsight.units import gib
 
-if TYPE_CHECKING:
-    from farsight.launch.recipe import Stage
 
-
-def plan_text(stages: Sequence["Stage"], processes: int) -> str:
+def plan_text(stages: Sequence[Stage], processes: int) -> str:
     """The table, parameters, disk and positions of a recipe on so many processes."""
     return "\n".join([*_table(stages, processes), *_totals(stages), "", *_positions(stages)])
 
 
-def _table(stages: Sequence["Stage"], processes: int) -> list[str]:
+def _table(stages: Sequence[Stage], processes: int) -> list[str]:
     lines = [
         f"{'stage':<16}{'length':>9}{'batch':>7}{'tokens/step':>13}{'steps':>11}{'tokens':>10}{'lr':>10}  "
         f"{'layout':<22}starts from"
@@ -48,7 +45,7 @@ def _table(stages: Sequence["Stage"], processes: int) -> list[str]:
     return lines
 
 
-def _totals(stages: Sequence["Stage"]) -> list[str]:
+def _totals(stages: Sequence[Stage]) -> list[str]:
     lines = [
         f"{stage.name} trains layers {stage.config.training.layers} alone"
         for stage in stages
@@ -72,7 +69,7 @@ def _layout(config: JobConfig, processes: int) -> str:
     return " × ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1 or name == "dp")
 
 
-def _positions(stages: Sequence["Stage"]) -> list[str]:
+def _positions(stages: Sequence[Stage]) -> list[str]:
     """The first stage's layers in full; of the others what changes, column by column."""
     lines: list[str] = []
     last: list[list[str]] = []

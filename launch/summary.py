@@ -2,11 +2,10 @@
 
 import json
 import logging
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,11 +17,8 @@ from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.evals.perplexity import perplexity_by_length
 from farsight.files import write_text
 from farsight.parallel.device import default_device
-from farsight.training.metrics import row_of
-
-if TYPE_CHECKING:
-    from farsight.launch.recipe import Recipe, Stage
-
+from farsight.training.metrics_file import loss_points, run_summary
+from farsight.training.stages import Recipe, Stage
 
 logger = logging.getLogger("farsight")
 
@@ -36,7 +32,7 @@ def write_held_out(config: JobConfig, path: Path, tokens: int) -> Path:
     return path
 
 
-def report(recipe: "Recipe", stages: Sequence["Stage"], root: Path, data: Path | None) -> None:
+def report(recipe: Recipe, stages: Sequence[Stage], root: Path, data: Path | None) -> None:
     """Writes `summary.json` and `loss.png` for the stages that are finished, and prints the table.
 
     Perplexities are measured for the last of them; the earlier ones' are taken from the summary.
@@ -62,49 +58,7 @@ def report(recipe: "Recipe", stages: Sequence["Stage"], root: Path, data: Path |
     print(f"model directory: {stages[-1].model_dir}", flush=True)
 
 
-def run_summary(name: str, folder: Path, seq_len: int, steps: int) -> dict[str, Any]:
-    """A run's figures from its `metrics.jsonl`."""
-    rows = read_metrics(folder)
-    train = [row for row in rows if "loss" in row]
-    validation = [row for row in rows if "val_loss" in row]
-    fifth = max(1, len(train) // 5)
-    ends = [statistics.fmean(row["loss"] for row in rows) for rows in (train[:1], train[-fifth:])]
-    return {
-        "name": name,
-        "seq_len": seq_len,
-        "steps": steps,
-        # A batch is small: the last loss is the mean over the last fifth of the logged steps.
-        "train_loss": ends,
-        "val_loss": [validation[0]["val_loss"], validation[-1]["val_loss"]] if validation else [],
-        # The first step also warms up the machine.
-        "tokens_per_second": statistics.median(row["tokens_per_second"] for row in train[1:] or train),
-        "perplexity": {},
-    }
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's `metrics.jsonl`, of one that is being written too."""
-    lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off
-    return [row for row in map(row_of, lines) if row]
-
-
-def loss_points(folder: Path, before: float = 0.0) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Training loss of a run's logged steps and held-out loss of its validations, each beside the tokens trained on.
-
-    Args:
-        before: tokens of the stages before it.
-    """
-    rows = read_metrics(folder)
-    train = [row for row in rows if "loss" in row]
-    tokens_per_step = max((row["tokens"] / row["step"] for row in train), default=0.0)
-    validations = [row for row in rows if "val_loss" in row]
-    return (
-        [(before + row["tokens"], row["loss"]) for row in train],
-        [(before + row["step"] * tokens_per_step, row["val_loss"]) for row in validations],
-    )
-
-
-def _perplexity(recipe: "Recipe", stage: "Stage", data: Path) -> dict[str, Any]:
+def _perplexity(recipe: Recipe, stage: Stage, data: Path) -> dict[str, Any]:
     device = default_device()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model, config = load_model(stage.model_dir, device=device, dtype=dtype)
@@ -134,7 +88,7 @@ def summary_table(entries: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw_losses(stages: Sequence["Stage"], path: Path) -> None:
+def draw_losses(stages: Sequence[Stage], path: Path) -> None:
     """Training and validation loss over tokens, one panel for all stages."""
     import matplotlib
 

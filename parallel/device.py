@@ -19,8 +19,8 @@ from torchtitan.tools import utils as titan_utils
 
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import JobConfig
+from farsight.units import GIB
 
-GIB = 1024**3
 A100_FLOPS = 312e12
 """What torchtitan answers for a device that it does not know."""
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farsight.analysis.positions import read_config
 from farsight.checkpoints.model_dir.api import is_adapter, read_model_config
 from farsight.checkpoints.steps import complete_steps
 from farsight.configs.load import ConfigError, load_config, read_toml
-from farsight.launch.summary import read_metrics
 from farsight.model.build import ModelConfig
 from farsight.outputs import short_names
+from farsight.training.metrics_file import read_metrics
+from farsight.training.stages import read_config
 
 
 @dataclass(frozen=True)

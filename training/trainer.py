@@ -4,11 +4,11 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enabl
 from torchtitan.train import Trainer as TitanTrainer
 
 from farsight import process
-from farsight.analysis.plasticity.live import PlasticityMetrics
 from farsight.checkpoints.convert import checkpoint_to_model_dir
 from farsight.checkpoints.manager import RunCheckpoints, SaveError
 from farsight.checkpoints.model_dir.api import TOKENIZER_FILES, check_model_out
@@ -31,7 +30,6 @@ from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import JobConfig
 from farsight.errors import NonFiniteError
 from farsight.files import write_text
-from farsight.launch.plan.out_of_memory import Phase
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.model.flops import Adapters, batch_flops
 from farsight.new_folder import holds_only, new_folder
@@ -42,6 +40,7 @@ from farsight.parallel.halo import Context
 from farsight.parallel.pipeline import Pipeline, ShareOfLoss
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
+from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
 from farsight.training.spec import register
 
@@ -50,6 +49,16 @@ logger = logging.getLogger("farsight")
 
 class Interrupted(Exception):  # noqa: N818  it is how a run may end, and no error
     """A signal asked the run to stop, and its state is saved."""
+
+
+class LiveMeasure(Protocol):
+    """Measures the model while it trains."""
+
+    def measure(
+        self, model_parts: Sequence[nn.Module], around: Callable[[], AbstractContextManager[Any]]
+    ) -> dict[str, float | None]:
+        """Returns figures by name; all ranks call it, with the context of a forward pass."""
+        ...
 
 
 class Trainer(TitanTrainer):
@@ -71,7 +80,13 @@ class Trainer(TitanTrainer):
     leaves: ClassVar[dict[str, Callable[[Path], None]]] = {"model": check_model_out}
     """Folders that a run ends with, each with what refuses to replace somebody else's."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, live_plasticity: Callable[..., LiveMeasure] | None = None) -> None:
+        """Builds everything that a run needs.
+
+        Args:
+            live_plasticity: builds what measures `metrics.plasticity_freq`; `train.py` passes
+                `analysis.plasticity.live.PlasticityMetrics`, which stands above this package.
+        """
         prepare_device()
         self.register(config)
         super().__init__(config)  # type: ignore[arg-type]  # our config is a subclass, which its annotation does not name
@@ -106,7 +121,8 @@ class Trainer(TitanTrainer):
             self.loss_copies = self._data_ranks()  # DeepSpeed averages too
         self.plasticity = None
         if config.metrics.plasticity_freq:
-            self.plasticity = PlasticityMetrics(config, dims, self.tokenizer, self.device, self.context, self.pipeline)
+            assert live_plasticity is not None
+            self.plasticity = live_plasticity(config, dims, self.tokenizer, self.device, self.context, self.pipeline)
         self.stop_signal: int | None = None
         self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0

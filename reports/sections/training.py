@@ -8,12 +8,12 @@ from xml.etree.ElementTree import Element
 
 from farsight.checkpoints.cards.model import read_history, training_rows
 from farsight.configs.load import read_toml
-from farsight.launch.summary import loss_points, run_summary
 from farsight.model.build import count_parameters
 from farsight.model.position.layers import describe
 from farsight.reports.page import Part, figure, folded, missing, note, section, table, tag
 from farsight.reports.svg_axes import linear_axis
 from farsight.reports.svg_charts import Mark, Point, Series, legend, line_chart, swatch
+from farsight.training.metrics_file import loss_points, run_summary
 from farsight.training.runs import ReportedModel
 
 MOST_POINTS = 1000

@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from farsight.analysis.positions import draw, figures, main, read_config, share_by_distance
+from farsight.analysis.positions import draw, figures, main, share_by_distance
 from farsight.configs.load import build_config
 from farsight.configs.schema import (
     Alibi,
@@ -22,6 +22,7 @@ from farsight.configs.schema import (
     YarnRope,
 )
 from farsight.model.build import ModelConfig
+from farsight.training.stages import read_config
 from tests.running import ROOT
 
 RECIPES, PAGES = ROOT / "configs" / "recipes", ROOT / "docs" / "positions"

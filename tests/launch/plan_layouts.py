@@ -19,11 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import ParallelDims
 
 from farsight.configs.schema import JobConfig
-from farsight.launch.recipe import load_recipe
 from farsight.model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from farsight.parallel.device import prepare_device
 from farsight.parallel.parallelize import parallelize
 from farsight.parallel.pipeline import ShareOfLoss, pipeline
+from farsight.training.stages import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 

@@ -9,7 +9,7 @@ import pytest
 
 from farsight.analysis.loss_curves import main as loss_curves
 from farsight.launch import depth_sweep
-from farsight.launch.recipe import load_recipe
+from farsight.training.stages import load_recipe
 from tests.reports.test_report import write_run
 
 RECIPES = Path(__file__).parents[2] / "configs" / "recipes"

@@ -19,11 +19,11 @@ from farsight.launch.plan.layout import Layout
 from farsight.launch.plan.memory import rank_memory, saved_activations
 from farsight.launch.plan.plan import main, make_plan
 from farsight.launch.plan.suggest import as_options
-from farsight.launch.recipe import load_recipe
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.position.scope import geometric_scopes
 from farsight.parallel.context import pieces
 from farsight.parallel.parallelize import saved_ops
+from farsight.training.stages import load_recipe
 from tests.running import ROOT, environment
 
 RECIPES = ROOT / "configs" / "recipes"

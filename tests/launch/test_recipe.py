@@ -31,9 +31,10 @@ from farsight.configs.schema import (
     SlidingWindow,
     YarnRope,
 )
-from farsight.launch.recipe import load_recipe, main
+from farsight.launch.recipe import main
 from farsight.launch.recipe_check import check_stages
 from farsight.model.build import ModelConfig, count_parameters, trained_layers
+from farsight.training.stages import load_recipe
 from tests.running import ROOT, forked, metrics, run
 
 RECIPES = ROOT / "configs" / "recipes"

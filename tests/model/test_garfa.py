@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from farsight.analysis.garfa import draw_alphas
 from farsight.analysis.positions import figures
 from farsight.checkpoints.model_dir.api import load_model, write_model_dir
 from farsight.checkpoints.model_dir.hf_config import from_hf_config
@@ -31,6 +30,7 @@ from farsight.model.adapt.garfa import alphas, garfa_of, garfa_of_tensors, head_
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.position.layers import describe
 from farsight.model.position.rope import rope_frequencies, rope_tables
+from farsight.training.finetune.garfa_picture import draw_alphas
 from tests.kernels.test_head_rotation import written_out
 from tests.running import ROOT
 
