@@ -176,7 +176,7 @@ def main(arguments: list[str]) -> int:
             case "pretrain" if not arguments:
                 if ranks.world_size > 1:
                     raise ConfigError("Under torchrun, name a config: --job.config_file configs/X.toml.")
-                from farsight.launch.recipe import main as run_recipe
+                from farsight.launch.recipe.run import main as run_recipe
 
                 return run_recipe([str(Path(__file__).parent / "configs" / "quickstart.toml")])
             case "pretrain":

@@ -28,10 +28,10 @@ GROUPS: dict[str, dict[str, Command]] = {
     "train": {
         "train": Command("train", "pre-train one stage; without arguments, the quickstart recipe", process.BEFORE_TRAINING),
         "finetune": Command("train", "fine-tune adapters beside a base: LoRA, QLoRA, GARFA", process.BEFORE_TRAINING),
-        "recipe": Command("launch.recipe", "run a recipe: stages in order, each from the last one's weights", process.BETWEEN_STEPS),
+        "recipe": Command("launch.recipe.__main__", "run a recipe: stages in order, each from the last one's weights", process.BETWEEN_STEPS),
         "torchrun": Command("launch.torchrun", "torchrun whose last line says which rank failed, and why", process.BEFORE_TRAINING),
-        "ablation": Command("launch.ablation", "fine-tune several configs, evaluate them, and compare", process.BETWEEN_STEPS),
-        "depth-sweep": Command("launch.depth_sweep", "train recipes at several depths and probe each model's layers"),
+        "ablation": Command("launch.ablation.__main__", "fine-tune several configs, evaluate them, and compare", process.BETWEEN_STEPS),
+        "depth-sweep": Command("launch.depth_sweep.__main__", "train recipes at several depths and probe each model's layers"),
     },
     "plan": {
         "plan": Command("launch.plan.__main__", "memory, FLOPs, traffic and time of a config, before it runs"),

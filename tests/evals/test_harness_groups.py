@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from farsight.evals.harness.tasks import benchmarks, leaves, named_groups
-from farsight.launch.evaluations import read_evaluations
+from farsight.launch.ablation.evaluations import read_evaluations
 from tests.evals.test_harness import make_manager
 
 

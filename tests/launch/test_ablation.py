@@ -9,9 +9,9 @@ import pytest
 
 from farsight.configs.check import ConfigError
 from farsight.launch import ablation, evaluations
-from farsight.launch.ablation import main, read_experiments
-from farsight.launch.ablation_tables import BASE, MEAN, differences, markdown, text, with_means
-from farsight.launch.evaluations import Evaluation, evaluate, read_evaluations
+from farsight.launch.ablation.ablation import main, read_experiments
+from farsight.launch.ablation.evaluations import Evaluation, evaluate, read_evaluations
+from farsight.launch.ablation.tables import BASE, MEAN, differences, markdown, text, with_means
 from tests.running import ROOT
 
 TINY = ROOT / "configs" / "finetune" / "tiny"

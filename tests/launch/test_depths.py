@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farsight.analysis.loss_curves import main as loss_curves
-from farsight.launch import depth_sweep
+from farsight.launch.depth_sweep import depth_sweep
 from farsight.training.stages import load_recipe
 from tests.reports.test_report import write_run
 

@@ -4,21 +4,19 @@ import json
 import logging
 import re
 import shlex
-import signal
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from farsight import process
 from farsight.checkpoints.cards.model import CARD
 from farsight.configs.check import ConfigError
 from farsight.configs.json_files import read_object
 from farsight.configs.load import from_dict, read_toml
 from farsight.files import write_text
-from farsight.launch.ablation_tables import MEAN
-from farsight.launch.recipe import wait_for
+from farsight.launch.ablation.tables import MEAN
+from farsight.launch.children import ended, run_child
 
 logger = logging.getLogger("farsight")
 
@@ -75,23 +73,6 @@ def read_evaluations(path: Path | None) -> list[Evaluation]:
                 )
         evaluations.append(evaluation)
     return evaluations
-
-
-class Stopped(Exception):  # noqa: N818  it is no error
-    """Someone asked a child to stop."""
-
-
-def run_child(command: list[str]) -> int:
-    status = wait_for(command)
-    # Other signals are no one's wish: a crash, or the system that ran out of memory.
-    if status in (process.EXIT_INTERRUPTED, -signal.SIGTERM, -signal.SIGINT):
-        raise Stopped
-    return status
-
-
-def ended(status: int) -> str:
-    """Describes how a child process failed."""
-    return process.killed_by(-status) if status < 0 else f"ended with status {status}"
 
 
 def evaluate(label: str, model: Path, folder: Path, evaluation: Evaluation) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from farsight.configs.check import MODEL_PARALLEL, model_parallel_ranks
 from farsight.configs.schema import JobConfig
-from farsight.launch.recipe_check import free_bytes
+from farsight.launch.recipe.check import free_bytes
 from farsight.model.build import ModelConfig, count_parameters
 from farsight.model.position.layers import describe
 from farsight.training.stages import Stage

@@ -1,63 +1,30 @@
-"""Runs an ablation: fine-tunes each config, evaluates the untuned base and every result, and prints how they compare.
+"""An ablation's experiments: training, merging and measuring each, and the report on all."""
 
-    farsight ablation configs/finetune/ablation_*.toml --evaluations configs/finetune/evaluations/paper.toml
-    farsight ablation configs/finetune/tiny/ablation_*.toml --out runs/tiny_ablation --dry-run
-
-An experiment is named by the end of its file's name: ablation_a.toml is A. Each has a folder in --out, with its run, the merged
-model in model/ and what was measured. What is finished is not done again; an interrupted run goes on from its checkpoint. A run
-or an evaluation that fails is named and the others go on; the exit status is then 1. Options of the form --section.key value
-change all experiments.
-
-Every run measures its held-out loss itself: before its first step that is the base's as quantised, unless garfa.init = "paper"
-has changed it. --evaluations names a TOML file with others, each a command that writes a JSON file; of the base they are given
-the directory, which is not quantised:
-
-    [[evaluations]]
-    name = "perplexity, 1,024 tokens"
-    command = "farsight perplexity {model} --data books.txt --lengths 1024 --json {json}"
-    value = "lengths.1024"          # where in the file the figure is
-    better = "lower"                # "higher" is the default
-    percent = false                 # true: a share of 1, shown in percent and counted in the mean
-"""
-
-import sys
-
-from farsight import process
-
-if __name__ == "__main__":
-    process.begin(process.BETWEEN_STEPS)
-
-import argparse
 import json
 import logging
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from farsight.checkpoints.cards.model import read_history
-from farsight.cli import command
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import load_config, parse_options, to_toml
-from farsight.files import prepare_file, write_text
-from farsight.launch.ablation_tables import BASE, Columns, Results, draw, markdown, text
-from farsight.launch.evaluations import (
+from farsight.files import write_text
+from farsight.launch.ablation.evaluations import (
     HELD_OUT,
     Evaluation,
-    Stopped,
-    ended,
     evaluate,
     evaluation_command,
-    read_evaluations,
     result_file,
-    run_child,
 )
+from farsight.launch.ablation.tables import BASE, Columns, Results, draw, markdown, text
+from farsight.launch.children import ended, run_child, train_script
 from farsight.training.metrics_file import read_metrics
 
 logger = logging.getLogger("farsight")
-
-ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
@@ -83,7 +50,7 @@ class Experiment:
 
     def training(self) -> list[str]:
         config = ["--job.config_file", str(self.path), "--job.dump_folder", str(self.folder)]
-        return [sys.executable, str(ROOT / "train.py"), "finetune", *config, *self.options]
+        return [sys.executable, *train_script(), "finetune", *config, *self.options]
 
     def merging(self) -> list[str]:
         merge = [sys.executable, "-m", "farsight", "merge"]
@@ -204,38 +171,6 @@ def run(experiments: list[Experiment], evaluations: list[Evaluation], out: Path)
     return Outcome(results, failures, note)
 
 
-@command
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="farsight ablation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("configs", type=Path, nargs="+", help="TOML files of `train.py finetune`")
-    parser.add_argument("--evaluations", type=Path, metavar="FILE", help="TOML file with [[evaluations]]")
-    parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="folder (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
-    parser.add_argument("--dry-run", action="store_true", help="check the configs and print the commands, run nothing")
-    options, rest = parser.parse_known_args(arguments)
-    if not logging.getLogger().handlers:
-        logging.basicConfig(format="%(message)s", level=logging.INFO)
-    experiments = read_experiments(options.configs, rest, options.out)
-    evaluations = read_evaluations(options.evaluations)
-    if options.json:
-        prepare_file(options.json)
-    if options.dry_run:
-        print(commands(experiments, evaluations, options.out))
-        return 0
-    try:
-        outcome = run(experiments, evaluations, options.out)
-    except Stopped:
-        logger.error("stopped; the same command goes on from here")
-        return process.EXIT_INTERRUPTED
-    report(outcome, {e.name: (e.better, e.percent) for e in evaluations}, options.out, options.json)
-    return 1 if outcome.failures else 0
-
-
 def report(outcome: Outcome, columns: Columns, out: Path, copy: Path | None) -> None:
     """Prints the tables, and writes them, the figures and the picture."""
     for line in outcome.failures:
@@ -266,7 +201,3 @@ def commands(experiments: list[Experiment], evaluations: list[Evaluation], out: 
                 for model, folder in models.values()
             ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
