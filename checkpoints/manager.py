@@ -48,15 +48,12 @@ from farsight.checkpoints.steps import (
 )
 from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import JobConfig
+from farsight.errors import SaveError
 from farsight.model.build import ModelConfig
 from farsight.parallel.ranks import on_every_rank, on_rank_zero
 from farsight.units import GIB
 
 logger = logging.getLogger("farsight")
-
-
-class SaveError(RuntimeError):
-    """A checkpoint could not be written."""
 
 
 class HuggingFaceAdapter:

@@ -24,11 +24,11 @@ from torchtitan.train import Trainer as TitanTrainer
 
 from farsight import process
 from farsight.checkpoints.convert import checkpoint_to_model_dir
-from farsight.checkpoints.manager import RunCheckpoints, SaveError
+from farsight.checkpoints.manager import RunCheckpoints
 from farsight.checkpoints.model_dir.api import TOKENIZER_FILES, check_model_out
 from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import JobConfig
-from farsight.errors import NonFiniteError
+from farsight.errors import Interrupted, NonFiniteError, SaveError
 from farsight.files import write_text
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.model.flops import Adapters, batch_flops
@@ -45,10 +45,6 @@ from farsight.training.metrics import RunMetrics
 from farsight.training.spec import register
 
 logger = logging.getLogger("farsight")
-
-
-class Interrupted(Exception):  # noqa: N818  it is how a run may end, and no error
-    """A signal asked the run to stop, and its state is saved."""
 
 
 class LiveMeasure(Protocol):

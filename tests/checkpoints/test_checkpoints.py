@@ -18,10 +18,10 @@ from farsight.benchmarks.kills import Kill, Training, join, kill_and_resume, out
 from farsight.benchmarks.kills import weights as weight_bytes
 from farsight.checkpoints.cards.model import read_history
 from farsight.checkpoints.convert import checkpoint_to_model_dir
-from farsight.checkpoints.manager import SaveError
 from farsight.checkpoints.model_dir.api import tensor_files
 from farsight.checkpoints.steps import complete_steps
 from farsight.configs.load import ConfigError
+from farsight.errors import SaveError
 from tests.checkpoints.test_intact import cut
 from tests.running import contents, metrics, run, train_command
 
