@@ -20,6 +20,15 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 
+PRELOADED = [
+    "farsight.analysis.plasticity.live",
+    "farsight.launch.plan.finetune_report",
+    "farsight.training.finetune.trainer",
+    "peft",
+    "bitsandbytes",
+]
+"""Modules that most runs need; `train.py` imports them itself when it trains."""
+
 
 @dataclass(frozen=True)
 class Finished:
@@ -90,7 +99,7 @@ def start_server() -> None:
 def _server() -> ForkServerContext:
     """The context whose server has imported what a run needs; the first process starts it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train", "farsight.training.finetune.trainer", "peft", "bitsandbytes"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from farsight.analysis.plasticity.live import PlasticityMetrics
 from farsight.cli import command, positive
 from farsight.configs.load import build_config, read_toml
 from farsight.parallel.device import prepare_device
@@ -80,7 +81,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
                 "metrics": {**shape.metrics, "log_freq": 1000, "enable_tensorboard": False},
             }
         )
-        trainer = Trainer(config)
+        trainer = Trainer(config, PlasticityMetrics)
         assert trainer.plasticity is not None
         batches = trainer.batch_generator(trainer.dataloader)
         steps, measurements = [], []

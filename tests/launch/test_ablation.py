@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from farsight.configs.check import ConfigError
-from farsight.launch import ablation, evaluations
-from farsight.launch.ablation.ablation import main, read_experiments
+from farsight.launch.ablation import ablation, evaluations
+from farsight.launch.ablation.__main__ import main
+from farsight.launch.ablation.ablation import read_experiments
 from farsight.launch.ablation.evaluations import Evaluation, evaluate, read_evaluations
 from farsight.launch.ablation.tables import BASE, MEAN, differences, markdown, text, with_means
 from tests.running import ROOT

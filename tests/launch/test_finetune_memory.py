@@ -12,10 +12,10 @@ from farsight.configs.check import ConfigError
 from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import build_config, load_config
+from farsight.launch.plan.__main__ import main as plan
 from farsight.launch.plan.finetune_fit import Device, find_device, memory_text, suggestions
 from farsight.launch.plan.finetune_memory import adapter_parameters, base_weights, finetune_memory, is_linear
 from farsight.launch.plan.layout import Layout
-from farsight.launch.plan.plan import main as plan
 from farsight.launch.plan.suggest import changed
 from farsight.model.adapt.garfa import train_garfa
 from farsight.model.adapt.layers import adapted

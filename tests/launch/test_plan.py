@@ -12,12 +12,13 @@ from torchtitan.distributed import activation_checkpoint
 from farsight.configs.load import ConfigError, build_config
 from farsight.data.tokenizers.tokenizer import train_sentencepiece
 from farsight.kernels.scoped_attention.semantics import visibility
+from farsight.launch.plan.__main__ import main
 from farsight.launch.plan.costs import bandwidth, flops_per_token, step_time, step_traffic
 from farsight.launch.plan.hardware import GPUS, Efficiency, find_gpu
 from farsight.launch.plan.heads import compare_head_layouts, imbalance, rank_pairs
 from farsight.launch.plan.layout import Layout
 from farsight.launch.plan.memory import rank_memory, saved_activations
-from farsight.launch.plan.plan import main, make_plan
+from farsight.launch.plan.plan import make_plan
 from farsight.launch.plan.suggest import as_options
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.position.scope import geometric_scopes
@@ -64,7 +65,7 @@ def allocated():
     cases = [{"recipe": name, "gpus": gpus, "options": {}} for name, gpus in MAIN.items()]
     cases += OTHERS
     done = subprocess.run(
-        [sys.executable, "-m", "tests.plan_layouts", json.dumps(cases)],
+        [sys.executable, "-m", "tests.launch.plan_layouts", json.dumps(cases)],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]

@@ -31,8 +31,8 @@ from farsight.configs.schema import (
     SlidingWindow,
     YarnRope,
 )
+from farsight.launch.recipe.__main__ import main
 from farsight.launch.recipe.check import check_stages
-from farsight.launch.recipe.run import main
 from farsight.model.build import ModelConfig, count_parameters, trained_layers
 from farsight.training.stages import load_recipe
 from tests.running import ROOT, forked, metrics, run
@@ -310,7 +310,7 @@ def test_the_command_runs_a_stage_in_a_process_of_its_own(tmp_path):
 @pytest.mark.parametrize("first", sorted({*NAMES} - {*WHOLE, *(name for chain in CHAINS.values() for name in chain)}))
 def test_every_tiny_twin_trains(first, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "farsight.launch.children.wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode
+        "farsight.launch.recipe.run.wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode
     )
     start = ""
     for name in [first, *CHAINS.get(first, [])]:
@@ -340,7 +340,7 @@ def test_tiny_twin_runs_and_is_skipped_once_finished(name, tmp_path, monkeypatch
     recipe = tmp_path / f"{name}.toml"
     recipe.write_text(f'base = "{RECIPES / "tiny" / name}.toml"\n[recipe]\nfolder = "{tmp_path}"\n')
     monkeypatch.setattr(
-        "farsight.launch.children.wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode
+        "farsight.launch.recipe.run.wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode
     )
     assert main([str(recipe)]) == 0
     printed = capsys.readouterr().out

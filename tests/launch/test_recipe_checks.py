@@ -7,8 +7,9 @@ import pytest
 from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.load import ConfigError, parse_options
 from farsight.configs.schema import Architecture, Position, Rope
-from farsight.launch import recipe as recipes
-from farsight.launch.recipe.run import main, run_recipe
+from farsight.launch.recipe import run as recipes
+from farsight.launch.recipe.__main__ import main
+from farsight.launch.recipe.run import run_recipe
 from farsight.model.build import ModelConfig, build_model
 from farsight.training.stages import load_recipe
 from tests.running import ROOT
