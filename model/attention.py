@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from farsight.configs.schema import Architecture
 from farsight.kernels.head_rotation import rotate_heads
 from farsight.kernels.scoped_attention.api import scoped_attention
-from farsight.model.adapt.garfa import HeadFrequencies, HeadRope
 from farsight.model.norm import RMSNorm
+from farsight.model.position.garfa import HeadFrequencies, HeadRope
 from farsight.model.position.layers import LayerPosition
 from farsight.model.position.rope import rotate
 
 
-class KeysOnTheirWay(Protocol):
+class PendingKV(Protocol):
     """Keys and values of a sequence that several ranks hold."""
 
     def attend(
@@ -40,7 +40,7 @@ class SequenceContext(Protocol):
         """Whether it turns queries and keys itself, and is given them as they are."""
         ...
 
-    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> KeysOnTheirWay: ...
+    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> PendingKV: ...
 
 
 class Attention(nn.Module):

@@ -16,9 +16,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from farsight.configs.schema import Architecture, NoRotary
 from farsight.kernels.chunked_loss import chunked_cross_entropy
-from farsight.model.adapt.garfa import HeadRope
 from farsight.model.attention import Attention
 from farsight.model.norm import RMSNorm
+from farsight.model.position.garfa import HeadRope
 from farsight.model.position.layers import LayerPosition
 from farsight.model.position.rope import RopeFrequencies, rope_frequencies, rope_tables
 from farsight.model.position.sinusoidal import sinusoidal_embedding

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-Layout = Literal["contiguous", "zigzag"]
+SequenceLayout = Literal["contiguous", "zigzag"]
 Span = tuple[int, int]
 
 
-def pieces(rank: int, ranks: int, tokens: int, layout: Layout) -> tuple[Span, ...]:
+def pieces(rank: int, ranks: int, tokens: int, layout: SequenceLayout) -> tuple[Span, ...]:
     """The spans of a rank, in the order in which it holds them.
 
     "contiguous" cuts the sequence into one span a rank. "zigzag" cuts it into two a rank and gives rank r the r-th from
@@ -59,7 +59,9 @@ class Rows:
 
 
 @lru_cache(maxsize=256)
-def sent(source: int, target: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: Layout) -> tuple[Rows, ...]:
+def sent(
+    source: int, target: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: SequenceLayout
+) -> tuple[Rows, ...]:
     """What `source` sends `target`, in order: for each key-value head the spans it holds of those that `target` lacks."""
     if source == target:
         return ()
@@ -71,13 +73,13 @@ def sent(source: int, target: int, ranks: int, tokens: int, reach: tuple[int, ..
     return tuple(rows)
 
 
-def received_rows(rank: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: Layout) -> int:
+def received_rows(rank: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: SequenceLayout) -> int:
     """Tokens that a rank receives, summed over key-value heads."""
     return sum(len(rows) for source in range(ranks) for rows in sent(source, rank, ranks, tokens, reach, layout))
 
 
 def received_bytes(
-    rank: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: Layout, head_dim: int, itemsize: int
+    rank: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: SequenceLayout, head_dim: int, itemsize: int
 ) -> int:
     """Keys and values that a rank receives in the forward pass of one layer and one row; backward it sends as many."""
     return 2 * head_dim * itemsize * received_rows(rank, ranks, tokens, reach, layout)

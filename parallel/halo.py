@@ -22,7 +22,7 @@ from torchtitan.distributed import ParallelDims
 
 from farsight.configs.schema import JobConfig
 from farsight.kernels.scoped_attention import scoped_attention
-from farsight.parallel.context import Layout, Rows, keys_seen, pieces, reaches, sent
+from farsight.parallel.context import Rows, SequenceLayout, keys_seen, pieces, reaches, sent
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Context:
     """The ranks over which sequences are cut, and how."""
 
     group: dist.ProcessGroup
-    layout: Layout
+    layout: SequenceLayout
     rotates: ClassVar[bool] = False
 
     @classmethod
@@ -147,7 +147,13 @@ class _Plan:
 
 @lru_cache(maxsize=64)
 def _plan(
-    rank: int, ranks: int, tokens: int, reach: tuple[int, ...], kv_group: int, layout: Layout, device: torch.device
+    rank: int,
+    ranks: int,
+    tokens: int,
+    reach: tuple[int, ...],
+    kv_group: int,
+    layout: SequenceLayout,
+    device: torch.device,
 ) -> _Plan:
     """Rows are numbered token by token, in each by key-value head: first the rank's own, then those received."""
     own, K = pieces(rank, ranks, tokens, layout), len(reach)

@@ -39,8 +39,7 @@ from farsight.launch.plan.suggest import Options, changed, suggest
 from farsight.launch.plan.text import assumptions_text, plan_text
 from farsight.launch.recipe import load_recipe
 from farsight.model.build import ModelConfig, count_parameters
-from farsight.model.position.scope import Layout as HeadLayout
-from farsight.model.position.scope import cost_ratio
+from farsight.model.position.scope import HeadLayout, cost_ratio
 from farsight.training.tokenizer import chosen_tokenizer
 
 ADJUSTABLE = ("matmul", "attention", "windows", "overlap")

@@ -11,8 +11,8 @@ from typing import assert_never
 import torch
 
 from farsight.configs.schema import Alibi, LayerRule, LongRope, NoBias, NoRotary, Position, Rope, Rotary, Scope
-from farsight.model.adapt.garfa import LayerGarfa, alpha, layer_garfas
 from farsight.model.position.alibi import alibi_slopes
+from farsight.model.position.garfa import LayerGarfa, alpha, layer_garfas
 from farsight.model.position.lasp import apply_lasp
 from farsight.model.position.rope import rope_frequencies
 from farsight.model.position.scope import DENSE_SCOPE, head_scopes, layout_order

@@ -35,7 +35,7 @@ DENSE_SCOPE = 2**31 - 1
 _LAYOUT_LENGTH = 131072
 """T for which group_balanced weighs its groups: fixed, because the order of heads is stored with the weights."""
 
-Layout = Literal["sorted", "interleaved", "group_balanced"]
+HeadLayout = Literal["sorted", "interleaved", "group_balanced"]
 
 
 @cache
@@ -55,7 +55,7 @@ def geometric_scopes(longest: int, heads: int) -> tuple[int, ...]:
     )
 
 
-def layout_order(layout: Layout, heads: int, kv_heads: int) -> tuple[int, ...]:
+def layout_order(layout: HeadLayout, heads: int, kv_heads: int) -> tuple[int, ...]:
     """For each physical head, which scope it gets: an index into the scopes from narrow to wide.
 
     sorted: head n has the n-th scope.

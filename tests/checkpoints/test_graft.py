@@ -32,9 +32,9 @@ from farsight.configs.schema import (
 from farsight.data.tokenizers.sentencepiece import EOS
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, HuggingFaceTokenizer
 from farsight.errors import UserError
-from farsight.model.adapt.garfa import HeadRope
 from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config
+from farsight.model.position.garfa import HeadRope
 from farsight.model.position.rope import rope_frequencies, rope_tables
 from tests.checkpoints.test_convert import all_tensors, write_with_transformers
 from tests.finetuned import write_base

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from farsight.configs.schema import Llama3Rope, Rope, YarnRope
 from farsight.kernels import head_rotation
 from farsight.kernels.head_rotation import rotate_heads
-from farsight.model.adapt.garfa import head_scales
+from farsight.model.position.garfa import head_scales
 from farsight.model.position.rope import rope_frequencies, rope_tables, rotate
 from tests.running import ROOT, environment
 
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused(change, message):
 
 def test_kernels_compile_for_gpus_without_spills():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.triton_ahead_of_time", "head_rotation", "128"],
+        [sys.executable, "-m", "tests.kernels.triton_ahead_of_time", "head_rotation", "128"],
         cwd=ROOT, env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

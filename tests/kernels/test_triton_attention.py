@@ -182,7 +182,7 @@ SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv", "decode", "delta", "combine"])
 def test_every_tile_compiles_without_spills_and_fits(kernel):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.triton_ahead_of_time", kernel, "64", "128"],
+        [sys.executable, "-m", "tests.kernels.triton_ahead_of_time", kernel, "64", "128"],
         cwd=ROOT, env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,6 +1,6 @@
 """Compiles a Triton kernel for GPUs that are not here; prints registers, spills and shared memory as JSON lines.
 
-    python -m tests.triton_ahead_of_time forward|dq|dkv|decode|delta|combine|head_rotation HEAD_DIM …
+    python -m tests.kernels.triton_ahead_of_time forward|dq|dkv|decode|delta|combine|head_rotation HEAD_DIM …
 
 A process of its own: not one in which the kernels are interpreted.
 """

@@ -27,8 +27,9 @@ from farsight.configs.schema import (
     Scope,
     YarnRope,
 )
-from farsight.model.adapt.garfa import alphas, garfa_of, garfa_of_tensors, head_scales, train_garfa
+from farsight.model.adapt.garfa import garfa_of, train_garfa
 from farsight.model.build import ModelConfig, build_model
+from farsight.model.position.garfa import alphas, garfa_of_tensors, head_scales
 from farsight.model.position.layers import describe
 from farsight.model.position.rope import rope_frequencies, rope_tables
 from tests.kernels.test_head_rotation import written_out

@@ -1,6 +1,6 @@
 """Halo attention, the divided loss and a divided model on gloo ranks, each against the whole; `test_context_parallel.py` starts it.
 
-    torchrun --nproc_per_node 4 -m tests.rank_checks
+    torchrun --nproc_per_node 4 -m tests.parallel.rank_checks
 
 Every rank draws the same whole tensors, keeps its part, and compares its outputs and gradients with its part of the
 reference's.
@@ -20,7 +20,7 @@ from farsight.kernels.scoped_attention import scoped_attention
 from farsight.model.adapt.garfa import garfa_of, train_garfa
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.position.scope import head_scopes
-from farsight.parallel.context import Layout, reaches, received_bytes
+from farsight.parallel.context import SequenceLayout, reaches, received_bytes
 from farsight.parallel.device import prepare_device
 from farsight.parallel.halo import Context
 from farsight.parallel.parallelize import parallelize
@@ -121,7 +121,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     world = dist.group.WORLD
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    layouts: tuple[Layout, ...] = ("contiguous", "zigzag")
+    layouts: tuple[SequenceLayout, ...] = ("contiguous", "zigzag")
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.0, 1.0, 2.0], dtype=torch.float64)
     for layout, group in itertools.product(layouts, (world, halves[dist.get_rank() // 2])):
         context = Context(group, layout)

@@ -23,8 +23,9 @@ from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.errors import NonFiniteError
 from farsight.launch.plan.out_of_memory import MemoryRecorder, Phase
-from farsight.model.adapt.garfa import alphas, garfa_of, garfa_of_tensors
+from farsight.model.adapt.garfa import garfa_of
 from farsight.model.llama import name_seed
+from farsight.model.position.garfa import alphas, garfa_of_tensors
 from farsight.parallel.ranks import on_rank_zero
 from farsight.training.finetune.optimizer import parameter_groups
 from farsight.training.finetune.spec import TrainedWeights, adapters_of, register_finetuning, whole_weights
