@@ -14,7 +14,7 @@ from farsight.model.llama import Llama
 from farsight.model.position.garfa import HeadFrequencies, LayerGarfa
 
 INITIAL = {"identity": -math.log(10), "paper": 2.2}
-"""w at the start: alpha = 1; and the paper's, which it takes for 1 and which is 9.012."""
+"""Initial w: alpha = 1, or the paper's value, which it takes to mean alpha = 1 but which gives 9.012."""
 
 
 def train_garfa(
@@ -24,12 +24,12 @@ def train_garfa(
     equation: Literal[14, 12] = 14,
     queries: bool = False,
 ) -> None:
-    """Gives these layers factors that train, in place; `Llama.init_parameter` knows what they start from.
+    """Gives these layers trainable factors, in place, before sharding; `Llama.init_parameter` fills them.
 
-    A layer that has factors from its config goes on from them, unless `init` is "paper".
+    A layer that has factors from its config continues from them, unless `init` is "paper".
 
     Raises:
-        ValueError: a layer that does not rotate or that is not there, or factors in the config of another equation.
+        ValueError: a layer that does not rotate or does not exist, or config factors with another equation or `queries`.
     """
     attentions = {int(name): attention for name, attention in model.attentions()}
     for layer in layers:
@@ -57,7 +57,7 @@ def train_garfa(
 
 
 def garfa_of(model: Llama) -> Garfa | None:
-    """The factors that a model has now, as its config says them; None without any. All ranks of a divided one call it."""
+    """The model's current factors in the form of its config; None if it has none. Collective if the model is sharded."""
     entries, kind = [], None
     for name, attention in model.attentions():
         if attention.garfa is not None:

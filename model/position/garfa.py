@@ -1,11 +1,11 @@
 """GARFA: a factor on the RoPE base of each key/value head, fixed by config or trained (Eq. 12–14).
 
-With alpha of head k, the frequency of pair i is multiplied by alpha^(−2i/H · e): e is 1/2 in Eq. 14, where the base is
-multiplied by the square root of alpha, and 1 in Eq. 12. What the paper leaves open, where a RoPE is itself scaled: here the
-*scaled* frequency (llama3, YaRN, LASP, …) is multiplied, and its bands stay where they are.
+The frequency of pair i is multiplied by alpha^(−2i/H · e), with a separate alpha for each head: e is 1/2 in Eq. 14, where the
+base is multiplied by the square root of alpha, and 1 in Eq. 12. The paper does not say how GARFA combines with a scaled RoPE:
+here the *scaled* frequency (llama3, YaRN, LASP, …) is multiplied, and the bands of the scaling stay where they are.
 
-The paper turns keys alone. Scores are then no function of the distance m − n: alpha other than 1 makes them depend on where a
-pair of tokens stands. `queries` turns queries by the factor of their group too, which restores it.
+The paper rotates only the keys this way. Scores are then no longer a function of the distance m − n: with alpha ≠ 1 they
+depend on the absolute positions. `queries` rotates queries by their group's factor too, which restores relative positions.
 
 Shapes: K key/value heads, H head dimension, F = H/2 frequencies.
 """
@@ -24,7 +24,7 @@ from farsight.configs.schema import Garfa, GarfaLayer
 
 @dataclass(frozen=True)
 class LayerGarfa:
-    """GARFA of one layer, with numbers."""
+    """The GARFA settings of one layer."""
 
     raw: tuple[float, ...]
     """w of each key/value head."""
@@ -33,36 +33,40 @@ class LayerGarfa:
 
 
 class HeadRope(NamedTuple):
-    """What turns heads at speeds of their own; `kernels.head_rotation.rotate_heads` takes the first three."""
+    """Rotation with separate frequencies for each head; `kernels.head_rotation.rotate_heads` takes the first three fields."""
 
     positions_BL: Tensor
+    """Integers [B, L] or [1, L]."""
     inv_freq_KF: Tensor
+    """fp32 [K, F], radians per token."""
     attention_factor: Tensor
+    """fp32 scalar that multiplies cosines and sines."""
     queries: bool
+    """Rotate queries too, by the frequencies of their group."""
 
 
 def alpha(raw: Tensor) -> Tensor:
-    """alpha = 0.1 + 9.9·sigmoid(w), Eq. 13, fp64."""
+    """alpha = 0.1 + 9.9·sigmoid(w), Eq. 13: fp64, in the shape of w."""
     return 0.1 + 9.9 * raw.double().sigmoid()
 
 
 def head_scales(raw_K: Tensor, head_dim: int, equation: Literal[14, 12]) -> Tensor:
-    """alpha^(−2i/H · e) of each head and pair: fp32 [K, F].
+    """alpha^(−2i/H · e) for each head and pair: fp32 [K, F], which multiplies the layer's frequencies [F].
 
-    Taken in fp64, so that w = −ln 10, rounded to fp32, is a factor of exactly 1.
+    Computed in fp64, so that w = −ln 10, rounded to fp32, is a factor of exactly 1.
     """
     pairs_F = torch.arange(0, head_dim, 2, dtype=torch.float64, device=raw_K.device) / head_dim
     return (alpha(raw_K)[:, None] ** (-pairs_F * (0.5 if equation == 14 else 1.0))).float()
 
 
 class HeadFrequencies(nn.Module):
-    """A layer's frequencies → those of each of its key/value heads. `Attention.garfa`, where a layer has it.
+    """Turns a layer's RoPE frequencies [F] into those of each key/value head [K, F]; it is `Attention.garfa`.
 
-    w is fp32 whatever the model's dtype is: a buffer that comes from config, or the parameter `raw`.
+    w is fp32 whatever the model's dtype: a buffer with the config's values, or a parameter named `raw`.
 
     Args:
-        garfa: w of all heads of the layer; what a parameter starts from.
-        trained: make it a parameter.
+        garfa: w of all heads of the layer; the initial value of a parameter.
+        trained: make w a parameter.
     """
 
     raw: Tensor
@@ -76,7 +80,7 @@ class HeadFrequencies(nn.Module):
             self.hold_heads(0, len(garfa.raw))
 
     def hold_heads(self, begin: int, end: int) -> None:
-        """Takes the key/value heads [begin, end) for the rank's own; a parameter is divided as other parameters are."""
+        """Keeps only the key/value heads [begin, end) on this rank; a parameter is sharded as other parameters are."""
         if not self.trained:
             self.heads = slice(begin, end)
             self.register_buffer("raw", torch.empty(end - begin, dtype=torch.float32), persistent=False)
@@ -88,16 +92,16 @@ class HeadFrequencies(nn.Module):
             self.raw.copy_(torch.tensor(self.initial[self.heads], dtype=torch.float32))
 
     def forward(self, inv_freq_F: Tensor) -> Tensor:
-        """fp32 [K, F], of the rank's heads."""
+        """The frequencies of the rank's heads: fp32 [K, F] from fp32 [F]."""
         raw = self.raw.to_local() if isinstance(self.raw, DTensor) else self.raw
         return inv_freq_F * head_scales(raw, 2 * len(inv_freq_F), self.equation)
 
 
 def layer_garfas(garfa: Garfa | None, n_layers: int, n_kv_heads: int) -> dict[int, LayerGarfa]:
-    """`position.garfa` by layer.
+    """The settings in `position.garfa` by layer.
 
     Raises:
-        ValueError: layers that the model does not have or that are named twice, or another number of heads.
+        ValueError: layers that the model does not have or that are named twice, or a wrong number of heads.
     """
     found: dict[int, LayerGarfa] = {}
     for entry in () if garfa is None else garfa.layers:
@@ -118,7 +122,14 @@ def layer_garfas(garfa: Garfa | None, n_layers: int, n_kv_heads: int) -> dict[in
 def garfa_of_tensors(
     tensors: Mapping[str, Tensor], equation: Literal[14, 12] = 14, queries: bool = False
 ) -> Garfa | None:
-    """The same of tensors by name (`layers.3.attention.garfa.raw`; others are passed over); None without any."""
+    """GARFA as a config states it, from w by name (`layers.3.attention.garfa.raw`; other names are ignored).
+
+    Args:
+        tensors: w of each layer, [K], any float dtype.
+
+    Returns:
+        None if no name ends in `garfa.raw`.
+    """
     raws = {int(name.split(".")[1]): tensor for name, tensor in tensors.items() if name.endswith("garfa.raw")}
     entries = tuple(GarfaLayer(layer, tuple(raws[layer].float().tolist())) for layer in sorted(raws))
     return Garfa(equation, queries, entries) if entries else None

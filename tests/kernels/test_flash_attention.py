@@ -354,7 +354,7 @@ def test_refuses_values_that_do_not_fit(monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             run(q, k, v, [1, 2, 3, 4], torch.tensor([starts]))
-    monkeypatch.setattr(flash, "MOST_DOCUMENTS", 3)
+    monkeypatch.setattr(flash, "MAX_DOCUMENTS", 3)
     run(q, k, v, [1, 2, 3, 4], torch.tensor([[0, 1, 2, 2]]))
     with pytest.raises(ValueError, match='takes 3 documents a batch, not 4: use "triton"'):
         run(q, k, v, [1, 2, 3, 4], torch.tensor([[0, 1, 2, 3]]))

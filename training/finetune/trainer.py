@@ -52,7 +52,7 @@ class Finetuner(Trainer):
             self.checkpointer.states[MODEL] = TrainedWeights(model)
         base = Path(config.base_model.path).expanduser()
         self.base, self.checkpointer.history = on_rank_zero(
-            lambda: (base_entry(base), read_history(base)), for_hours=True
+            lambda: (base_entry(base), read_history(base)), may_take_hours=True
         )
         self.checkpointer.base = self.base["fingerprint"]
         self.before = len(self.checkpointer.history)
