@@ -51,7 +51,7 @@ def chunked_cross_entropy(
     """
     if h_TD.dim() != 2 or weight_VD.dim() != 2 or h_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
-            f"h_TD is {list(h_TD.shape)} and weight_VD {list(weight_VD.shape)}: pass [T, D] and [V, D] of one D"
+            f"h_TD is {list(h_TD.shape)} and weight_VD {list(weight_VD.shape)}: pass [T, D] and [V, D] with the same D"
         )
     if labels_T.shape != h_TD.shape[:1] or labels_T.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -181,5 +181,5 @@ def _check_labels(labels_T: Tensor, counts_T: Tensor, vocabulary: int) -> None:
         token = int(outside.nonzero()[0])
         raise ValueError(
             f"labels_T[{token}] is {int(labels_T[token])}, outside the vocabulary of {vocabulary}: "
-            "the tokenizer and the model's vocabulary size do not match, or ignore_index is another"
+            "the tokenizer and the model's vocabulary size do not match, or the labels use another ignore_index"
         )

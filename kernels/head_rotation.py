@@ -52,7 +52,7 @@ def rotate_heads(
     (B, L, K, H), positions, frequencies = x_BLKH.shape, tuple(positions_BL.shape), tuple(inv_freq_KF.shape)
     if H % 2 or frequencies != (K, H // 2):
         raise ValueError(
-            f"x_BLKH is {[B, L, K, H]} and inv_freq_KF {list(frequencies)}: pass [heads, head dim / 2] of it"
+            f"x_BLKH is {[B, L, K, H]} and inv_freq_KF {list(frequencies)}: pass frequencies [heads, head dim / 2]"
         )
     if positions not in ((B, L), (1, L)):
         raise ValueError(f"x_BLKH is {[B, L, K, H]} and positions_BL {list(positions)}: pass [{B}, {L}] or [1, {L}]")

@@ -65,8 +65,8 @@ def grafted_config(
     if tied and not same_embeddings():
         if not untie:
             raise ConfigError(
-                "Both models use their embedding as output head, and the two embeddings differ: the graft's is the front "
-                "model's and its head the back model's, which is not one matrix. --untie writes them as two."
+                "Both models use their embedding as output head, and the two embeddings differ: the graft takes its embedding "
+                "from the front model and its head from the back model. --untie stores them as two matrices."
             )
         tied = False
     graft = replace(front, architecture=replace(front.architecture, tie_embeddings=tied))
@@ -78,9 +78,9 @@ def grafted_config(
             if all(found.layers(length) == positions for length, positions in expected.items()):
                 return found
     raise ConfigError(
-        f"Scopes that grow with the sequence (scope_max = 'length') do so past the trained length, of which a model has one, "
-        f"and these grow past {lengths[-1]:,} and {lengths[0]:,} tokens from an s_max of their own. Set scope_max = 'trained' "
-        "in the farsight.json of one of them, and graft that."
+        f"Scopes that grow with the sequence (scope_max = 'length') do so past the trained length. A model has only one, but "
+        f"these grow past {lengths[-1]:,} and {lengths[0]:,} tokens, each from its own s_max. Set scope_max = 'trained' "
+        "in the farsight.json of one of the models, and graft that."
     )
 
 
@@ -194,7 +194,7 @@ def _garfa(front: ModelConfig, back: ModelConfig, layers: int) -> Garfa | None:
         (a, _), (b, _) = kept
         raise ConfigError(
             f"The front model's layers have GARFA of equation {a.equation} with queries = {str(a.queries).lower()}, the back "
-            f"model's of equation {b.equation} with queries = {str(b.queries).lower()}, and a model has one kind: merge one of "
-            "them again with --drop-garfa, or graft layers that have none."
+            f"model's of equation {b.equation} with queries = {str(b.queries).lower()}, but a model can only have one kind: "
+            "merge one of them again with --drop-garfa, or graft layers without GARFA."
         )
     return replace(kept[0][0], layers=tuple(e for _, entries in kept for e in entries)) if kept else None

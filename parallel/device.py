@@ -95,7 +95,7 @@ def import_deepspeed() -> types.ModuleType:
         import deepspeed
     except ImportError as error:
         raise ConfigError(
-            f'engine = "deepspeed" needs a package that is not here: pip install "deepspeed>=0.19,<0.20" ({error}).'
+            f'engine = "deepspeed" needs a package that is not installed: pip install "deepspeed>=0.19,<0.20" ({error}).'
         ) from error
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
     # On a CPU it would compile its own all-reduce, which needs a compiler and minutes; gloo has one.
@@ -113,13 +113,13 @@ def check_float8(config: JobConfig) -> None:
         return
     if find_spec("torchao") is None:
         raise ConfigError(
-            f"model.converters = {config.model.converters} needs a package that is not here: pip install torchao."
+            f"model.converters = {config.model.converters} needs a package that is not installed: pip install torchao."
         )
     emulated = config.quantize.linear.float8.emulate and not config.compile.enable
     if not titan_utils.has_cuda_capability(8, 9) and not emulated:
         raise ConfigError(
             f"model.converters = {config.model.converters} needs a GPU with float8 products (compute capability 8.9: L40, H100 "
-            "and later). quantize.linear.float8.emulate = true, with compile.enable = false, shows elsewhere what it does to losses, slowly."
+            "and later). On other machines quantize.linear.float8.emulate = true with compile.enable = false shows its effect on losses, slowly."
         )
 
 

@@ -72,8 +72,8 @@ def shard_for_decoding(model: Llama, mesh: DeviceMesh) -> None:
     for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
         if getattr(architecture, name) % ranks:
             raise ConfigError(
-                f"the model's {name} is {getattr(architecture, name)}, which {ranks} processes do not divide: start another "
-                "number of them"
+                f"the model's {name} is {getattr(architecture, name)}, which is not a multiple of {ranks} processes: start "
+                "another number of processes"
             )
     columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
     rows = ("attention.wo", "feed_forward.w2")

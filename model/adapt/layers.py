@@ -82,7 +82,7 @@ def _sensitive(count: int, n_layers: int, profile: str) -> tuple[int, ...]:
         delta = json.loads(Path(profile).read_text(encoding="utf-8"))["delta"]
         delta = [float(value) for value in delta]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'layer_profile = {profile!r} is no JSON file with {{"delta": [...]}}: {error!r}') from None
+        raise ValueError(f'layer_profile = {profile!r} is not a JSON file with {{"delta": [...]}}: {error!r}') from None
     if len(delta) != n_layers:
         raise ValueError(f"layer_profile = {profile!r} has {len(delta)} layers, the model {n_layers}")
     if not 1 <= count <= n_layers:

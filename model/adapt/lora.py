@@ -83,7 +83,7 @@ def by_linear(pattern: Mapping[str, N], lora: Lora, layers: Sequence[int]) -> di
             for module in lora.modules
         }
     except re.error as error:
-        raise ConfigError(f"lora: a key of {dict(pattern)} is no regular expression: {error}") from error
+        raise ConfigError(f"lora: a key of {dict(pattern)} is not a valid regular expression: {error}") from error
     if unused := [key for key in pattern if key not in keys.values()]:
         raise ConfigError(
             f"lora: pattern {unused[0]!r} decides for no layer that LoRA is on: it matches none, or an earlier pattern comes "
