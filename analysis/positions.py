@@ -22,8 +22,8 @@ from farsight.cli import bounded, command
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import NoRotary, Rope, Rotating
 from farsight.files import prepare_file, write_text
-from farsight.model.adapt.garfa import LayerGarfa, alpha, alphas, head_scales
 from farsight.model.build import ModelConfig
+from farsight.model.position.garfa import LayerGarfa, alpha, alphas, head_scales
 from farsight.model.position.layers import LayerPosition, describe, layer_selection
 from farsight.model.position.rope import rope_frequencies
 from farsight.model.position.scope import DENSE_SCOPE, cost_ratio

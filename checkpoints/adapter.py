@@ -42,12 +42,12 @@ from farsight.configs.load import ConfigError, from_dict, to_dict
 from farsight.configs.schema import Architecture, Garfa, Position
 from farsight.data.instructions.chat import chat_template
 from farsight.data.tokenizers.tokenizer import load_tokenizer
-from farsight.model.adapt.garfa import garfa_of_tensors
 from farsight.model.adapt.layers import adapted
 from farsight.model.adapt.lora import ADAPTER, add_lora, as_pattern, by_linear, hf_linear, is_lora, lora_layers
 from farsight.model.adapt.quantized import fill, is_quantized, quantize_linears, unpack_parameters
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.llama import Llama
+from farsight.model.position.garfa import garfa_of_tensors
 from farsight.new_folder import check_new, holds_only, new_folder
 from farsight.progress import progress
 

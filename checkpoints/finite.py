@@ -10,14 +10,14 @@ from torch.distributed.tensor import DTensor
 
 from farsight.errors import NonFiniteError
 from farsight.parallel.device import default_device
-from farsight.parallel.parts import PartOfTensor
+from farsight.parallel.parts import TensorShard
 
 
 def refuse_non_finite(weights: dict[str, Any], what: str) -> None:
     """Raises `NonFiniteError` on all ranks where a weight of any rank's part is infinite or NaN.
 
     Args:
-        weights: what this rank saves, by name: tensors, `DTensor`s or `PartOfTensor`s.
+        weights: what this rank saves, by name: tensors, `DTensor`s or `TensorShard`s.
         what: is not saved, for the message.
     """
     bad = [name for name, tensor in weights.items() if not _finite(tensor)]
@@ -38,7 +38,7 @@ def refuse_non_finite(weights: dict[str, Any], what: str) -> None:
 
 @torch.no_grad()
 def _finite(tensor: Any) -> bool:
-    if isinstance(tensor, PartOfTensor):
+    if isinstance(tensor, TensorShard):
         return all(map(_finite, tensor.chunks.values()))
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not local.is_floating_point() or not local.numel():

@@ -224,7 +224,7 @@ class RunCheckpoints(CheckpointManager):
                 damaged[step] = "; ".join(found)
         except (OSError, MemoryError) as error:
             raise ConfigError(f"{folder} can't be read ({error!r}); nothing was changed.") from error
-        return on_rank_zero(lambda: self._settle(asked, steps, damaged), for_hours=True)
+        return on_rank_zero(lambda: self._settle(asked, steps, damaged), may_take_hours=True)
 
     def _faults(self, checkpoint: Path) -> list[str]:
         """What is wrong with a checkpoint, the same on all ranks; each of them reads its share of the files."""
@@ -233,7 +233,7 @@ class RunCheckpoints(CheckpointManager):
         if found or manifest is None or not verify:
             return found
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        by_rank = on_every_rank(lambda: altered(checkpoint, manifest, rank, ranks), for_hours=True)
+        by_rank = on_every_rank(lambda: altered(checkpoint, manifest, rank, ranks), may_take_hours=True)
         return [line for lines in by_rank for line in lines]
 
     def _settle(self, asked: int, steps: list[int], damaged: dict[int, str]) -> int | None:

@@ -42,7 +42,7 @@ from farsight.inference.sampling import GREEDY, Sampling, choose
 from farsight.inference.text_stream import TextStream
 from farsight.outputs import check_outputs
 from farsight.parallel.device import default_device
-from farsight.parallel.tensor import divide_to_decode
+from farsight.parallel.tensor import shard_for_decoding
 from farsight.progress import progress
 
 
@@ -215,7 +215,7 @@ def _run(options: argparse.Namespace, world: int) -> None:
     divide = mesh = None
     if world > 1:
         mesh = init_device_mesh(torch.device(options.device or default_device()).type, (world,))
-        divide = partial(divide_to_decode, mesh=mesh)
+        divide = partial(shard_for_decoding, mesh=mesh)
     loaded = load(options.model_dir, options, divide)
     first = int(os.environ.get("RANK", "0")) == 0
     prompts = [encode_prompt(loaded.tokenizer, text, options.chat) for text in texts]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farsight.kernels.scoped_attention import RollingCache, scoped_decode, scoped_prefill
-from farsight.model.attention import Attention, KeysOnTheirWay
+from farsight.model.attention import Attention, PendingKV
 from farsight.model.llama import Llama
 
 
@@ -48,7 +48,7 @@ class LayerCache(Protocol):
         """Bytes that it holds for the sequence."""
         ...
 
-    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> KeysOnTheirWay: ...
+    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> PendingKV: ...
 
 
 class RollingLayer:

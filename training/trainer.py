@@ -37,7 +37,7 @@ from farsight.parallel.batch import model_inputs, sum_of_losses
 from farsight.parallel.device import prepare_device
 from farsight.parallel.gradients import clip_gradients
 from farsight.parallel.halo import Context
-from farsight.parallel.pipeline import Pipeline, ShareOfLoss
+from farsight.parallel.pipeline import LossShare, Pipeline
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
 from farsight.training.memory_recorder import Phase
@@ -66,7 +66,7 @@ class Trainer(TitanTrainer):
 
     checkpointer: RunCheckpoints
     metrics_processor: RunMetrics  # type: ignore[assignment]  # narrower than torchtitan's
-    loss_fn: ShareOfLoss
+    loss_fn: LossShare
     register: Callable[[Any], None] = staticmethod(register)
     """Tells torchtitan what to build."""
     adapters: Adapters | None = None
@@ -414,7 +414,7 @@ class Trainer(TitanTrainer):
                     f"{folder} can't be written: {error}. With room there, the same command goes on from the newest checkpoint."
                 ) from error
 
-        on_rank_zero(write, for_hours=True)
+        on_rank_zero(write, may_take_hours=True)
 
     def _export(self) -> None:
         """Writes the run's model directory from its last checkpoint, which works the same under every layout."""

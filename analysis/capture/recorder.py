@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farsight.kernels.scoped_attention.api import scoped_attention
-from farsight.model.attention import Attention, KeysOnTheirWay, SequenceContext
+from farsight.model.attention import Attention, PendingKV, SequenceContext
 
 
 class Recorder:
@@ -62,7 +62,7 @@ class Recorder:
         self._columns = self.columns[here] - (self.seen if self.along == "tokens" else 0)
         self.seen += size
         self._keys.append(k_BLKH.detach()[self._rows, self._columns])
-        self._on_their_way: KeysOnTheirWay | tuple[Tensor, Tensor] = (
+        self._pending: PendingKV | tuple[Tensor, Tensor] = (
             (k_BLKH, v_BLKH) if self.inner is None else self.inner.exchange(k_BLKH, v_BLKH, scopes)
         )
         return self
@@ -76,8 +76,8 @@ class Recorder:
         backend: str,
     ) -> Tensor:
         self._queries.append(q_BLNH.detach()[self._rows, self._columns])
-        keys = self._on_their_way
-        del self._on_their_way
+        keys = self._pending
+        del self._pending
         if not isinstance(keys, tuple):
             return keys.attend(q_BLNH, scopes_N, document_starts_BT, alibi_slopes_N, backend)
         return scoped_attention(

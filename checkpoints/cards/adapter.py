@@ -6,7 +6,7 @@ from typing import Any
 
 from farsight.checkpoints.cards.model import training_table
 from farsight.configs.schema import Garfa
-from farsight.model.adapt.garfa import alphas
+from farsight.model.position.garfa import alphas
 from farsight.model.position.layers import layer_selection
 
 

@@ -17,12 +17,9 @@ from farsight.launch.plan.layout import Layout
 from farsight.launch.plan.memory import RankMemory, Types, rank_memory
 from farsight.launch.plan.suggest import Options, changed, suggest
 from farsight.model.build import ModelConfig, count_parameters
-from farsight.model.position.scope import Layout as HeadLayout
-from farsight.model.position.scope import cost_ratio
+from farsight.model.position.scope import HeadLayout, cost_ratio
 from farsight.training.stages import load_recipe
 from farsight.training.tokenizer import chosen_tokenizer
-
-"""The efficiencies that have an option."""
 
 
 @dataclass(frozen=True)

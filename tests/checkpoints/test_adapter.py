@@ -257,7 +257,7 @@ def test_what_is_quantised_is_what_was(bases, tmp_path, quantization):
         ({"^layers.3.self_attn.q_proj": 8}, r"'\^layers.3.self_attn.q_proj' decides for no layer that LoRA is on"),
         ({"layers.0.mlp.up_proj": 8}, r"'layers.0.mlp.up_proj' decides for no layer"),
         ({"q_proj": 8, "layers.3.self_attn.q_proj": 2}, "or an earlier pattern comes first"),
-        ({"*q_proj": 8}, "is no regular expression"),
+        ({"*q_proj": 8}, "is not a valid regular expression"),
     ],
 )
 def test_patterns_that_decide_nothing(bases, pattern, message):

@@ -32,9 +32,9 @@ from farsight.configs.schema import (
 from farsight.data.tokenizers.sentencepiece import EOS
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, HuggingFaceTokenizer
 from farsight.errors import UserError
-from farsight.model.adapt.garfa import HeadRope
 from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config
+from farsight.model.position.garfa import HeadRope
 from farsight.model.position.rope import rope_frequencies, rope_tables
 from tests.checkpoints.test_convert import all_tensors, write_with_transformers
 from tests.finetuned import write_base
@@ -136,7 +136,7 @@ def test_a_model_grafted_with_itself_is_itself(tmp_path, shape):
 
 def test_tied_embeddings(tmp_path):
     a, b = write(tmp_path / "a", shape=TIED, seed=1), write(tmp_path / "b", shape=TIED, seed=2)
-    with pytest.raises(ConfigError, match=r"the two embeddings differ.*--untie writes them as two"):
+    with pytest.raises(ConfigError, match=r"the two embeddings differ.*--untie stores them as two matrices"):
         graft(a, b, 2, tmp_path / "g")
     assert not (tmp_path / "g").exists()
     graft(a, b, 2, tmp_path / "g", untie=True)
@@ -202,9 +202,7 @@ def test_scopes_that_grow():
     for length in (20, 50, 97):
         assert max(both.layers(length)[3].scopes) == max(96, length)
     short = ModelConfig(SHAPE, Position(heads=Scope(scope_max="length", s_max=16)), 96)
-    with pytest.raises(
-        ConfigError, match=r"past 32 and 96 tokens from an s_max of their own. Set scope_max = 'trained'"
-    ):
+    with pytest.raises(ConfigError, match=r"past 32 and 96 tokens, each from its own s_max. Set scope_max = 'trained'"):
         grafted_config(a, short, 2, lambda: True)
 
 

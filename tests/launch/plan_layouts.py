@@ -22,7 +22,7 @@ from farsight.configs.schema import JobConfig
 from farsight.model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from farsight.parallel.device import prepare_device
 from farsight.parallel.parallelize import parallelize
-from farsight.parallel.pipeline import ShareOfLoss, pipeline
+from farsight.parallel.pipeline import LossShare, pipeline
 from farsight.training.stages import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
@@ -47,7 +47,7 @@ def parts_of_rank(config: JobConfig, rank: int, gpus: int) -> list[nn.Module]:
     freeze_all_but(model, trained_layers(config))
     if dims.pp_enabled:
         config.training.local_batch_size = max(config.training.local_batch_size, dims.pp)  # as the schedule asks for
-        _, parts, *_ = pipeline(model, dims, config, torch.device("cpu"), None, parallelize, ShareOfLoss())
+        _, parts, *_ = pipeline(model, dims, config, torch.device("cpu"), None, parallelize, LossShare())
         return parts
     return [parallelize(model, dims, config)]
 

@@ -162,7 +162,8 @@ def test_at_first_garfa_changes_nothing(tmp_path, position):
     assert not torch.allclose(paper(x), expected, atol=1e-3)
     alpha = 0.1 + 9.9 / (1 + math.exp(-2.2))
     assert alpha == pytest.approx(9.012, abs=1e-3)
-    from farsight.model.adapt.garfa import alphas, garfa_of
+    from farsight.model.adapt.garfa import garfa_of
+    from farsight.model.position.garfa import alphas
 
     assert alphas(garfa_of(paper))[0] == pytest.approx([alpha] * 2)
 

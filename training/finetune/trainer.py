@@ -21,8 +21,9 @@ from farsight.checkpoints.model_dir.api import check_model_out
 from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.errors import NonFiniteError
-from farsight.model.adapt.garfa import alphas, garfa_of, garfa_of_tensors
+from farsight.model.adapt.garfa import garfa_of
 from farsight.model.llama import name_seed
+from farsight.model.position.garfa import alphas, garfa_of_tensors
 from farsight.parallel.ranks import on_rank_zero
 from farsight.training.finetune.garfa_picture import draw_alphas
 from farsight.training.finetune.optimizer import parameter_groups
@@ -51,7 +52,7 @@ class Finetuner(Trainer):
             self.checkpointer.states[MODEL] = TrainedWeights(model)
         base = Path(config.base_model.path).expanduser()
         self.base, self.checkpointer.history = on_rank_zero(
-            lambda: (base_entry(base), read_history(base)), for_hours=True
+            lambda: (base_entry(base), read_history(base)), may_take_hours=True
         )
         self.checkpointer.base = self.base["fingerprint"]
         self.before = len(self.checkpointer.history)
