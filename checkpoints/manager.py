@@ -36,6 +36,7 @@ from farsight.checkpoints.resume import (
     refuse_other_layers,
     refuse_other_optimizer,
     refuse_other_settings,
+    saved_order,
 )
 from farsight.checkpoints.steps import (
     complete_steps,
@@ -291,7 +292,7 @@ class RunCheckpoints(CheckpointManager):
         refuse_another_model(saved, self.model_config, str(checkpoint))
         refuse_other_layers(checkpoint, self.config, self.base)
         refuse_other_settings(checkpoint, self.config, saved)
-        self.states["dataloader"].check_checkpoint(checkpoint)
+        self.states["dataloader"].check_order(saved_order(checkpoint))
 
     def _prepare_initial_load(self, start: Path) -> None:
         self.initial_load_in_hf = not on_rank_zero(lambda: self._is_checkpoint(start))

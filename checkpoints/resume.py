@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from farsight.checkpoints.cards.model import CONFIG, adapter_entry, read_history
+from farsight.checkpoints.dcp import load
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import ConfigError, to_dict
 from farsight.configs.schema import JobConfig
+from farsight.data.loader import ORDER_KEY
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.model.position.layers import select_layers
 
@@ -111,6 +113,13 @@ def refuse_other_settings(checkpoint: Path, config: JobConfig, saved: ModelConfi
             + f'\nSet them back; or accept them for this run with checkpoint.accept_changes = ["{kind}"]; or start '
             f"{_another_run(checkpoint, config)}."
         )
+
+
+def saved_order(checkpoint: Path) -> dict[str, Any]:
+    """The order of data that a checkpoint was saved under; the data loader's `check_order` compares it with its own."""
+    saved = {"dataloader": {ORDER_KEY: ""}}
+    load(saved, checkpoint, no_dist=True)
+    return json.loads(saved["dataloader"][ORDER_KEY])
 
 
 def _another_run(checkpoint: Path, config: JobConfig) -> str:

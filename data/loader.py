@@ -12,13 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 
-from farsight.checkpoints.dcp import load
 from farsight.configs import schema
 from farsight.data.mixture import MixedSource, Mixture
 from farsight.data.packing import Packer, Rows
@@ -170,12 +168,12 @@ class Loader(ReadAheadLoader):
         self.close()
         self._lane_states = {lane: state for lane, state in states.items() if state}
 
-    def check_checkpoint(self, directory: str | Path) -> None:
-        """Raises `DataError` if the checkpoint (a DCP directory) was written under another order of data.
+    def check_order(self, saved: dict[str, Any]) -> None:
+        """Raises `DataError` unless the order of data that a checkpoint was saved under is this loader's.
 
-        To be called before loading: a checkpoint of fewer lanes stops the load itself, with no more than a missing key.
+        Call it before loading: where the checkpoint has fewer lanes, loading fails with nothing but a missing key.
         """
-        refuse_other_order(saved_order(directory), self._order)
+        refuse_other_order(saved, self._order)
 
     def _produce(self, states: dict[int, str]) -> Iterator[tuple[Batch, dict[int, str] | None]]:
         """Micro-batches from the given states on; with the last of each step, the lanes' states after it."""
@@ -368,13 +366,6 @@ def _describe_order(
 def source_settings(source: Any) -> dict[str, Any]:
     """The settings of a source (a dataclass of the config) on which the order of data depends."""
     return {key: value for key, value in asdict(source).items() if key not in _NOT_IDENTITY}
-
-
-def saved_order(directory: str | Path) -> dict[str, Any]:
-    """The order of data under which a checkpoint (a DCP directory) was written."""
-    saved = {"dataloader": {ORDER_KEY: ""}}
-    load(saved, Path(directory), no_dist=True)
-    return json.loads(saved["dataloader"][ORDER_KEY])
 
 
 def refuse_other_order(saved: dict[str, Any], now: dict[str, Any]) -> None:

@@ -38,8 +38,8 @@ GROUPS: dict[str, dict[str, Command]] = {
         "positions": Command("analysis.positions", "what each layer of a config rotates, and who sees whom"),
     },
     "data": {
-        "tokenizer": Command("data.tokenizers.cli", "train a tokenizer, or show how one cuts a text"),
-        "needles": Command("data.retrieval.documents", "write documents with hidden facts, for training"),
+        "tokenizer": Command("data.tokenizer", "train a tokenizer, or show how one cuts a text"),
+        "needles": Command("data.needles", "write documents with hidden facts, for training"),
     },
     "models and checkpoints": {
         "convert": Command("checkpoints.convert", "a checkpoint to a Hugging Face model directory, or back"),

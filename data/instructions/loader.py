@@ -17,7 +17,6 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,6 @@ from farsight.data.loader import (
     global_batch_size,
     refuse_other_order,
     rows_of_rank,
-    saved_order,
     source_settings,
     to_batch,
 )
@@ -188,9 +186,9 @@ class InstructionLoader(ReadAheadLoader):
             refuse_other_order(json.loads(state_dict[ORDER_KEY]), self._order)
             self._steps = state_dict[_STEPS_KEY]
 
-    def check_checkpoint(self, directory: str | Path) -> None:
-        """Raises `DataError` if the checkpoint (a DCP directory) was written under another order of data."""
-        refuse_other_order(saved_order(directory), self._order)
+    def check_order(self, saved: dict[str, Any]) -> None:
+        """Raises `DataError` unless the order of data that a checkpoint was saved under is this loader's."""
+        refuse_other_order(saved, self._order)
 
     def layout(self, items: Sequence[np.ndarray], length: int) -> Rows:
         """Rows of `length` tokens that hold the given conversations."""

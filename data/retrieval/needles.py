@@ -353,9 +353,3 @@ def _split(text: str) -> tuple[str, ...]:
     """A text's sentences, without the white space between them."""
     parts = re.split(r"(?<=[.!?])\s+|\s*\n\s*|(?<=[。！？])", text)
     return tuple(piece for part in parts for piece in textwrap.wrap(part, _LONGEST_SENTENCE))
-
-
-if __name__ == "__main__":
-    from farsight.data.retrieval import documents as needle_documents
-
-    needle_documents.main()  # type: ignore[has-type]  # the two import each other

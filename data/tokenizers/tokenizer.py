@@ -256,9 +256,3 @@ def _byte_letters() -> list[str]:
 
 def _id_or_none(token_id: int) -> int | None:
     return token_id if token_id >= 0 else None
-
-
-if __name__ == "__main__":
-    from farsight.data.tokenizers.cli import main
-
-    main()

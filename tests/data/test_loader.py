@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
+from farsight.checkpoints.resume import saved_order
 from farsight.configs.schema import Data, HubSource, JobConfig, JsonlSource
 from farsight.data.loader import Loader, build_loader, build_validation_loader
 from farsight.data.packing import IGNORE
@@ -274,14 +275,14 @@ class TestCheckpoint:
     def test_resharded_resume(self, mixed, saved, ranks):
         resumed = loaders(mixed, ranks)
         for rank in resumed:
-            rank.check_checkpoint(saved)
+            rank.check_order(saved_order(saved))
             dcp.load({"dataloader": rank}, checkpoint_id=saved)
         same(global_batches(resumed, 3), global_batches(loaders(mixed, 1), 10)[7:])
 
     def test_another_global_batch_size(self, mixed, saved):
         for size in (4, 16):
             with pytest.raises(DataError, match=f"training.global_batch_size was 8, is {size}"):
-                loader(mixed, global_batch_size=size).check_checkpoint(saved)
+                loader(mixed, global_batch_size=size).check_order(saved_order(saved))
         with pytest.raises(CheckpointException, match="Missing key"):
             dcp.load({"dataloader": loader(mixed, global_batch_size=16)}, checkpoint_id=saved)
 

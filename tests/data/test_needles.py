@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers
 
-from farsight.data.retrieval.documents import document, main
+from farsight.data.needles import main
+from farsight.data.retrieval.documents import document
 from farsight.data.retrieval.needles import (
     NAMES,
     SEGMENTS,

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farsight.checkpoints.resume import saved_order
 from farsight.configs.finetuning import (
     FinetuneConfig,
     InstructionData,
@@ -260,9 +261,9 @@ class TestOrder:
     def test_another_order_is_refused_with_both_values(self, folder, data, tmp_path):
         loader = build(data)
         dcp.save({"dataloader": loader.state_dict()}, checkpoint_id=tmp_path / "step-1", no_dist=True)
-        build(data).check_checkpoint(tmp_path / "step-1")
+        build(data).check_order(saved_order(tmp_path / "step-1"))
         with pytest.raises(DataError, match=r"data\.seed was 3, is 4"):
-            build(replace(data, seed=4)).check_checkpoint(tmp_path / "step-1")
+            build(replace(data, seed=4)).check_order(saved_order(tmp_path / "step-1"))
         changed = [alpaca(i) for i in range(60)]
         changed[5]["output"] += "?"
         path = write(tmp_path / "a.jsonl", changed)
