@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from farsight.analysis.garfa import draw_alphas_on
-from farsight.checkpoints.model_dir.api import read_model_config
+from farsight.checkpoints.load import read_model_config
 from farsight.cli import bounded, command
 from farsight.configs.load import ConfigError, load_config, read_toml
 from farsight.configs.schema import NoRotary, Rope, Rotating

@@ -28,8 +28,9 @@ from farsight.checkpoints.cards.model import CONFIG, read_history, training_entr
 from farsight.checkpoints.checksums import MANIFEST, altered
 from farsight.checkpoints.dcp import COMPLETE, Writer, load
 from farsight.checkpoints.finite import refuse_non_finite
-from farsight.checkpoints.intact import is_complete, look
-from farsight.checkpoints.model_dir.api import check_tensors, read_model_config
+from farsight.checkpoints.intact.check import is_complete, look
+from farsight.checkpoints.load import read_model_config
+from farsight.checkpoints.model_dir.api import check_tensors
 from farsight.checkpoints.model_dir.names import from_hf_name, to_hf_name
 from farsight.checkpoints.resume import (
     refuse_another_model,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from farsight.checkpoints.checksums import MANIFEST
 from farsight.checkpoints.dcp import COMPLETE, UNFINISHED
-from farsight.checkpoints.intact import is_complete
+from farsight.checkpoints.intact.check import is_complete
 
 logger = logging.getLogger("farsight")
 

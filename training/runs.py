@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from farsight.analysis.positions import read_config
-from farsight.checkpoints.model_dir.api import is_adapter, read_model_config
+from farsight.checkpoints.load import read_model_config
+from farsight.checkpoints.model_dir.api import is_adapter
 from farsight.checkpoints.steps import complete_steps
 from farsight.configs.load import ConfigError, load_config, read_toml
 from farsight.launch.summary import read_metrics

@@ -24,7 +24,7 @@ from torchtitan.train import Trainer as TitanTrainer
 
 from farsight import process
 from farsight.analysis.plasticity.live import PlasticityMetrics
-from farsight.checkpoints.convert import checkpoint_to_model_dir
+from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.manager import RunCheckpoints, SaveError
 from farsight.checkpoints.model_dir.api import TOKENIZER_FILES, check_model_out
 from farsight.configs.load import ConfigError, to_toml

@@ -48,7 +48,7 @@ def adapter_card(
         "The whole of it, with Farsight:\n",
         "```python",
         "from pathlib import Path\n",
-        "from checkpoints.adapter import load_adapter\n",
+        "from farsight.checkpoints.adapter.load import load_adapter\n",
         'model, config = load_adapter(Path("."))  # this directory; base=Path(…) where the base lies elsewhere',
         "```\n",
     ]

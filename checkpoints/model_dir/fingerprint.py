@@ -13,7 +13,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from farsight.checkpoints.model_dir.api import check_tensors, read_model_config
+from farsight.checkpoints.model_dir.api import check_tensors, read_config
 from farsight.checkpoints.model_dir.names import to_hf_name
 from farsight.checkpoints.model_dir.safetensors_files import TensorReader, opened
 from farsight.configs.load import to_dict
@@ -29,7 +29,7 @@ def base_entry(directory: Path) -> dict[str, Any]:
     Raises:
         ConfigError: no model directory, or tensors that do not fit its config.
     """
-    config = read_model_config(directory)
+    config = read_config(directory)
     files = check_tensors(directory, config)
     return {
         "path": str(directory.resolve()),

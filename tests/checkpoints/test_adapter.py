@@ -11,8 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from farsight.checkpoints.adapter import load_adapter, read_adapter, write_adapter
-from farsight.checkpoints.model_dir.api import check_tensors, load_model, read_model_config, write_model_dir
+from farsight.checkpoints.adapter.config import read_adapter
+from farsight.checkpoints.adapter.load import load_adapter
+from farsight.checkpoints.adapter.write import write_adapter
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir.api import check_tensors, write_model_dir
 from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneTraining, GarfaTraining, Lora

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from farsight.benchmarks.forked import Forked
-from farsight.checkpoints.adapter import load_adapter
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.adapter.load import load_adapter
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.finetuning import GarfaTraining, Lora
 from farsight.configs.schema import Architecture, NoRotary, Position, Rope, Scope
 from farsight.data.tokenizers.tokenizer import BytesTokenizer

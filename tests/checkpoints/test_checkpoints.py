@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from farsight.benchmarks.kills import Kill, Training, join, kill_and_resume, output, rows, train_undisturbed
 from farsight.benchmarks.kills import weights as weight_bytes
 from farsight.checkpoints.cards.model import read_history
-from farsight.checkpoints.convert import checkpoint_to_model_dir
+from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.manager import SaveError
 from farsight.checkpoints.model_dir.api import tensor_files
 from farsight.checkpoints.steps import complete_steps

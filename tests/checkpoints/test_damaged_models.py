@@ -10,9 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farsight.checkpoints.adapter import check_adapter_out, load_adapter, read_adapter, write_adapter
+from farsight.checkpoints.adapter.config import read_adapter
+from farsight.checkpoints.adapter.load import load_adapter
+from farsight.checkpoints.adapter.write import check_adapter_out, write_adapter
 from farsight.checkpoints.checkpoint_tensors import parameter_shapes
-from farsight.checkpoints.model_dir.api import check_model_out, load_model, read_model_config, write_model_dir
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir.api import check_model_out, write_model_dir
 from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import Position

@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from farsight.checkpoints.convert import model_dir_to_checkpoint
-from farsight.checkpoints.graft import common_tokenizer, graft, main
-from farsight.checkpoints.model_dir.api import load_model, read_model_config, write_model_dir
+from farsight.checkpoints.convert.from_hf import model_dir_to_checkpoint
+from farsight.checkpoints.graft.__main__ import main
+from farsight.checkpoints.graft.build import graft
+from farsight.checkpoints.graft.tokenizer import common_tokenizer
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.checkpoints.model_dir.modeling_farsight import FarsightForCausalLM
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import (
@@ -277,7 +280,7 @@ def test_a_graft_that_fails_leaves_nothing_that_looks_whole(pair, tmp_path, monk
     def broken(*_, **__):
         raise OSError("disk")
 
-    monkeypatch.setattr("farsight.checkpoints.graft.TensorReader.__call__", broken)
+    monkeypatch.setattr("farsight.checkpoints.graft.build.TensorReader.__call__", broken)
     with pytest.raises(OSError, match="disk"):
         graft(*pair, 2, tmp_path / "g")
     assert not (tmp_path / "g").exists()

@@ -13,7 +13,8 @@ import xxhash
 from farsight.checkpoints import checksums
 from farsight.checkpoints.checksums import Manifest, SummedFile, altered, read_manifest, sums_of
 from farsight.checkpoints.dcp import Writer
-from farsight.checkpoints.intact import faults, main
+from farsight.checkpoints.intact.__main__ import main
+from farsight.checkpoints.intact.check import faults
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import Architecture, Position
 from farsight.model.build import ModelConfig

@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from farsight.checkpoints.adapter import load_adapter
-from farsight.checkpoints.merge import compare, difference, main, merge_adapter
-from farsight.checkpoints.model_dir.api import load_model, read_model_config
+from farsight.checkpoints.adapter.load import load_adapter
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.merge.__main__ import main
+from farsight.checkpoints.merge.build import merge_adapter
+from farsight.checkpoints.merge.compare import compare, difference
 from farsight.checkpoints.model_dir.modeling_farsight import FarsightForCausalLM
 from farsight.configs.finetuning import FinetuneTraining, GarfaTraining
 from farsight.configs.schema import Garfa, GarfaLayer, Lasp, Llama3Rope, Position, Scope

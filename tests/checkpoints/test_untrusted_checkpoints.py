@@ -11,11 +11,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
-from farsight.checkpoints import convert
 from farsight.checkpoints.checkpoint_tensors import parameter_shapes
 from farsight.checkpoints.checksums import sums_of, write_manifest
+from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.dcp import Writer, load, read_metadata
-from farsight.checkpoints.intact import faults, main
+from farsight.checkpoints.intact.__main__ import main
+from farsight.checkpoints.intact.check import faults
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import Architecture, Position
 from farsight.model.build import ModelConfig
@@ -78,7 +79,7 @@ def test_metadata_is_not_run(folder, mark, tmp_path, capsys):
     for use in (
         lambda: read_metadata(folder),
         lambda: load({"state": {"step": 0}}, folder, no_dist=True),
-        lambda: convert.checkpoint_to_model_dir(folder, tmp_path / "out"),
+        lambda: checkpoint_to_model_dir(folder, tmp_path / "out"),
     ):
         with pytest.raises(ConfigError, match=asks):
             use()

@@ -10,7 +10,8 @@ from torch.testing import assert_close
 
 from farsight.analysis.garfa import draw_alphas
 from farsight.analysis.positions import figures
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.checkpoints.model_dir.hf_config import from_hf_config
 from farsight.checkpoints.model_dir.modeling_farsight import FarsightForCausalLM
 from farsight.configs.load import ConfigError, read_toml
