@@ -1,4 +1,4 @@
-"""Trains tokenizers, and shows how one cuts a text: `farsight tokenizer`."""
+"""Trains tokenizers, and shows how one splits a text: `farsight tokenizer`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from farsight.configs import schema
 
 _TRAIN_HELP = """\
-Trains a sentencepiece BPE tokenizer. Text comes back from it exactly as it went in: characters without a piece of their
-own are spelled in bytes, and spaces, tabs and line ends are kept, so that it suits source code.
+Trains a sentencepiece BPE tokenizer that decodes every text exactly: characters without a piece of their own are spelled
+in bytes, and spaces, tabs and line ends are kept, so it suits source code.
 
   farsight tokenizer train --vocab-size 2048 --out tokenizers/code
   farsight tokenizer train --vocab-size 32000 --out tokenizers/web --jsonl 'web/*.jsonl' --max-bytes 200000000
@@ -28,7 +28,7 @@ transformers. The same text, size and seed give the same tokenizer.
 """
 
 _SHOW_HELP = """\
-Shows how a tokenizer cuts a text: one line a token, with its id and what it stands for.
+Shows how a tokenizer splits a text: one line per token, with its id and text.
 
   farsight tokenizer show tokenizers/code --text 'def f(x):'
 """

@@ -145,13 +145,13 @@ class Adapter:
         directory = base or Path(self.base.path)
         if not directory.is_dir():
             raise ConfigError(
-                f"{self.directory} was trained beside {directory}, which is not there. Put the base back, or merge the "
+                f"{self.directory} was trained on {directory}, which is not there. Restore the base, or merge the "
                 f"adapter into a copy of it: farsight merge {self.directory} --base DIR --out OUT"
             )
         config = read_config(directory)
         if config.architecture != self.architecture:
             raise ConfigError(
-                f"{directory} is another base than that of {self.directory}:\n  there: {config.architecture}\n"
+                f"{directory} is not the base of {self.directory}: its architecture differs.\n  there: {config.architecture}\n"
                 f"  adapter: {self.architecture}"
             )
         files = check_tensors(directory, config)
@@ -162,14 +162,14 @@ class Adapter:
         other += ["positions"] * (config.position != self.base_position)
         if other and not other_base:
             raise ConfigError(
-                f"{directory} is not the base that {self.directory} was trained beside: its {' and '.join(other)} are others. "
-                "Put that one back, or name where it lies. To merge the adapter into this one all the same: "
+                f"{directory} is not the base that {self.directory} was trained on: its {' and '.join(other)} differ. "
+                "Restore that base, or name its location. To merge the adapter into this one anyway: "
                 f"farsight merge {self.directory} --base {directory} --other-base --out OUT"
             )
         if other:
-            logger.warning(f"{directory} has other {' and '.join(other)} than what {self.directory} was trained beside")
+            logger.warning(f"{directory} has other {' and '.join(other)} than the base that {self.directory} was trained on")
         elif directory.resolve() != Path(self.base.path):
-            logger.warning(f"{self.directory} was trained beside {self.base.path}; {directory} is used in its place")
+            logger.warning(f"{self.directory} was trained on {self.base.path}; {directory} is used instead")
         return files
 
 
@@ -183,11 +183,11 @@ def read_adapter(directory: Path) -> Adapter:
     if not path.is_file():
         there = [name for name in (GARFA_FILE, LAYERS_FILE, ADAPTER_CONFIG) if (directory / name).is_file()]
         if not there:
-            raise ConfigError(f"{directory} is no adapter directory: it has no {ADAPTER_MARKER}.")
+            raise ConfigError(f"{directory} is not an adapter directory: it has no {ADAPTER_MARKER}.")
         raise ConfigError(
             f"{directory} has {', '.join(there)}, but {ADAPTER_MARKER} is missing, which says what belongs to the adapter "
-            "and how its base was kept: copy the whole directory again. (An adapter of LoRA alone that Farsight did not "
-            "write is loaded by peft.)"
+            "and how its base was quantised: copy the whole directory again. (LoRA adapters that Farsight did not write are "
+            "loaded by peft.)"
         )
     marker = read_object(path)
     if marker.get("format") != FORMAT:
@@ -198,18 +198,18 @@ def read_adapter(directory: Path) -> Adapter:
 
 def _from_marker(directory: Path, marker: dict[str, Any], path: Path) -> Adapter:
     if not isinstance(marker["needs"], list) or not set(marker["needs"]) <= set(FILES):
-        raise ConfigError(f"{path} needs {marker['needs']!r}; what an adapter may consist of is {', '.join(FILES)}.")
+        raise ConfigError(f"{path} needs {marker['needs']!r}; the parts of an adapter are {', '.join(FILES)}.")
     for name, file in FILES.items():
         if name in marker["needs"] and not (directory / file).is_file():
             raise ConfigError(f"{directory} lacks {file}: without it this is another model. Copy the directory again.")
         if name not in marker["needs"] and (directory / file).is_file():
             raise ConfigError(
-                f"{directory} has {file}, which {ADAPTER_MARKER} does not name: it is of another adapter."
+                f"{directory} has {file}, which {ADAPTER_MARKER} does not name: it belongs to another adapter."
             )
     entry = {**marker["adapter"]}
     for name in ("lora", "garfa"):
         if (name in marker["needs"]) != bool(entry.get(name)):
-            raise ConfigError(f"{path}: what it needs and the settings of {name} that it has contradict each other.")
+            raise ConfigError(f"{path}: its list of parts and its settings of {name} contradict each other.")
     lora, garfa = entry.pop("lora", None), entry.pop("garfa", {})
     adapter = Adapter(
         directory,
@@ -246,7 +246,7 @@ def _check_same(path: Path, tensors: Mapping[str, Tensor], shapes: Mapping[str, 
     if missing := sorted(set(shapes) - set(tensors)):
         raise ConfigError(f"{path} lacks {len(missing)} tensors, among them {missing[0]}.")
     if surplus := sorted(set(tensors) - set(shapes)):
-        raise ConfigError(f"{path} holds {surplus[0]}, which the adapter's settings leave no room for.")
+        raise ConfigError(f"{path} holds {surplus[0]}, which does not fit the adapter's settings.")
     for name, shape in shapes.items():
         if tuple(tensors[name].shape) != shape:
-            raise ConfigError(f"{path}: {name} has shape {tuple(tensors[name].shape)}, its settings make it {shape}.")
+            raise ConfigError(f"{path}: {name} has shape {tuple(tensors[name].shape)}, its settings require {shape}.")

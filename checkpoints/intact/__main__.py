@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     for checkpoint in checkpoints:
         if not checkpoint.is_dir():
             raise UserError(
-                f"{checkpoint} is no folder; name a checkpoint's, such as runs/my_run/checkpoint/step-1000."
+                f"{checkpoint} is not a folder; name a checkpoint, such as runs/my_run/checkpoint/step-1000."
             )
         try:
             found = every_fault(checkpoint)

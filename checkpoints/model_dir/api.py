@@ -169,7 +169,7 @@ def is_adapter(directory: Path) -> bool:
 def _refuse_adapter(directory: Path) -> None:
     if is_adapter(directory):
         raise ConfigError(
-            f"{directory} is an adapter and no whole model: farsight merge {directory} --out OUT makes one."
+            f"{directory} is an adapter, not a whole model: farsight merge {directory} --out OUT makes one."
         )
 
 
@@ -234,7 +234,7 @@ def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Path]:
     if missing := sorted(set(expected) - set(files)):
         raise ConfigError(f"{directory} lacks {len(missing)} tensors, among them {to_hf_name(missing[0])}.")
     if surplus := sorted(set(files) - set(expected)):
-        raise ConfigError(f"{directory} holds {to_hf_name(surplus[0])}, which its config.json leaves no room for.")
+        raise ConfigError(f"{directory} holds {to_hf_name(surplus[0])}, which does not fit its config.json.")
     for path in sorted(set(files.values())):
         with opened(path) as file:
             for key in file.keys():  # noqa: SIM118
@@ -242,6 +242,6 @@ def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Path]:
                 if name not in files:
                     continue
                 if (shape := tuple(file.get_slice(key).get_shape())) != expected[name]:
-                    raise ConfigError(f"{path}: {key} has shape {shape}, config.json makes it {expected[name]}.")
+                    raise ConfigError(f"{path}: {key} has shape {shape}, config.json requires {expected[name]}.")
                 kept_dtype(file, key, path)
     return files

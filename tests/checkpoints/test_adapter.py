@@ -205,13 +205,13 @@ def test_other_tensors(adapter, file):
 
 
 def test_other_bases(bases, adapter, tmp_path, caplog):
-    with pytest.raises(ConfigError, match="is another base"):
+    with pytest.raises(ConfigError, match="is not the base of .*: its architecture differs"):
         load_adapter(adapter, base=bases / "tied")
     shutil.copytree(bases / "untied", tmp_path / "copy")
     expected = load_adapter(adapter)[0](tokens())
     assert not caplog.records
     assert torch.equal(load_adapter(adapter, base=tmp_path / "copy")[0](tokens()), expected)
-    assert "copy is used in its place" in caplog.text
+    assert "copy is used instead" in caplog.text
     marker = adapter / "farsight_adapter.json"
     marker.write_text(marker.read_text().replace(str(bases / "untied"), str(tmp_path / "gone")))
     with pytest.raises(ConfigError, match="gone, which is not there"):
@@ -228,20 +228,20 @@ def test_other_weights_and_positions_at_the_bases_place(tmp_path, caplog):
     assert torch.equal(load_adapter(tmp_path / "adapter")[0](tokens()), expected)
 
     write_model_dir(base, replace(config, position=Position(rotary=Llama3Rope(original_length=32))), weights)
-    with pytest.raises(ConfigError, match="its positions are others"):
+    with pytest.raises(ConfigError, match="its positions differ"):
         load_adapter(tmp_path / "adapter")
     weights["layers.2.feed_forward.w2.weight"] += 1e-3  # as merging an adapter changes one
     write_model_dir(base, config, weights)
-    with pytest.raises(ConfigError, match=r"its weights are others\..* --base .*/base --other-base"):
+    with pytest.raises(ConfigError, match=r"its weights differ\..* --base .*/base --other-base"):
         load_adapter(tmp_path / "adapter")
     assert not caplog.records
     assert not torch.equal(load_adapter(tmp_path / "adapter", other_base=True)[0](tokens()), expected)
-    assert "base has other weights than what" in caplog.text
+    assert "base has other weights than the base that" in caplog.text
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 def test_what_is_quantised_is_what_was(bases, tmp_path, quantization):
-    """The base is stored in fp32, and trained beside in bf16."""
+    """A base stored in fp32, with an adapter trained in bf16."""
     model, _ = trained_adapter(tmp_path / "adapter", bases / "untied", quantization, "bfloat16")
     for dtype in (None, torch.float32):
         loaded = load_adapter(tmp_path / "adapter", dtype=dtype)[0]
@@ -270,7 +270,7 @@ def test_patterns_that_decide_nothing(bases, pattern, message):
 
 
 def test_an_adapter_is_no_base(adapter):
-    with pytest.raises(ConfigError, match=r"is an adapter and no whole model: python -m checkpoints\.merge"):
+    with pytest.raises(ConfigError, match=r"is an adapter, not a whole model: farsight merge"):
         check_tensors(adapter, read_model_config(adapter))
 
 
@@ -282,5 +282,5 @@ def test_another_format(adapter):
 
 
 def test_directories_that_are_none(tmp_path):
-    with pytest.raises(ConfigError, match="is no adapter directory"):
+    with pytest.raises(ConfigError, match="is not an adapter directory"):
         read_adapter(tmp_path)

@@ -266,7 +266,7 @@ def test_other_refusals(pair, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is an adapter.*checkpoints\.merge"):
+    with pytest.raises(ConfigError, match=r"is an adapter.*farsight merge"):
         graft(a, adapter, 2, out)
     four = write(tmp_path / "four")
     values = json.loads((four / "config.json").read_text())

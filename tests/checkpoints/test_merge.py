@@ -217,7 +217,7 @@ def test_what_is_refused(base, tmp_path):
         with pytest.raises(UserError, match=message):
             merge_adapter(**{"directory": tmp_path / "a", "out": tmp_path / "m", **arguments})
     assert not (tmp_path / "m").exists()
-    with pytest.raises(SystemExit, match="is no adapter directory"):
+    with pytest.raises(SystemExit, match="is not an adapter directory"):
         main([str(base), "--out", str(tmp_path / "m")])
     with pytest.raises(SystemExit):
         main([str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--no-check", "--drop-garfa"])

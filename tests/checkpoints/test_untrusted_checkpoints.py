@@ -153,7 +153,7 @@ def test_classes_are_not_changed(folder):
     (folder / ".metadata").write_bytes(stream)
     hashed = MetadataIndex.__hash__
     for _ in range(2):
-        with pytest.raises(ConfigError, match="is no list of a checkpoint's contents"):
+        with pytest.raises(ConfigError, match="is not a checkpoint's table of contents"):
             read_metadata(folder)
     assert MetadataIndex.__hash__ is hashed
     assert hash(MetadataIndex("a")) == hash(MetadataIndex("a"))
@@ -172,10 +172,10 @@ PLACES = {
     "above": ({"relative_path": "../other/__0_0.distcp"}, "lies outside"),
     "absolute": ({"relative_path": "/etc/passwd"}, "lies outside"),
     "no name": ({"relative_path": 3}, "is no file name"),
-    "before the start": ({"offset": -5}, "can't be"),
-    "of negative length": ({"length": -1}, "can't be"),
-    "not a number": ({"offset": 1.5}, "can't be"),
-    "compressed": ({"transform_descriptors": ["zstd"]}, "can't be"),
+    "before the start": ({"offset": -5}, "is impossible"),
+    "of negative length": ({"length": -1}, "is impossible"),
+    "not a number": ({"offset": 1.5}, "is impossible"),
+    "compressed": ({"transform_descriptors": ["zstd"]}, "is impossible"),
 }
 
 
@@ -202,9 +202,9 @@ def test_parts_lie_in_their_tensor(folder):
 
 
 def test_a_checkpoint_of_something_else_is_refused(folder):
-    with pytest.raises(ConfigError, match=r"does not hold what is to be loaded: .*optimizer"):
+    with pytest.raises(ConfigError, match=r"lacks what is to be loaded: .*optimizer"):
         load({"optimizer": {"a": torch.empty(3)}}, folder, no_dist=True)
-    with pytest.raises(ConfigError, match=r"does not hold what is to be loaded: .*norm.weight"):
+    with pytest.raises(ConfigError, match=r"lacks what is to be loaded: .*norm.weight"):
         load({"norm.weight": torch.empty(17)}, folder, no_dist=True)
     with pytest.raises(FileNotFoundError, match=r"\.metadata"):
         load({"norm.weight": torch.empty(16)}, folder.parent, no_dist=True)
