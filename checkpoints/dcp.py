@@ -117,7 +117,9 @@ def read_metadata(checkpoint: Path) -> Metadata:
     except MemoryError:
         raise
     except Exception as error:  # a truncated or altered pickle may raise anything
-        raise ConfigError(f"{path} is not a checkpoint's table of contents: {error or type(error).__name__}.") from error
+        raise ConfigError(
+            f"{path} is not a checkpoint's table of contents: {error or type(error).__name__}."
+        ) from error
     finally:
         if collects:
             gc.enable()

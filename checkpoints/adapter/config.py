@@ -167,7 +167,9 @@ class Adapter:
                 f"farsight merge {self.directory} --base {directory} --other-base --out OUT"
             )
         if other:
-            logger.warning(f"{directory} has other {' and '.join(other)} than the base that {self.directory} was trained on")
+            logger.warning(
+                f"{directory} has other {' and '.join(other)} than the base that {self.directory} was trained on"
+            )
         elif directory.resolve() != Path(self.base.path):
             logger.warning(f"{self.directory} was trained on {self.base.path}; {directory} is used instead")
         return files

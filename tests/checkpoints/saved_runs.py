@@ -1,4 +1,4 @@
-"""A run's checkpoint manager in this process, beside a model of one matrix."""
+"""A run's checkpoint manager in this process, with a model of one matrix."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from farsight.configs.load import build_config
 
 
 class State(dict):
-    """A part of the training state that is saved."""
+    """A saved part of the training state."""
 
     def state_dict(self):
         return dict(self)
@@ -25,7 +25,7 @@ class Optimizers(State):
 
 
 class Run:
-    """A run's manager with one matrix to save, whose values are the step's."""
+    """A run's manager with one matrix to save; all of its values equal the step."""
 
     def __init__(self, run_folder, sections=None, **options):
         architecture = {"vocab_size": 64, "dim": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 8}
@@ -45,7 +45,7 @@ class Run:
     def save(self, step, last_step=False):
         nn.init.constant_(self.model.weight, step)
         self.manager.save(step, last_step)
-        nn.init.constant_(self.model.weight, -1)  # what training does to the weights while a save is under way
+        nn.init.constant_(self.model.weight, -1)  # training changes the weights during a save
 
     def load(self, **options):
         self.manager.load(**options)

@@ -49,7 +49,7 @@ LORAS = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Llama-3-scaled models with grouped queries, in which positions count."""
+    """Llama-3-scaled models with grouped queries, whose output depends on positions."""
     folder = tmp_path_factory.mktemp("bases")
     tied = type(ARCHITECTURE)(**{**vars(ARCHITECTURE), "tie_embeddings": True})
     for name, architecture in (("untied", ARCHITECTURE), ("tied", tied)):
@@ -58,7 +58,7 @@ def bases(tmp_path_factory):
 
 
 def trained_adapter(out, base, quantization="none", dtype="float32", history=(), **parts):
-    """An adapter whose numbers have all left where they start, and the model that it was taken from."""
+    """Writes an adapter in which no number is at its initial value, and returns the model it was taken from."""
     config = finetune_config(base, quantization, dtype, **parts)
     model = adapted_model(config)
     with torch.no_grad():
@@ -86,7 +86,7 @@ def distance(a, b):
     [("lora", "tied"), ("rslora", "untied"), ("dora", "untied"), ("patterns", "tied"), ("expressions", "untied")],
 )
 def test_plain_peft_gives_our_logits(bases, tmp_path, name, base, garfa):
-    """Of the LoRA part: GARFA is left out there, and changes them."""
+    """The logits of the LoRA part alone; GARFA, which is left out, changes them."""
     parts = {} if garfa else {"garfa": NO_GARFA}
     model, config = trained_adapter(tmp_path / "adapter", bases / base, lora=LORAS[name], **parts)
     llama = AutoModelForCausalLM.from_pretrained(bases / base, dtype=torch.float32, attn_implementation="eager")
@@ -104,7 +104,7 @@ def test_plain_peft_gives_our_logits(bases, tmp_path, name, base, garfa):
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert ("`peft` loads a part of this adapter" in card.split("## ")[0]) == garfa
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "adapter")
-    assert "<|start_header_id|>" in tokenizer.chat_template  # what it was trained with
+    assert "<|start_header_id|>" in tokenizer.chat_template  # as in training
 
 
 @pytest.mark.parametrize(
@@ -121,14 +121,14 @@ def test_plain_peft_gives_our_logits(bases, tmp_path, name, base, garfa):
 def test_what_is_loaded_is_what_was_trained(bases, tmp_path, quantization, dtype, parts):
     model, config = trained_adapter(tmp_path / "adapter", bases / "untied", quantization, dtype, **parts)
     loaded, theirs = load_adapter(tmp_path / "adapter")
-    exact, _ = load_model(tmp_path / "adapter")  # in fp32, as evaluations ask for a model directory's model
+    exact, _ = load_model(tmp_path / "adapter")  # in fp32, as evaluations load model directories
     expected = logits(model, config)
     with torch.no_grad():
         found, wide = loaded(tokens()).float(), exact(tokens())
     if dtype == "float32":
         assert torch.equal(found, expected)
         assert torch.equal(wide, expected)
-    else:  # training takes LoRA's products in bf16, and here they are in fp32: no farther from the truth
+    else:  # training computes LoRA's products in bf16, this in fp32: it is at least as close to the truth
         assert distance(expected, wide) < 0.08
         assert distance(found, wide) < 1.5 * distance(expected, wide)
     assert garfa_of(loaded) == garfa_of(model) == theirs.position.garfa
@@ -157,7 +157,7 @@ def test_positions_of_a_longer_context_come_with_it(bases, tmp_path):
     assert torch.equal(logits(loaded, config), logits(model, config))
 
 
-# ── What is refused ───────────────────────────────────────────────────────────────────────────────────
+# ── Refusals ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -205,7 +205,7 @@ def test_other_tensors(adapter, file):
 
 
 def test_other_bases(bases, adapter, tmp_path, caplog):
-    with pytest.raises(ConfigError, match="is not the base of .*: its architecture differs"):
+    with pytest.raises(ConfigError, match=r"is not the base of .*: its architecture differs"):
         load_adapter(adapter, base=bases / "tied")
     shutil.copytree(bases / "untied", tmp_path / "copy")
     expected = load_adapter(adapter)[0](tokens())
@@ -224,13 +224,13 @@ def test_other_weights_and_positions_at_the_bases_place(tmp_path, caplog):
     trained_adapter(tmp_path / "adapter", base)
     expected = load_adapter(tmp_path / "adapter")[0](tokens())
     weights, config = {name: p.detach().clone() for name, p in plain.named_parameters()}, read_model_config(base)
-    write_model_dir(base, config, dict(reversed(weights.items())), shard_bytes=50_000)  # as others divide it
+    write_model_dir(base, config, dict(reversed(weights.items())), shard_bytes=50_000)  # divided into other files
     assert torch.equal(load_adapter(tmp_path / "adapter")[0](tokens()), expected)
 
     write_model_dir(base, replace(config, position=Position(rotary=Llama3Rope(original_length=32))), weights)
     with pytest.raises(ConfigError, match="its positions differ"):
         load_adapter(tmp_path / "adapter")
-    weights["layers.2.feed_forward.w2.weight"] += 1e-3  # as merging an adapter changes one
+    weights["layers.2.feed_forward.w2.weight"] += 1e-3  # as merging an adapter changes it
     write_model_dir(base, config, weights)
     with pytest.raises(ConfigError, match=r"its weights differ\..* --base .*/base --other-base"):
         load_adapter(tmp_path / "adapter")

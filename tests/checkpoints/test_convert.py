@@ -1,4 +1,4 @@
-"""Conversion of what `transformers` itself has written, there and back, with and without training between."""
+"""Conversion of models written by `transformers`, there and back, with and without training in between."""
 
 import json
 import weakref
@@ -116,7 +116,7 @@ def test_there_and_back(tmp_path, kind, tied):
     mine, _ = load_model(tmp_path / "trained")
     with torch.no_grad():
         torch.testing.assert_close(mine(tokens), trained(tokens).logits, atol=1e-4, rtol=0)
-        # Two steps from these weights, and not from others.
+        # Two steps from these very weights.
         assert 0 < (trained(tokens).logits - expected).abs().mean() < 0.5 * expected.abs().mean()
 
 
@@ -149,7 +149,7 @@ def test_a_conversion_that_fails_leaves_nothing_that_looks_whole(tmp_path, monke
 
 
 def test_no_more_than_two_tensors_are_held(tmp_path, monkeypatch):
-    """The one that is written and the one that is read next."""
+    """At most the tensor being written and the next one read are held."""
     write_with_transformers(tmp_path / "source", "default", tied=False)
     held: list[weakref.ref] = []
     most = 0
@@ -159,7 +159,7 @@ def test_no_more_than_two_tensors_are_held(tmp_path, monkeypatch):
             nonlocal most
             result = function(*arguments, **options)
             tensor = result if isinstance(result, torch.Tensor) else next(iter(arguments[0].values()))
-            held.append(weakref.ref(tensor.untyped_storage()))  # which any view of the tensor keeps
+            held.append(weakref.ref(tensor.untyped_storage()))  # kept alive by any view of the tensor
             most = max(most, sum(reference() is not None for reference in held))
             return result
 
@@ -196,7 +196,7 @@ def test_the_tokenizer_goes_with_the_weights(tmp_path):
     write_with_transformers(source, "default", tied=False)
     BytesTokenizer().save(source)
     main(["from-hf", str(source), str(checkpoint)])
-    assert find_tokenizer_dir(checkpoint) == checkpoint / "tokenizer"  # what a run that starts there takes
+    assert find_tokenizer_dir(checkpoint) == checkpoint / "tokenizer"  # as a run that starts from it does
     main(["to-hf", str(checkpoint), str(out)])
     assert load_tokenizer_dir(out).fingerprint == BytesTokenizer().fingerprint
     values = json.loads((out / "config.json").read_text())
@@ -214,7 +214,7 @@ def test_to_hf_does_not_write_over_a_checkpoint(tmp_path):
 
 
 def test_nothing_that_is_there_is_replaced(tmp_path):
-    """Not another run's model/, and not what lies under the name that a conversion works under."""
+    """Neither another run's model/ nor a folder with the temporary name of a conversion is overwritten."""
     source, checkpoint, out = (tmp_path / name for name in ("theirs", "checkpoint", "out"))
     write_with_transformers(source, "default", tied=False)
     main(["from-hf", str(source), str(checkpoint)])
@@ -231,7 +231,7 @@ def test_nothing_that_is_there_is_replaced(tmp_path):
     with pytest.raises(SystemExit, match=r"more\.part holds files that Farsight did not write"):
         main(["from-hf", str(source), str(tmp_path / "more")])
     assert (part / "notes.txt").read_text() == "mine"
-    (part / "notes.txt").rename(part / WRITING)  # which an interrupted conversion leaves
+    (part / "notes.txt").rename(part / WRITING)  # left by an interrupted conversion
     main(["from-hf", str(source), str(tmp_path / "more")])
     assert not part.exists()
 

@@ -1,4 +1,4 @@
-"""Grafts against the two models they are made of: weights bit for bit, positions layer by layer, logits composed by hand."""
+"""Compares grafts with their two models: weights bit for bit, positions layer by layer, logits composed by hand."""
 
 import dataclasses
 import json
@@ -78,7 +78,7 @@ def pair(tmp_path_factory):
 
 @torch.no_grad()
 def composed(a: Path, b: Path, layers: int, tokens: torch.Tensor) -> torch.Tensor:
-    """The front's embedding and blocks, then the back's: every block with the tables of its own model's layer."""
+    """Logits of the front's embedding and blocks followed by the back's, each block with its own model's tables."""
     (front, front_config), (back, back_config) = load_model(a), load_model(b)
     length = tokens.shape[1]
     positions = torch.arange(length)[None]
@@ -145,7 +145,7 @@ def test_tied_embeddings(tmp_path):
     graft(a, b, 2, tmp_path / "g", untie=True)
     assert not read_model_config(tmp_path / "g").architecture.tie_embeddings
     torch.testing.assert_close(logits(tmp_path / "g"), composed(a, b, 2, TOKENS), atol=1e-5, rtol=1e-5)
-    # Of two models of which one is tied, the head is the back's own, or its embedding.
+    # If one model is tied, the head is the back's own, or its embedding.
     c = write(tmp_path / "c", seed=3)
     for number, (front, back) in enumerate([(a, c), (c, a)]):
         graft(front, back, 1, tmp_path / str(number))
@@ -193,11 +193,11 @@ def test_layers_keep_their_positions_at_every_length(kind, lengths):
 
 
 def test_scopes_that_grow():
-    """Past the trained length, of which a graft has one."""
+    """Beyond the trained length; a graft has only one."""
     growing = Position(heads=Scope(scope_max="length"))
     a, b = ModelConfig(SHAPE, growing, 32), ModelConfig(SHAPE, PLAIN, 96)
     found = grafted_config(a, b, 2, lambda: True)
-    assert found.trained_length == 32  # the scopes would begin to grow too late
+    assert found.trained_length == 32  # the scopes would start to grow too late
     for length in (20, 32, 33, 50, 96, 97, 500):
         assert [max(layer.scopes) for layer in found.layers(length)[:2]] == [max(32, length)] * 2
         assert found.layers(length) == a.layers(length)[:2] + b.layers(length)[2:]
@@ -225,7 +225,7 @@ def test_logits_are_those_of_a_composition_by_hand(tmp_path, kind):
             torch.testing.assert_close(theirs(TOKENS).logits, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
 
 
-# ── What is refused ───────────────────────────────────────────────────────────────────────────────────
+# ── Refusals ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_graft_that_fails_leaves_nothing_that_looks_whole(pair, tmp_path, monk
 
 
 def test_tokenizers(tmp_path):
-    """Reserved special tokens may be given names; other tokens may not differ."""
+    """Reserved special tokens may have been named; other tokens must not differ."""
     folders = [tmp_path / name for name in ("a", "b", "c", "none")]
     for folder in folders[:3]:
         BytesTokenizer().save(folder)
@@ -307,7 +307,7 @@ def test_tokenizers(tmp_path):
     assert common_tokenizer(folders[3], folders[3]) == (None, [])
 
 
-# ── What others wrote ─────────────────────────────────────────────────────────────────────────────────
+# ── Foreign models ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_models_of_transformers_graft_to_one_of_theirs(tmp_path):

@@ -1,4 +1,4 @@
-"""Checkpoints from elsewhere: nothing that they hold is run, and no path leads out of their folder."""
+"""Untrusted checkpoints: none of their code is run, and no path leads out of their folder."""
 
 import os
 import pickle
@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
 
 
 class Attack:
-    """Unpickled as DCP and torch would, it makes a file."""
+    """Creates a file when it is unpickled as DCP and torch would."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -56,7 +56,7 @@ def folder(tmp_path):
 
 
 def sign(folder: Path) -> None:
-    """Whoever makes a checkpoint can make its checksums."""
+    """The author of a checkpoint can also write its checksums."""
     files = [path for path in folder.iterdir() if path.name != "checksums.json"]
     write_manifest(folder, {path.name: sums_of(path) for path in files})
 
@@ -109,7 +109,7 @@ def test_no_tool_runs_it(folder, mark, command):
 
 def test_single_objects_are_not_run(tmp_path, mark):
     folder = save(tmp_path / "step-1", state={"step": Attack(mark)})
-    assert faults(folder) == []  # whole, as whoever made it meant it to be
+    assert faults(folder) == []  # intact, as its author intended
     where = r"step-1: __0_0\.distcp, bytes 0 to [\d,]+, asks for posix\.system"
     with pytest.raises(ConfigError, match=where):
         load({"state": {"step": 0}}, folder, no_dist=True)
@@ -146,7 +146,7 @@ def test_only_what_metadata_needs_is_found(folder, name):
 
 
 def test_classes_are_not_changed(folder):
-    """BUILD with slots sets attributes of what is on the stack, classes too."""
+    """BUILD with slots sets attributes of the object on the stack, which may be a class."""
     module = b"torch.distributed.checkpoint.metadata"
     stream = b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c\x0dMetadataIndex\x93"
     stream += b"N}\x8c\x08__hash__K\x01s\x86b."
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_something_else_is_refused(folder):
 
 
 def test_a_run_that_resumes_runs_nothing(start_run, mark, monkeypatch):
-    """Neither our reader nor torchtitan's own way to one."""
+    """Neither our reader nor torchtitan's own path to one runs code."""
     saved = start_run()
     saved.save(3)
     saved.save(6)
