@@ -43,10 +43,10 @@ from farsight.checkpoints.steps import (
     complete_steps,
     delete,
     discard_incomplete,
+    earlier_set_aside,
     holds_only_ours,
     retire,
     set_aside,
-    set_aside_before,
 )
 from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import JobConfig
@@ -126,7 +126,7 @@ class RunCheckpoints(CheckpointManager):
             self.exclude_from_loading, self.initial_load_path = [], None
             settings = self._optimizer_settings()
             self._read(checkpoint)
-            self._take_settings(settings)
+            self._restore_settings(settings)
             self._continue_history(checkpoint, newest)
             logger.info(f"resuming from {checkpoint}")
             return True
@@ -137,14 +137,14 @@ class RunCheckpoints(CheckpointManager):
         self.history = read_history(start)
         settings = self._optimizer_settings()
         self._read(start, model_only=self.initial_load_model_only, from_hf=self.initial_load_in_hf)
-        self._take_settings(settings)
+        self._restore_settings(settings)
         return True
 
     def _optimizer_settings(self) -> list[dict[str, Any]]:
         groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
         return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
-    def _take_settings(self, settings: list[dict[str, Any]]) -> None:
+    def _restore_settings(self, settings: list[dict[str, Any]]) -> None:
         """Restores the config's learning rate, weight decay etc., which loading replaced by those of the save."""
         groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
         for group, own in zip(groups, settings, strict=True):
@@ -252,7 +252,7 @@ class RunCheckpoints(CheckpointManager):
         folder = Path(self.folder)
         try:
             discard_incomplete(folder)
-            renamed = set_aside_before(folder)
+            renamed = earlier_set_aside(folder)
         except OSError as error:
             raise ConfigError(f"what an interrupted save left in {folder} can't be removed ({error}).") from error
         if not steps and not renamed:

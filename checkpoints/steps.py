@@ -94,7 +94,7 @@ def set_aside(checkpoint: Path) -> Path:
     return checkpoint.rename(kept)
 
 
-def set_aside_before(folder: Path) -> list[str]:
+def earlier_set_aside(folder: Path) -> list[str]:
     """The names of checkpoints that were renamed, by `set_aside` or by hand.
 
     Raises:

@@ -87,6 +87,7 @@ class ChatTemplate:
 
     @property
     def fingerprint(self) -> str:
+        """A hash of the template's source."""
         return blake2b(self.source.encode(), digest_size=16).hexdigest()
 
     def save(self, directory: str | Path) -> None:
@@ -132,7 +133,7 @@ class ChatTemplate:
         if everything:
             return Marked(text, _without(len(text), [turns.whole(i) for i in untrained]))
         if not self._marks_answers:
-            return Marked(text, tuple(turns.said(i) for i in wanted))
+            return Marked(text, tuple(turns.content(i) for i in wanted))
         if not all(i in wanted for i in answers):
             if len(spans) != len(answers):
                 raise UnusableRow(
@@ -141,7 +142,7 @@ class ChatTemplate:
                     'leave out the "train" of its turns',
                 )
             spans = [span for i, span in zip(answers, spans, strict=True) if i in wanted]
-        return Marked(text, tuple(sorted([*spans, *(turns.said(i) for i in sought)])))
+        return Marked(text, tuple(sorted([*spans, *(turns.content(i) for i in sought)])))
 
     def prompt_tokens(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """The token ids of `prompt`'s text; generation starts from them.
@@ -206,7 +207,7 @@ class _Turns:
         """The span of a turn with its header."""
         return self._length(turn), self._length(turn + 1)
 
-    def said(self, turn: int) -> Span:
+    def content(self, turn: int) -> Span:
         """The span of a turn's content and end-of-turn token, without its header and trailing whitespace."""
         message = self._conversation.messages[turn]
         end = self._length(turn + 1)
