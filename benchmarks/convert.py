@@ -71,7 +71,7 @@ def digests(folder: Path) -> dict[str, str]:
 _PEAK = (
     "import atexit, re; atexit.register(lambda: print(re.search('VmHWM:.*', open('/proc/self/status').read())[0]))\n"
 )
-_CONVERT = "from farsight.checkpoints.convert import main; main()"
+_CONVERT = "from farsight.checkpoints.convert.__main__ import main; main()"
 
 
 def run(code: str, *arguments: str) -> tuple[float, int]:
@@ -92,7 +92,7 @@ def measure(width: int, shard_bytes: int, rounds: int, folder: Path) -> dict[str
     make_model_dir(source, width, shard_bytes)
     expected = digests(source)
     shards = [path.stat().st_size for path in source.glob("*.safetensors")]
-    _, bare = run("import farsight.checkpoints.convert")
+    _, bare = run("import farsight.checkpoints.convert.from_hf, farsight.checkpoints.convert.to_hf")
     convert = [_CONVERT]
     commands = {
         "from-hf": [*convert, "from-hf", str(source), str(checkpoint), "--dtype", "bfloat16"],

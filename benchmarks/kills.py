@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from farsight.benchmarks.forked import Forked, start_server
 from farsight.benchmarks.tiny import MODEL, SETTINGS
-from farsight.checkpoints.intact import COMPLETE, faults
+from farsight.checkpoints.dcp import COMPLETE
+from farsight.checkpoints.intact.check import faults
 from farsight.checkpoints.steps import complete_steps, step_folders
 from farsight.cli import bounded, command
 from farsight.files import prepare_file

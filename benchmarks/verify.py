@@ -26,7 +26,7 @@ from tqdm import tqdm
 from farsight.checkpoints.cards.model import CONFIG
 from farsight.checkpoints.checksums import MANIFEST
 from farsight.checkpoints.dcp import Writer, load
-from farsight.checkpoints.intact import faults
+from farsight.checkpoints.intact.check import faults
 from farsight.cli import bounded, command
 from farsight.configs.schema import Architecture, Position
 from farsight.files import prepare_file

@@ -1,4 +1,4 @@
-"""Weights that are not finite are not saved: every later checkpoint would be worthless, and the good ones deleted."""
+"""Refuses to save non-finite weights: such checkpoints are worthless, and older, good ones would be deleted for them."""
 
 import math
 from typing import Any
@@ -14,11 +14,11 @@ from farsight.parallel.parts import TensorShard
 
 
 def refuse_non_finite(weights: dict[str, Any], what: str) -> None:
-    """Raises `NonFiniteError` on all ranks where a weight of any rank's part is infinite or NaN.
+    """Raises `NonFiniteError` on all ranks if any rank's part of a weight is infinite or NaN.
 
     Args:
-        weights: what this rank saves, by name: tensors, `DTensor`s or `TensorShard`s.
-        what: is not saved, for the message.
+        weights: this rank's weights by name: tensors, `DTensor`s or `TensorShard`s.
+        what: name of the save, for the message.
     """
     bad = [name for name, tensor in weights.items() if not _finite(tensor)]
     if dist.get_world_size() > 1:
@@ -43,5 +43,5 @@ def _finite(tensor: Any) -> bool:
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not local.is_floating_point() or not local.numel():
         return True
-    # The largest magnitude is NaN where any element is.
+    # The largest magnitude is NaN if any element is.
     return math.isfinite(float(torch.linalg.vector_norm(local.detach(), math.inf)))

@@ -38,14 +38,14 @@ GROUPS: dict[str, dict[str, Command]] = {
         "positions": Command("analysis.positions", "what each layer of a config rotates, and who sees whom"),
     },
     "data": {
-        "tokenizer": Command("data.tokenizers.cli", "train a tokenizer, or show how one cuts a text"),
-        "needles": Command("data.retrieval.documents", "write documents with hidden facts, for training"),
+        "tokenizer": Command("data.tokenizer", "train a tokenizer, or show how one cuts a text"),
+        "needles": Command("data.needles", "write documents with hidden facts, for training"),
     },
     "models and checkpoints": {
-        "convert": Command("checkpoints.convert", "a checkpoint to a Hugging Face model directory, or back"),
-        "merge": Command("checkpoints.merge", "merge an adapter into its base"),
-        "graft": Command("checkpoints.graft", "put the first layers of one model before the last of another"),
-        "intact": Command("checkpoints.intact", "check that a checkpoint is whole"),
+        "convert": Command("checkpoints.convert.__main__", "a checkpoint to a Hugging Face model directory, or back"),
+        "merge": Command("checkpoints.merge.__main__", "merge an adapter into its base"),
+        "graft": Command("checkpoints.graft.__main__", "put the first layers of one model before the last of another"),
+        "intact": Command("checkpoints.intact.__main__", "check that a checkpoint is whole"),
     },
     "generate and evaluate": {
         "generate": Command("inference.generate", "continue a prompt with a cache of what heads can still see"),

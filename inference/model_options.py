@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from farsight.checkpoints.model_dir.api import load_model, read_model_config
+from farsight.checkpoints.load import load_model, read_model_config
 from farsight.cli import add_device_option, positive
 from farsight.configs.check import ConfigError
 from farsight.configs.json_files import read_object

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farsight.checkpoints.model_dir.api import is_adapter, read_model_config
+from farsight.checkpoints.load import read_model_config
+from farsight.checkpoints.model_dir.api import is_adapter
 from farsight.checkpoints.steps import complete_steps
 from farsight.configs.load import ConfigError, load_config, read_toml
 from farsight.model.build import ModelConfig

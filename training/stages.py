@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from farsight.checkpoints.model_dir.api import read_model_config
+from farsight.checkpoints.load import read_model_config
 from farsight.configs.load import ConfigError, build_config, from_dict, load_config, merge, read_toml
 from farsight.configs.schema import JobConfig, NoRotary, Rotary
 from farsight.model.build import ModelConfig, trained_layers

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farsight import process
-from farsight.checkpoints.model_dir.api import read_model_config
+from farsight.checkpoints.load import read_model_config
 from farsight.configs.load import ConfigError, merge, parse_options, read_toml
 from farsight.configs.schema import JobConfig, NoRotary
 

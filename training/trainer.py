@@ -23,7 +23,7 @@ from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enabl
 from torchtitan.train import Trainer as TitanTrainer
 
 from farsight import process
-from farsight.checkpoints.convert import checkpoint_to_model_dir
+from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.manager import RunCheckpoints
 from farsight.checkpoints.model_dir.api import TOKENIZER_FILES, check_model_out
 from farsight.configs.load import ConfigError, to_toml

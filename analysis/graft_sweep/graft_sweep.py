@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from farsight.analysis.graft_sweep.picture import draw
-from farsight.checkpoints.graft import common_tokenizer
-from farsight.checkpoints.model_dir.api import is_adapter, read_model_config
+from farsight.checkpoints.graft.tokenizer import common_tokenizer
+from farsight.checkpoints.load import read_model_config
+from farsight.checkpoints.model_dir.api import is_adapter
 from farsight.cli import bounded, command, positive
 from farsight.configs.load import ConfigError
 from farsight.data.retrieval.tasks import parse_task

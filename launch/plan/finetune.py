@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from farsight.checkpoints.model_dir.api import read_model_config
+from farsight.checkpoints.load import read_model_config
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import load_config, read_toml

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from farsight.checkpoints.model_dir.api import read_model_config
+from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.resume import refuse_another_model
 from farsight.configs.check import check_processes
 from farsight.configs.load import ConfigError

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.load import load_model
 from farsight.configs.schema import JobConfig
 from farsight.data.mixture import sample_texts
 from farsight.data.texts import encode_file

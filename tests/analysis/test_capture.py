@@ -24,7 +24,8 @@ from farsight.analysis.capture.capture import (
     read_capture,
     recording,
 )
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.schema import (
     Alibi,
     Garfa,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from farsight.analysis.graft_sweep import graft_sweep
-from farsight.checkpoints import graft
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.graft.build import graft
+from farsight.checkpoints.load import load_model
 from farsight.configs.schema import Garfa, GarfaLayer, NoRotary, Position, Rope, Scope
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.evals import needle, perplexity
@@ -47,7 +47,7 @@ def test_figures_are_those_of_the_directories(places, tmp_path, capsys):
     folders = {"base": found["plain"]["base"], "long": found["plain"]["long"]}
     for mode, names in {"B-Front": ("base", "long"), "L-Front": ("long", "base")}.items():
         front, back = (places / name for name in names)
-        graft.graft(front, back, 1, tmp_path / mode)
+        graft(front, back, 1, tmp_path / mode)
         folders[mode] = found["modes"][mode][0]
         assert f"{mode:>8}{1:>6}{folders[mode]['perplexity']['32']:>16.3f}" in printed
     assert len({tuple(figures["perplexity"].values()) for figures in folders.values()}) == 4

@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from farsight.analysis.layer_probes import layer_probes
 from farsight.analysis.layer_probes.layer_probes import Measurement, main, probe_layers
 from farsight.analysis.layer_probes.one_layer import RopeProbe, mean_loss, noise_after, probed
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import (
     Alibi,

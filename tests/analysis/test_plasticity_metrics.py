@@ -12,7 +12,7 @@ from farsight.analysis.capture.recorder import recording
 from farsight.analysis.geometry.rotation import planar_rotation
 from farsight.analysis.plasticity.heads import head_profile
 from farsight.analysis.plasticity.live import rows_of_rank, uncompiled
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.load import load_model
 from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import ConfigError, load_config

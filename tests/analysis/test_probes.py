@@ -19,7 +19,7 @@ from farsight.analysis.probes.position_probe import (
 )
 from farsight.analysis.probes.probes import main, read_layers
 from farsight.analysis.sequences import read_sequences
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.load import load_model
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.schema import Position, Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer, load_tokenizer_dir
 from farsight.evals.harness.model import HarnessModel, Reading

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.load import load_model
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import NoRotary, Position, Scope, Tokenizer
 from farsight.data.instructions.chat import LLAMA_3

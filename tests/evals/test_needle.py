@@ -8,7 +8,8 @@ import shutil
 import pytest
 import torch
 
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import DynamicNtkRope, Position, Scope, Tokenizer
 from farsight.data.retrieval.needles import Haystack, Sample, count_tokens

@@ -17,7 +17,8 @@ import torch
 import zstandard
 from transformers import AutoModelForCausalLM
 
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import Lasp, LayerRule, LinearRope, NoRotary, Position, Rope, Scope, YarnRope
 from farsight.data.texts import read_texts

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from farsight.checkpoints.adapter import load_adapter
-from farsight.checkpoints.convert import model_dir_to_checkpoint
+from farsight.checkpoints.adapter.load import load_adapter
+from farsight.checkpoints.convert.from_hf import model_dir_to_checkpoint
 from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import InstructionData

@@ -13,7 +13,8 @@ import torch
 from sklearn.isotonic import IsotonicRegression
 from torch.testing import assert_close
 
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.schema import Alibi, NoRotary, Position, Rope, Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer, load_tokenizer_dir
 from farsight.evals.ripra import main, passkey_prompts

@@ -15,7 +15,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from farsight.benchmarks.forked import Forked
-from farsight.checkpoints.model_dir.api import load_model, read_model_config
+from farsight.checkpoints.load import load_model, read_model_config
 from farsight.configs.load import load_config
 from farsight.configs.schema import (
     Alibi,

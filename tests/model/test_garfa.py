@@ -9,7 +9,8 @@ import torch
 from torch.testing import assert_close
 
 from farsight.analysis.positions import figures
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.checkpoints.model_dir.hf_config import from_hf_config
 from farsight.checkpoints.model_dir.modeling_farsight import FarsightForCausalLM
 from farsight.configs.load import ConfigError, read_toml

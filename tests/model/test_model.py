@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from farsight.checkpoints.model_dir.api import load_model, read_model_config, write_model_dir
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.checkpoints.model_dir.hf_config import from_hf_config, to_hf_config
 from farsight.configs.load import ConfigError, build_config
 from farsight.configs.schema import (

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from farsight.analysis.graft_sweep import graft_sweep
-from farsight.checkpoints import graft
+from farsight.checkpoints.graft.__main__ import main as graft
 from farsight.configs.schema import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.reports import inside_results as report_results
@@ -122,5 +122,5 @@ def test_results_of_other_models_and_configs_are_refused(measured, tmp_path):
 
 def test_grafts_take_one_command_too(measured, tmp_path):
     model = str(measured / "llama")
-    graft.main(["--front", model, "--back", model, "--layers", "1", "--out", str(tmp_path / "graft")])
+    graft(["--front", model, "--back", model, "--layers", "1", "--out", str(tmp_path / "graft")])
     assert (tmp_path / "graft" / "config.json").is_file()

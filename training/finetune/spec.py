@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
 
-from farsight.checkpoints.model_dir.api import TensorReader, check_tensors, read_model_config
+from farsight.checkpoints.load import read_model_config
+from farsight.checkpoints.model_dir.api import check_tensors
+from farsight.checkpoints.model_dir.safetensors_files import TensorReader
 from farsight.configs.check import ConfigError
 from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig

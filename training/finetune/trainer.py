@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchtitan.components.checkpoint import MODEL
 
-from farsight.checkpoints.adapter import ADAPTER_MARKER, FILES, check_adapter_out, write_adapter
+from farsight.checkpoints.adapter.config import FILES
+from farsight.checkpoints.adapter.write import check_adapter_out, write_adapter
 from farsight.checkpoints.cards.model import read_history
-from farsight.checkpoints.merge import merge_adapter
-from farsight.checkpoints.model_dir.api import check_model_out
+from farsight.checkpoints.merge.build import merge_adapter
+from farsight.checkpoints.model_dir.api import ADAPTER_MARKER, check_model_out
 from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.errors import NonFiniteError

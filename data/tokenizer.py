@@ -1,22 +1,24 @@
-"""The commands of `farsight tokenizer`."""
+"""Trains tokenizers, and shows how one splits a text: `farsight tokenizer`."""
+
+from __future__ import annotations
 
 import argparse
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from farsight.cli import bounded, command
-from farsight.configs import schema
-from farsight.data.mixture import sample_texts
-from farsight.data.tokenizers.tokenizer import load_tokenizer_dir, train_sentencepiece
 from farsight.files import check_new_folder, write_text
 from farsight.new_folder import new_folder
 from farsight.progress import progress
 
+if TYPE_CHECKING:
+    from farsight.configs import schema
+
 _TRAIN_HELP = """\
-Trains a sentencepiece BPE tokenizer. Text comes back from it exactly as it went in: characters without a piece of their
-own are spelled in bytes, and spaces, tabs and line ends are kept, so that it suits source code.
+Trains a sentencepiece BPE tokenizer that decodes every text exactly: characters without a piece of their own are spelled
+in bytes, and spaces, tabs and line ends are kept, so it suits source code.
 
   farsight tokenizer train --vocab-size 2048 --out tokenizers/code
   farsight tokenizer train --vocab-size 32000 --out tokenizers/web --jsonl 'web/*.jsonl' --max-bytes 200000000
@@ -26,7 +28,7 @@ transformers. The same text, size and seed give the same tokenizer.
 """
 
 _SHOW_HELP = """\
-Shows how a tokenizer cuts a text: one line a token, with its id and what it stands for.
+Shows how a tokenizer splits a text: one line per token, with its id and text.
 
   farsight tokenizer show tokenizers/code --text 'def f(x):'
 """
@@ -40,19 +42,29 @@ def main(arguments: list[str] | None = None) -> None:
         write_text(options.json, json.dumps(result, indent=2) + "\n")
 
 
-def _train(options: argparse.Namespace) -> dict[str, Any]:
-    source: schema.Source
+def _source(options: argparse.Namespace) -> schema.Source:
+    """The source that the options name."""
+    from farsight.configs import schema
+
     if options.text:
-        source = schema.TextSource(path=options.text)
-    elif options.jsonl:
-        source = schema.JsonlSource(path=options.jsonl, field=options.field or "text")
-    elif options.parquet:
-        source = schema.ParquetSource(path=options.parquet, field=options.field or "text")
-    else:
-        source = schema.StdlibSource()
+        return schema.TextSource(path=options.text)
+    if options.jsonl:
+        return schema.JsonlSource(path=options.jsonl, field=options.field or "text")
+    if options.parquet:
+        return schema.ParquetSource(path=options.parquet, field=options.field or "text")
+    return schema.StdlibSource()
+
+
+def _train(options: argparse.Namespace) -> dict[str, Any]:
+    """Trains a tokenizer and measures it on its own text."""
+    from farsight.configs import schema
+    from farsight.data.mixture import sample_texts
+    from farsight.data.tokenizers.tokenizer import train_sentencepiece
+
     if options.field and not (options.jsonl or options.parquet):
         options.error("--field goes with --jsonl or --parquet: other texts are whole files")
     check_new_folder(Path(options.out))
+    source = _source(options)
     data = schema.Data(sources=(source,), seed=options.seed)
     start = time.perf_counter()
     texts = []
@@ -81,6 +93,9 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(options: argparse.Namespace) -> dict[str, Any]:
+    """Prints the tokens of a text."""
+    from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
+
     tokenizer = load_tokenizer_dir(options.directory)
     tokens = [{"id": i, "text": tokenizer.decode([i])} for i in tokenizer.encode(options.text)]
     for token in tokens:
@@ -128,3 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("--text", required=True, help="text to encode")
     show.add_argument("--json", type=Path, metavar="FILE", help="write the tokens here too")
     return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,8 @@
-"""Whether a checkpoint is whole: every file there, at its size, with the bytes that were saved.
+"""Checks whether a checkpoint is complete and undamaged."""
 
-    farsight intact runs/my_run/checkpoint/step-1000 [MORE …]
-
-Every file is compared with its checksums in `checksums.json`. A checkpoint without them, saved by an earlier version, is
-looked at by sizes when a run starts from it; this command compares the CRC-32 of its tensors too.
-"""
-
-import argparse
 import io
 import json
 import os
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,15 +10,14 @@ from typing import Any
 from farsight.checkpoints.cards.model import CONFIG
 from farsight.checkpoints.checksums import MANIFEST, Manifest, altered, read_manifest
 from farsight.checkpoints.dcp import COMPLETE, read_metadata
-from farsight.cli import command
 from farsight.configs.load import ConfigError
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a folder's save came to its end.
+    """Whether the save of a checkpoint folder was completed.
 
     Raises:
-        OSError: that can't be told now.
+        OSError: the folder can't be read now.
     """
     return _size(checkpoint / COMPLETE) is not None
 
@@ -35,10 +26,10 @@ def faults(checkpoint: Path, verify: bool = True) -> list[str]:
     """Lists the damage in a checkpoint folder, one line per file or block; empty if it is intact.
 
     Args:
-        verify: read every byte and compare checksums, where the checkpoint has them; else look at sizes.
+        verify: read every byte and compare checksums, if the checkpoint has them; otherwise check sizes.
 
     Raises:
-        OSError, MemoryError: a file can't be read now, which says nothing about what is in it.
+        OSError, MemoryError: a file can't be read now, which does not mean that it is damaged.
     """
     found, manifest = look(checkpoint, verify)
     if found or manifest is None or not verify:
@@ -46,20 +37,28 @@ def faults(checkpoint: Path, verify: bool = True) -> list[str]:
     return altered(checkpoint, manifest)
 
 
+def every_fault(checkpoint: Path) -> list[str]:
+    """`faults`, which also compares the CRC-32 of the tensors in a checkpoint without checksums."""
+    found, manifest = look(checkpoint)
+    if found:
+        return found
+    return altered(checkpoint, manifest) if manifest is not None else _altered_pieces(checkpoint)
+
+
 def refuse_damaged(checkpoint: Path, verify: bool = True) -> None:
-    """Raises `ConfigError` unless a folder is a whole checkpoint."""
+    """Raises `ConfigError` unless a folder is an intact checkpoint."""
     if found := faults(checkpoint, verify):
         raise ConfigError(f"{checkpoint} is not an intact checkpoint folder (step-N): {'; '.join(found)}.")
 
 
 def look(checkpoint: Path, verify: bool = True) -> tuple[list[str], Manifest | None]:
-    """Checks everything that can be checked without reading the large files.
+    """Checks what can be checked without reading the large files.
 
     Args:
-        verify: compare the small ones with their checksums.
+        verify: compare the small files with their checksums.
 
     Returns:
-        The faults, and the checksums; None where the checkpoint has none.
+        The faults, and the checksums, or None if the checkpoint has none.
     """
     if not is_complete(checkpoint):
         return [f"{COMPLETE} is missing: the save was interrupted, or the file was lost"], None
@@ -113,7 +112,7 @@ def _other_sizes(checkpoint: Path, sizes: dict[str, int]) -> list[str]:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes; None where there is no such file. NFS asks the server when a file is opened, and may not for `stat`."""
+    """Bytes, or None if there is no such file. The file is opened because NFS may answer `stat` from a stale cache."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size
@@ -122,7 +121,7 @@ def _size(path: Path) -> int | None:
 
 
 def _pieces(checkpoint: Path) -> dict[str, list[tuple[int, int, str]]]:
-    """File → offset and length in bytes of each piece in it, and the name of what it is a piece of."""
+    """By file: offset and length in bytes of each piece in it, and the name of the object it belongs to."""
     files: dict[str, list[tuple[int, int, str]]] = {}
     for index, place in read_metadata(checkpoint).storage_data.items():
         files.setdefault(place.relative_path, []).append((place.offset, place.length, index.fqn))
@@ -130,7 +129,7 @@ def _pieces(checkpoint: Path) -> dict[str, list[tuple[int, int, str]]]:
 
 
 def _altered_pieces(checkpoint: Path) -> list[str]:
-    """Pieces whose CRC-32 differ. Each piece is a zip archive, and `torch.load` does not compare them."""
+    """Pieces whose CRC-32 is wrong. Each piece is a zip archive, and `torch.load` does not check it."""
     found = []
     for name, places in sorted(_pieces(checkpoint).items()):
         with (checkpoint / name).open("rb") as file:
@@ -140,35 +139,7 @@ def _altered_pieces(checkpoint: Path) -> list[str]:
                     with zipfile.ZipFile(io.BytesIO(file.read(length))) as archive:
                         same = archive.testzip() is None
                 except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, ValueError):
-                    same = False  # what zipfile says of altered headers
+                    same = False  # zipfile's errors for altered headers
                 if not same:
                     found.append(f"{name} was altered between bytes {offset:,} and {offset + length:,}, in {tensor}")
     return found
-
-
-@command
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="farsight intact", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("checkpoints", type=Path, nargs="+", help="step-N folders")
-    damaged = False
-    for checkpoint in parser.parse_args(arguments).checkpoints:
-        if not checkpoint.is_dir():
-            raise ConfigError(
-                f"{checkpoint} is no folder; name a checkpoint's, such as runs/my_run/checkpoint/step-1000."
-            )
-        try:
-            found, manifest = look(checkpoint)
-            if not found:
-                found = altered(checkpoint, manifest) if manifest is not None else _altered_pieces(checkpoint)
-        except (OSError, MemoryError) as error:
-            raise ConfigError(f"{checkpoint} can't be read ({error!r}).") from error
-        damaged |= bool(found)
-        for line in found or ["whole"]:
-            print(f"{checkpoint}: {line}")
-    return int(damaged)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
