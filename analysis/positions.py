@@ -21,7 +21,7 @@ from torch import Tensor
 from farsight.analysis.garfa import draw_alphas_on
 from farsight.checkpoints.model_dir.api import read_model_config
 from farsight.cli import bounded, command
-from farsight.configs.load import ConfigError, load_config, read_toml
+from farsight.configs.load import ConfigError, find_config, load_config, read_toml
 from farsight.configs.schema import NoRotary, Rope, Rotating
 from farsight.files import prepare_file, write_text
 from farsight.launch.recipe import load_recipe
@@ -33,19 +33,23 @@ from farsight.model.position.scope import DENSE_SCOPE, cost_ratio
 from farsight.model.position.sinusoidal import sinusoidal_embedding
 
 
-def read_config(path: Path, stage: str | None = None) -> ModelConfig:
+def read_config(path: Path, stage: str | None = None, tiny: bool = False) -> ModelConfig:
     """The model of a config file, of a recipe's stage (the last one when None) or of a model directory.
+
+    Args:
+        tiny: the small form of a config file or recipe.
 
     Raises:
         ConfigError: none of these, or no such stage.
     """
     if path.is_dir():
         return read_model_config(path)
+    path = find_config(path)
     if "stages" not in read_toml(path):
         if stage is not None:
             raise ConfigError(f"{path} is no recipe: it has no stage {stage!r}.")
-        return ModelConfig.from_job(load_config(["--job.config_file", str(path)]))
-    stages = {s.name: s.config for s in load_recipe(path, {})[1]}
+        return ModelConfig.from_job(load_config(["--job.config_file", str(path), *["--tiny"] * tiny]))
+    stages = {s.name: s.config for s in load_recipe(path, {"tiny": tiny})[1]}
     if stage is not None and stage not in stages:
         raise ConfigError(f"{path} has no stage {stage!r}; it has {', '.join(stages)}.")
     return ModelConfig.from_job(stages[stage or next(reversed(stages))])
@@ -232,7 +236,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="farsight positions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="config file, recipe or model directory")
+    parser.add_argument("model", type=Path, help="config file, recipe (or a shipped one's name) or model directory")
+    parser.add_argument("--tiny", action="store_true", help="the small form of a config file or recipe")
     parser.add_argument("--stage", help="stage of a recipe (default: the last)")
     parser.add_argument(
         "--length", type=bounded(int, least=1), help="sequence length in tokens (default: the trained one)"
@@ -245,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
             prepare_file(path)
     if options.picture and options.picture.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--picture {options.picture} must end with .png, .svg or .pdf.")
-    config = read_config(options.model, options.stage)
+    config = read_config(options.model, options.stage, options.tiny)
     length = options.length or config.trained_length
     layers = config.layers(length)
     print(describe(layers))

@@ -1,7 +1,7 @@
 """Runs an ablation: fine-tunes each config, evaluates the untuned base and every result, and prints how they compare.
 
     farsight ablation configs/finetune/ablation_*.toml --evaluations configs/finetune/evaluations/paper.toml
-    farsight ablation configs/finetune/tiny/ablation_*.toml --out runs/tiny_ablation --dry-run
+    farsight ablation configs/finetune/ablation_*.toml --tiny --out runs/tiny_ablation --dry-run
 
 An experiment is named by the end of its file's name: ablation_a.toml is A. Each has a folder in --out, with its run, the merged
 model in model/ and what was measured. What is finished is not done again; an interrupted run goes on from its checkpoint. A run
@@ -39,7 +39,7 @@ from farsight.checkpoints.cards.model import read_history
 from farsight.cli import command
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig
-from farsight.configs.load import load_config, parse_options, to_toml
+from farsight.configs.load import find_config, load_config, parse_options, to_toml
 from farsight.files import prepare_file, write_text
 from farsight.launch.ablation_tables import BASE, Columns, Results, draw, markdown, text
 from farsight.launch.evaluations import (
@@ -100,7 +100,7 @@ def read_experiments(paths: Sequence[Path], options: Sequence[str], out: Path) -
     for name in parse_options(options).get("job", {}).keys() & taken:
         raise ConfigError(f"--job.{name} would be the same for all experiments: {taken[name]}.")
     found: dict[str, Experiment] = {}
-    for path in paths:
+    for path in map(find_config, paths):
         label = path.stem.rpartition("_")[2].upper()
         if label in found:
             raise ConfigError(f"{path} and {found[label].path} would both be experiment {label}: rename one of them.")
@@ -213,11 +213,13 @@ def main(arguments: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("configs", type=Path, nargs="+", help="TOML files of `train.py finetune`")
+    parser.add_argument("--tiny", action="store_true", help="the configs' small form: the quickstart's model, 40 steps")
     parser.add_argument("--evaluations", type=Path, metavar="FILE", help="TOML file with [[evaluations]]")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="folder (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     parser.add_argument("--dry-run", action="store_true", help="check the configs and print the commands, run nothing")
     options, rest = parser.parse_known_args(arguments)
+    rest += ["--tiny"] * options.tiny
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(message)s", level=logging.INFO)
     experiments = read_experiments(options.configs, rest, options.out)

@@ -25,7 +25,7 @@ from farsight.analysis.probes.position_probe import ProbeSettings
 from farsight.analysis.probes.probes import probe_model
 from farsight.analysis.sequences import add_text_options, read_sequences
 from farsight.cli import command, positive
-from farsight.configs.load import ConfigError, parse_options
+from farsight.configs.load import ConfigError, find_config, parse_options
 from farsight.files import write_text
 from farsight.inference.model_options import add_model_options, load
 from farsight.launch.evaluations import run_child
@@ -172,6 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depths", type=positive, nargs="+", required=True, metavar="N", help="numbers of layers")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where recipes and runs go")
     parser.add_argument("--nproc", type=positive, help="processes on this machine, as farsight recipe takes them")
+    parser.add_argument("--tiny", action="store_true", help="the recipes' small form")
     parser.add_argument("--dry-run", action="store_true", help="write the recipes and print the commands, run nothing")
     parser.add_argument("--epochs", type=positive, default=ProbeSettings.epochs, help="of the probes (%(default)s)")
     add_text_options(parser, SEQUENCES)
@@ -180,7 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, rest = parser.parse_known_args(arguments)
     check_outputs(parser, options)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    points = [Point(recipe, depth, options.out) for recipe in options.recipes for depth in sorted(set(options.depths))]
+    if options.tiny:
+        rest += ["--tiny", "--recipe.folder", str(options.out)]  # which [tiny] would set
+    recipes = [find_config(recipe) for recipe in options.recipes]
+    points = [Point(recipe, depth, options.out) for recipe in recipes for depth in sorted(set(options.depths))]
     if len({point.name for point in points}) < len(points):
         parser.error("two of the recipes have files of the same name; their runs would share a folder")
     for point in points:

@@ -1,10 +1,11 @@
 """Runs a recipe: training stages in order, each from the last one's weights.
 
-    farsight recipe configs/recipes/X.toml              run it, or go on where it stopped
-    farsight recipe configs/recipes/X.toml --dry-run    check every stage and print the plan
-    farsight recipe configs/recipes/X.toml --nproc 8    every stage under torchrun with 8 processes
+    farsight recipe X.toml              run it, or go on where it stopped
+    farsight recipe X.toml --dry-run    check every stage and print the plan
+    farsight recipe X.toml --nproc 8    every stage under torchrun with 8 processes
+    farsight recipe scope_llama3_8b --tiny      a shipped recipe by name, in its small form
     farsight recipe X.toml --torchrun "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500"
-                                                                on each of several nodes with a shared file system
+                                        on each of several nodes with a shared file system
 
 A recipe is a config file with `[recipe]` and `[[stages]]`: the sections outside the stages are shared, and a stage
 holds what it sets differently. Every stage is a run folder `runs/<recipe>/<stage>/` that ends with a `model/`
@@ -35,7 +36,17 @@ from typing import Any, Literal
 
 from farsight import cli
 from farsight.checkpoints.steps import complete_steps
-from farsight.configs.load import ConfigError, build_config, from_dict, merge, parse_options, read_toml, to_toml
+from farsight.configs.load import (
+    ConfigError,
+    build_config,
+    find_config,
+    from_dict,
+    merge,
+    parse_options,
+    pop_tiny,
+    read_toml,
+    to_toml,
+)
 from farsight.configs.schema import JobConfig, NoRotary, Rotary
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.files import write_text
@@ -99,12 +110,13 @@ def load_recipe(path: Path, overrides: dict[str, Any]) -> tuple[Recipe, list[Sta
     """Reads a recipe and builds each stage's config.
 
     Args:
-        overrides: sections laid over every stage; `recipe` changes the recipe itself.
+        overrides: sections laid over every stage; `recipe` changes the recipe itself, `tiny` takes its small form.
 
     Raises:
         ConfigError: the file is not a recipe, or a stage can't be used.
     """
-    values, overrides = read_toml(path), dict(overrides)
+    overrides = dict(overrides)
+    values = read_toml(path, pop_tiny(overrides))
     own = {"recipe": values.pop("recipe", {})}
     recipe = from_dict(Recipe, merge(own, {"recipe": overrides.pop("recipe", {})})["recipe"], "recipe")
     recipe = dataclasses.replace(recipe, name=recipe.name or path.stem)
@@ -319,7 +331,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="farsight recipe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", type=Path, help="TOML file with [[stages]]")
+    parser.add_argument("recipe", type=Path, help="TOML file with [[stages]], or a shipped recipe's name")
+    parser.add_argument("--tiny", action="store_true", help="its small form, which trains on a CPU in a minute")
     parser.add_argument("--dry-run", action="store_true", help="check every stage and print the plan, run nothing")
     parser.add_argument(
         "--nproc",
@@ -339,7 +352,8 @@ def main(arguments: list[str] | None = None) -> int:
         launcher += ["-m", "farsight", "torchrun", *shlex.split(given)]
     if options.launcher and (options.torchrun or options.nproc):
         parser.error("--launcher starts all ranks itself: leave out --nproc and --torchrun")
-    recipe, stages = load_recipe(options.recipe, parse_options(rest))
+    overrides = {**parse_options(rest), "tiny": options.tiny}
+    recipe, stages = load_recipe(find_config(options.recipe), overrides)
     if options.dry_run:
         processes = recipe.gpus if options.nproc is None else options.nproc
         check_stages(stages, processes)

@@ -93,9 +93,10 @@ def no_start(start: str) -> str:
     for path in sorted(CONFIGS.rglob("*.toml")):
         if path.stem in Path(start).parts:
             with suppress(ConfigError):  # it is no recipe
-                if any(Path(start).is_relative_to(stage.folder) for stage in load_recipe(path, {})[1]):
-                    shown = path.relative_to(CONFIGS.parent)
-                    return f"recipe.start = {start!r} is not there yet: run farsight recipe {shown} first."
+                for tiny in (False, True):
+                    if any(Path(start).is_relative_to(s.folder) for s in load_recipe(path, {"tiny": tiny})[1]):
+                        command = f"farsight recipe {path.stem}{' --tiny' * tiny}"
+                        return f"recipe.start = {start!r} is not there yet: run {command} first."
     return f"recipe.start = {start!r} does not exist: name a model directory or a checkpoint."
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from farsight.cli import bounded, command
 from farsight.configs.check import ConfigError
-from farsight.configs.load import load_config, parse_options, read_toml
+from farsight.configs.load import find_config, load_config, parse_options, read_toml
 from farsight.configs.schema import JobConfig
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.files import prepare_file, write_text
@@ -244,7 +244,10 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("config", type=Path, help="TOML file: a config, or a recipe with [[stages]]")
+    parser.add_argument(
+        "config", type=Path, help="TOML file or a shipped one's name: a config, or a recipe with [[stages]]"
+    )
+    parser.add_argument("--tiny", action="store_true", help="plan its small form")
     parser.add_argument("--gpus", type=bounded(int, least=1), help="how many (default: the recipe's; 1 for a config)")
     parser.add_argument("--gpu", default="h100-80g", metavar="KIND", help=f"{', '.join(GPUS)} (default: %(default)s)")
     parser.add_argument("--stage", help="of a recipe, this stage alone")
@@ -260,6 +263,8 @@ def main(arguments: list[str] | None = None) -> int:
             help=f"{EXPLAINED[name]} ({default})",
         )
     options, rest = parser.parse_known_args(arguments)
+    options.config = find_config(options.config)
+    rest += ["--tiny"] * options.tiny
     if options.json:
         prepare_file(options.json)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
