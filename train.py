@@ -6,6 +6,8 @@
     python train.py finetune                                    QLoRA and GARFA on the quickstart's model, in minutes too
     python train.py finetune --job.config_file configs/finetune/X.toml [--section.key value …] [--dry-run | --inspect 3]
 
+A shipped config may be named without its path (`--job.config_file tiny`). `--tiny` lays a config's [tiny] table over it.
+
 `training/trainer.py` has the training step and the loop, `training/finetune/trainer.py` what fine-tuning does otherwise.
 """
 

@@ -1,6 +1,6 @@
 """How the layers of a model know position, before anything is trained: a table, a picture, figures.
 
-    farsight positions configs/recipes/lasp_llama3_8b.toml --picture lasp.png
+    farsight positions lasp_llama3_8b --picture lasp.png
     farsight positions runs/my_run/model --length 32768 --json positions.json
 
 It takes a config, a recipe (of which the last stage, or `--stage`) or a model directory. The picture has a panel for

@@ -1,7 +1,7 @@
 """Recipes trained at several depths, and where each model's layers know positions: SCOPE's Figures 5 and 14.
 
-    farsight depth-sweep configs/recipes/nano_scope.toml configs/recipes/nano_rope.toml --depths 2 4 8 16 --out runs/depths --nproc 8
-    farsight depth-sweep configs/recipes/probe_scope.toml configs/recipes/probe_rope.toml --depths 2 4 8 --out runs/depths
+    farsight depth-sweep nano_scope nano_rope --depths 2 4 8 16 --out runs/depths --nproc 8
+    farsight depth-sweep probe_scope probe_rope --depths 2 4 8 --out runs/depths
     farsight depth-sweep … --dry-run
 
 For each recipe and depth a recipe of its own is written to --out and run by farsight recipe, which skips what is finished and goes on

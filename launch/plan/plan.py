@@ -1,6 +1,6 @@
 """What a run will take, before it runs and without a GPU: memory, FLOPs, traffic, time, and what to change if it does not fit.
 
-    farsight plan configs/recipes/scope_llama3_8b.toml --gpus 64 --gpu h100-80g
+    farsight plan scope_llama3_8b --gpus 64 --gpu h100-80g
     farsight plan configs/X.toml --gpus 8 --gpu a100-80g --json plan.json --training.seq_len 32768
 
 It takes a config or a recipe, of which it plans every stage (`--stage NAME`: that one), or a config of `train.py finetune`, whose
