@@ -64,7 +64,7 @@ def allocated():
     cases = [{"recipe": name, "gpus": gpus, "options": {}} for name, gpus in MAIN.items()]
     cases += OTHERS
     done = subprocess.run(
-        [sys.executable, "-m", "tests.plan_layouts", json.dumps(cases)],
+        [sys.executable, "-m", "tests.launch.plan_layouts", json.dumps(cases)],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
