@@ -20,8 +20,8 @@ lint: setup
 
 # docs/positions/*.png, each from the recipe that its page shows; GARFA's, which no recipe pre-trains, from its paper's numbers.
 pictures: setup
-	for recipe in configs/recipes/nano_*.toml; do \
-		name=$${recipe#configs/recipes/nano_}; \
+	for recipe in configs/recipes/nano/*.toml; do \
+		name=$${recipe#configs/recipes/nano/nano_}; \
 		$(BIN)/farsight positions $$recipe --picture docs/positions/$${name%.toml}.png > /dev/null || exit 1; \
 	done
 	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/garfa.png > /dev/null

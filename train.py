@@ -7,6 +7,8 @@
     python train.py finetune --job.config_file configs/finetune/X.toml [--section.key value …] [--dry-run | --inspect 3]
     python train.py --help [section …]                          every option, or those of some sections
 
+A shipped config may be named without its path (`--job.config_file tiny`). `--tiny` lays a config's [tiny] table over it.
+
 This file picks what to train, gives the trainer its hooks, and says how the run ended. `training/trainer.py` has the training
 step and the loop. Libraries are imported where they are used: `--help` and a refused config need none of them.
 """
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from farsight import cli, process
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.help import help_text
-from farsight.configs.load import SIZES, ConfigError, load_config
+from farsight.configs.load import CONFIGS, ConfigError, load_config
 from farsight.configs.schema import JobConfig
 from farsight.errors import Interrupted, NonFiniteError, SaveError
 
@@ -31,8 +33,6 @@ if TYPE_CHECKING:
     from farsight.training.trainer import Trainer
 
 logger = logging.getLogger("farsight")
-
-CONFIGS = SIZES.parent
 
 
 @dataclass(frozen=True)

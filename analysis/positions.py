@@ -1,6 +1,6 @@
 """How the layers of a model know position, before anything is trained: a table, a picture, figures.
 
-    farsight positions configs/recipes/lasp_llama3_8b.toml --picture lasp.png
+    farsight positions lasp_llama3_8b --picture lasp.png
     farsight positions runs/my_run/model --length 32768 --json positions.json
 
 It takes a config, a recipe (of which the last stage, or `--stage`) or a model directory. The picture has a panel for
@@ -213,7 +213,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="farsight positions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="config file, recipe or model directory")
+    parser.add_argument("model", type=Path, help="config file, recipe (or a shipped one's name) or model directory")
+    parser.add_argument("--tiny", action="store_true", help="the small form of a config file or recipe")
     parser.add_argument("--stage", help="stage of a recipe (default: the last)")
     parser.add_argument(
         "--length", type=bounded(int, least=1), help="sequence length in tokens (default: the trained one)"
@@ -226,7 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
             prepare_file(path)
     if options.picture and options.picture.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--picture {options.picture} must end with .png, .svg or .pdf.")
-    config = read_config(options.model, options.stage)
+    config = read_config(options.model, options.stage, options.tiny)
     length = options.length or config.trained_length
     layers = config.layers(length)
     print(describe(layers))

@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from farsight.checkpoints.load import read_model_config
-from farsight.configs.load import ConfigError, build_config, from_dict, load_config, merge, read_toml
+from farsight.configs.load import (
+    CONFIGS,
+    ConfigError,
+    build_config,
+    find_config,
+    from_dict,
+    load_config,
+    merge,
+    pop_tiny,
+    read_toml,
+)
 from farsight.configs.schema import JobConfig, NoRotary, Rotary
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.ranges import Count, Size
@@ -17,8 +27,6 @@ from farsight.training.start import other_theta, rotary_of, theta_of
 from farsight.training.tokenizer import tokenizer_of
 
 logger = logging.getLogger("farsight")
-
-CONFIGS = Path(__file__).parent.parent / "configs"
 
 
 CARRY_EXCLUDES = ["dataloader", "lr_scheduler", "train_state"]
@@ -71,12 +79,13 @@ def load_recipe(path: Path, overrides: dict[str, Any]) -> tuple[Recipe, list[Sta
     """Reads a recipe and builds each stage's config.
 
     Args:
-        overrides: sections laid over every stage; `recipe` changes the recipe itself.
+        overrides: sections laid over every stage; `recipe` changes the recipe itself, `tiny` takes its small form.
 
     Raises:
         ConfigError: the file is not a recipe, or a stage can't be used.
     """
-    values, overrides = read_toml(path), dict(overrides)
+    overrides = dict(overrides)
+    values = read_toml(path, pop_tiny(overrides))
     own = {"recipe": values.pop("recipe", {})}
     recipe = from_dict(Recipe, merge(own, {"recipe": overrides.pop("recipe", {})})["recipe"], "recipe")
     recipe = dataclasses.replace(recipe, name=recipe.name or path.stem)
@@ -190,25 +199,30 @@ def no_start(start: str) -> str:
     for path in sorted(CONFIGS.rglob("*.toml")):
         if path.stem in Path(start).parts:
             with suppress(ConfigError):  # it is no recipe
-                if any(Path(start).is_relative_to(stage.folder) for stage in load_recipe(path, {})[1]):
-                    shown = path.relative_to(CONFIGS.parent)
-                    return f"recipe.start = {start!r} is not there yet: run farsight recipe {shown} first."
+                for tiny in (False, True):
+                    if any(Path(start).is_relative_to(s.folder) for s in load_recipe(path, {"tiny": tiny})[1]):
+                        command = f"farsight recipe {path.stem}{' --tiny' * tiny}"
+                        return f"recipe.start = {start!r} is not there yet: run {command} first."
     return f"recipe.start = {start!r} does not exist: name a model directory or a checkpoint."
 
 
-def read_config(path: Path, stage: str | None = None) -> ModelConfig:
+def read_config(path: Path, stage: str | None = None, tiny: bool = False) -> ModelConfig:
     """The model of a config file, of a recipe's stage (the last one when None) or of a model directory.
+
+    Args:
+        tiny: the small form of a config file or recipe.
 
     Raises:
         ConfigError: none of these, or no such stage.
     """
     if path.is_dir():
         return read_model_config(path)
+    path = find_config(path)
     if "stages" not in read_toml(path):
         if stage is not None:
             raise ConfigError(f"{path} is no recipe: it has no stage {stage!r}.")
-        return ModelConfig.from_job(load_config(["--job.config_file", str(path)]))
-    stages = {s.name: s.config for s in load_recipe(path, {})[1]}
+        return ModelConfig.from_job(load_config(["--job.config_file", str(path), *["--tiny"] * tiny]))
+    stages = {s.name: s.config for s in load_recipe(path, {"tiny": tiny})[1]}
     if stage is not None and stage not in stages:
         raise ConfigError(f"{path} has no stage {stage!r}; it has {', '.join(stages)}.")
     return ModelConfig.from_job(stages[stage or next(reversed(stages))])

@@ -1,7 +1,7 @@
 """Runs an ablation: fine-tunes each config, evaluates the untuned base and every result, and prints how they compare.
 
     farsight ablation configs/finetune/ablation_*.toml --evaluations configs/finetune/evaluations/paper.toml
-    farsight ablation configs/finetune/tiny/ablation_*.toml --out runs/tiny_ablation --dry-run
+    farsight ablation configs/finetune/ablation_*.toml --tiny --out runs/tiny_ablation --dry-run
 
 An experiment is named by the end of its file's name: ablation_a.toml is A. Each has a folder in --out, with its run, the merged
 model in model/ and what was measured. What is finished is not done again; an interrupted run goes on from its checkpoint. A run
@@ -42,11 +42,13 @@ def main(arguments: list[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("configs", type=Path, nargs="+", help="TOML files of `train.py finetune`")
+    parser.add_argument("--tiny", action="store_true", help="the configs' small form: the quickstart's model, 40 steps")
     parser.add_argument("--evaluations", type=Path, metavar="FILE", help="TOML file with [[evaluations]]")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="folder (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     parser.add_argument("--dry-run", action="store_true", help="check the configs and print the commands, run nothing")
     options, rest = parser.parse_known_args(arguments)
+    rest += ["--tiny"] * options.tiny
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(message)s", level=logging.INFO)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from farsight.checkpoints.cards.model import read_history
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig
-from farsight.configs.load import load_config, parse_options, to_toml
+from farsight.configs.load import find_config, load_config, parse_options, to_toml
 from farsight.files import write_text
 from farsight.launch.ablation.evaluations import (
     HELD_OUT,
@@ -67,7 +67,7 @@ def read_experiments(paths: Sequence[Path], options: Sequence[str], out: Path) -
     for name in parse_options(options).get("job", {}).keys() & taken:
         raise ConfigError(f"--job.{name} would be the same for all experiments: {taken[name]}.")
     found: dict[str, Experiment] = {}
-    for path in paths:
+    for path in map(find_config, paths):
         label = path.stem.rpartition("_")[2].upper()
         if label in found:
             raise ConfigError(f"{path} and {found[label].path} would both be experiment {label}: rename one of them.")

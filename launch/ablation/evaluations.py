@@ -13,7 +13,7 @@ from typing import Any, Literal
 from farsight.checkpoints.cards.model import CARD
 from farsight.configs.check import ConfigError
 from farsight.configs.json_files import read_object
-from farsight.configs.load import from_dict, read_toml
+from farsight.configs.load import find_config, from_dict, read_toml
 from farsight.files import write_text
 from farsight.launch.ablation.tables import MEAN
 from farsight.launch.children import ended, run_child
@@ -45,7 +45,7 @@ def read_evaluations(path: Path | None) -> list[Evaluation]:
     Raises:
         ConfigError: an evaluation that lacks something, or names that can't be told apart.
     """
-    values = read_toml(path) if path else {}
+    values = read_toml(find_config(path)) if path else {}
     entries = values.pop("evaluations", [])
     if values or not isinstance(entries, list):
         raise ConfigError(f"{path} must hold [[evaluations]] and nothing else, not {', '.join(values) or 'one table'}.")

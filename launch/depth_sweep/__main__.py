@@ -1,7 +1,7 @@
 """Recipes trained at several depths, and where each model's layers know positions: SCOPE's Figures 5 and 14.
 
-    farsight depth-sweep configs/recipes/nano_scope.toml configs/recipes/nano_rope.toml --depths 2 4 8 16 --out runs/depths --nproc 8
-    farsight depth-sweep configs/recipes/probe_scope.toml configs/recipes/probe_rope.toml --depths 2 4 8 --out runs/depths
+    farsight depth-sweep nano_scope nano_rope --depths 2 4 8 16 --out runs/depths --nproc 8
+    farsight depth-sweep probe_scope probe_rope --depths 2 4 8 --out runs/depths
     farsight depth-sweep … --dry-run
 
 For each recipe and depth a recipe of its own is written to --out and run by farsight recipe, which skips what is finished and goes on
@@ -22,7 +22,7 @@ from farsight.analysis.probes.position_probe import ProbeSettings
 from farsight.analysis.sequences import add_text_options
 from farsight.cli import command, positive
 from farsight.configs.check import ConfigError
-from farsight.configs.load import parse_options
+from farsight.configs.load import find_config, parse_options
 from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, check_outputs
@@ -40,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depths", type=positive, nargs="+", required=True, metavar="N", help="numbers of layers")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where recipes and runs go")
     parser.add_argument("--nproc", type=positive, help="processes on this machine, as farsight recipe takes them")
+    parser.add_argument("--tiny", action="store_true", help="the recipes' small form")
     parser.add_argument("--dry-run", action="store_true", help="write the recipes and print the commands, run nothing")
     parser.add_argument("--epochs", type=positive, default=ProbeSettings.epochs, help="of the probes (%(default)s)")
     add_text_options(parser, SEQUENCES)
@@ -52,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from farsight.launch.depth_sweep.depth_sweep import Point, draw, measure, sweep, table
     from farsight.training.stages import load_recipe
 
-    points = [Point(recipe, depth, options.out) for recipe in options.recipes for depth in sorted(set(options.depths))]
+    if options.tiny:
+        rest += ["--tiny", "--recipe.folder", str(options.out)]  # which [tiny] would set
+    recipes = [find_config(recipe) for recipe in options.recipes]
+    points = [Point(recipe, depth, options.out) for recipe in recipes for depth in sorted(set(options.depths))]
     if len({point.name for point in points}) < len(points):
         parser.error("two of the recipes have files of the same name; their runs would share a folder")
     for point in points:

@@ -1,6 +1,6 @@
 """What a run will take, before it runs and without a GPU: memory, FLOPs, traffic, time, and what to change if it does not fit.
 
-    farsight plan configs/recipes/scope_llama3_8b.toml --gpus 64 --gpu h100-80g
+    farsight plan scope_llama3_8b --gpus 64 --gpu h100-80g
     farsight plan configs/X.toml --gpus 8 --gpu a100-80g --json plan.json --training.seq_len 32768
 
 It takes a config or a recipe, of which it plans every stage (`--stage NAME`: that one), or a config of `train.py finetune`, whose
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from farsight.cli import bounded, command, positive
 from farsight.configs.check import ConfigError
-from farsight.configs.load import read_toml
+from farsight.configs.load import find_config, read_toml
 from farsight.files import prepare_file, write_text
 from farsight.launch.plan.hardware import GPUS, Efficiency, Gpu, find_gpu
 
@@ -42,7 +42,10 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("config", type=Path, help="TOML file: a config, or a recipe with [[stages]]")
+    parser.add_argument(
+        "config", type=Path, help="TOML file or a shipped one's name: a config, or a recipe with [[stages]]"
+    )
+    parser.add_argument("--tiny", action="store_true", help="plan its small form")
     parser.add_argument("--gpus", type=positive, help="how many (default: the recipe's; 1 for a config)")
     parser.add_argument("--gpu", default="h100-80g", metavar="KIND", help=f"{', '.join(GPUS)} (default: %(default)s)")
     parser.add_argument("--stage", help="of a recipe, this stage alone")
@@ -58,6 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
             help=f"{EXPLAINED[name]} ({default})",
         )
     options, rest = parser.parse_known_args(arguments)
+    options.config = find_config(options.config)
+    rest += ["--tiny"] * options.tiny
     if options.json:
         prepare_file(options.json)
     logging.basicConfig(format="%(message)s", level=logging.INFO)

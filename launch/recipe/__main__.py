@@ -1,10 +1,11 @@
 """Runs a recipe: training stages in order, each from the last one's weights.
 
-    farsight recipe configs/recipes/X.toml              run it, or go on where it stopped
-    farsight recipe configs/recipes/X.toml --dry-run    check every stage and print the plan
-    farsight recipe configs/recipes/X.toml --nproc 8    every stage under torchrun with 8 processes
+    farsight recipe X.toml              run it, or go on where it stopped
+    farsight recipe X.toml --dry-run    check every stage and print the plan
+    farsight recipe X.toml --nproc 8    every stage under torchrun with 8 processes
+    farsight recipe scope_llama3_8b --tiny      a shipped recipe by name, in its small form
     farsight recipe X.toml --torchrun "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500"
-                                                                on each of several nodes with a shared file system
+                                        on each of several nodes with a shared file system
 
 A recipe is a config file with `[recipe]` and `[[stages]]`: the sections outside the stages are shared, and a stage
 holds what it sets differently. Every stage is a run folder `runs/<recipe>/<stage>/` that ends with a `model/`
@@ -21,7 +22,7 @@ from pathlib import Path
 from farsight import process
 from farsight.cli import command, positive
 from farsight.configs.check import ConfigError
-from farsight.configs.load import parse_options
+from farsight.configs.load import find_config, parse_options
 
 
 @command
@@ -29,7 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="farsight recipe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", type=Path, help="TOML file with [[stages]]")
+    parser.add_argument("recipe", type=Path, help="TOML file with [[stages]], or a shipped recipe's name")
+    parser.add_argument("--tiny", action="store_true", help="its small form, which trains on a CPU in a minute")
     parser.add_argument("--dry-run", action="store_true", help="check every stage and print the plan, run nothing")
     parser.add_argument(
         "--nproc",
@@ -55,7 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     from farsight.launch.recipe.text import plan_text
     from farsight.training.stages import load_recipe
 
-    recipe, stages = load_recipe(options.recipe, parse_options(rest))
+    overrides = {**parse_options(rest), "tiny": options.tiny}
+    recipe, stages = load_recipe(find_config(options.recipe), overrides)
     if options.dry_run:
         processes = recipe.gpus if options.nproc is None else options.nproc
         check_stages(stages, processes)

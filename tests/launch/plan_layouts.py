@@ -9,7 +9,6 @@ pipeline, and AdamW steps once.
 
 import json
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import ParallelDims
 
+from farsight.configs.load import shipped_configs
 from farsight.configs.schema import JobConfig
 from farsight.model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from farsight.parallel.device import prepare_device
@@ -25,7 +25,7 @@ from farsight.parallel.parallelize import parallelize
 from farsight.parallel.pipeline import LossShare, pipeline
 from farsight.training.stages import load_recipe
 
-RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
+CONFIGS = shipped_configs()
 
 
 def parts_of_rank(config: JobConfig, rank: int, gpus: int) -> list[nn.Module]:
@@ -69,7 +69,7 @@ def main(cases: list[dict]) -> None:
     prepare_device()
     known: dict[tuple, int] = {}  # stages that differ in length or position alone have the same optimizer
     for case in cases:
-        _, stages = load_recipe(RECIPES / f"{case['recipe']}.toml", case["options"])
+        _, stages = load_recipe(CONFIGS[case["recipe"]], case["options"])
         for stage in stages:
             pipelined = stage.config.parallelism.pipeline_parallel_degree > 1
             for rank in (0, case["gpus"] - 1) if pipelined else (0,):

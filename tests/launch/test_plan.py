@@ -9,7 +9,7 @@ import pytest
 import torch
 from torchtitan.distributed import activation_checkpoint
 
-from farsight.configs.load import ConfigError, build_config
+from farsight.configs.load import ConfigError, build_config, shipped_configs
 from farsight.data.tokenizers.tokenizer import train_sentencepiece
 from farsight.kernels.scoped_attention.semantics import visibility
 from farsight.launch.plan.__main__ import main
@@ -27,7 +27,7 @@ from farsight.parallel.parallelize import saved_ops
 from farsight.training.stages import load_recipe
 from tests.running import ROOT, environment
 
-RECIPES = ROOT / "configs" / "recipes"
+CONFIGS = shipped_configs()
 MAIN = {
     "rope_llama3_8b": 32,
     "scope_llama3_8b": 32,
@@ -48,7 +48,7 @@ OTHERS = [
 
 
 def stages_of(recipe, options=None):
-    return load_recipe(RECIPES / f"{recipe}.toml", options or {})[1]
+    return load_recipe(CONFIGS[recipe], options or {})[1]
 
 
 def planned(recipe, stage, gpus, gpu="a100-80g", options=None):
@@ -348,7 +348,7 @@ def test_more_overlap_hides_more_traffic():
 
 def test_a_plan_has_the_contracts_keys(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    command = [str(RECIPES / "scope_llama3_8b.toml"), "--gpus", "64", "--gpu", "h100-80g", "--json", str(out)]
+    command = [str(CONFIGS["scope_llama3_8b"]), "--gpus", "64", "--gpu", "h100-80g", "--json", str(out)]
     assert main(command) == 0
     figures = json.loads(out.read_text())
     assert {"parameters", "gradients", "optimizer", "activations", "logits"} <= figures["per_rank_bytes"].keys()
@@ -391,7 +391,7 @@ def test_vocabulary_is_that_of_the_weights_a_run_starts_from(tmp_path):
 
 
 def test_what_cannot_be_planned_is_said(capsys):
-    tiny, recipe = str(ROOT / "configs/tiny.toml"), str(RECIPES / "scope_llama3_8b.toml")
+    tiny, recipe = str(ROOT / "configs/tiny.toml"), str(CONFIGS["scope_llama3_8b"])
     for arguments, says in (
         ([tiny, "--gpu", "h100"], "--gpu h100 is not in launch/plan/hardware.py. Did you mean 'h100-80g'?"),
         ([tiny, "--windows", "2"], "--windows: 2 must be more than 0 and at most 1"),
