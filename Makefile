@@ -26,15 +26,15 @@ lint: setup
 	$(BIN)/mypy
 	rm -rf .venv/imports && mkdir .venv/imports && cp -RL farsight .venv/imports
 	find .venv/imports/farsight -type d -name __pycache__ -prune -o -type d -exec touch {}/__init__.py \;
-	cd .venv/imports && ../bin/lint-imports --config ../../pyproject.toml --no-cache
+	cd .venv/imports && ../bin/lint-imports --no-logo --config ../../pyproject.toml --no-cache
 
-# docs/positions/*.png, each from the recipe that its page shows; GARFA's, which no recipe pre-trains, from its paper's numbers.
-pictures: .venv/installed
+# docs/positions/pictures/*.png, each from the recipe that its page shows; GARFA's, which no recipe pre-trains, from its paper's numbers.
+pictures: setup
 	for recipe in configs/recipes/nano_*.toml; do \
 		name=$${recipe#configs/recipes/nano_}; \
-		$(BIN)/farsight positions $$recipe --picture docs/positions/$${name%.toml}.png > /dev/null || exit 1; \
+		$(BIN)/farsight positions $$recipe --picture docs/positions/pictures/$${name%.toml}.png > /dev/null || exit 1; \
 	done
-	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/garfa.png > /dev/null
+	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/pictures/garfa.png > /dev/null
 
 setup: .venv/installed-dev
 
