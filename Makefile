@@ -6,7 +6,7 @@ BIN := .venv/bin
 CONSTRAINTS ?= constraints.txt
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: quickstart test test-quick lint setup constraints pictures clean
+.PHONY: quickstart test test-quick lint lint-imports setup constraints pictures clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py
@@ -19,19 +19,22 @@ test: setup
 test-quick: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m "not processes and not slow"
 
-# import-linter follows no links and wants an __init__.py in every folder, so it gets a copy.
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory lint-imports
+
+# import-linter follows no links and wants an __init__.py in every folder, so it gets a copy.
+lint-imports: setup
 	rm -rf .venv/imports && mkdir .venv/imports && cp -RL farsight .venv/imports
 	find .venv/imports/farsight -type d -name __pycache__ -prune -o -type d -exec touch {}/__init__.py \;
 	cd .venv/imports && ../bin/lint-imports --no-logo --config ../../pyproject.toml --no-cache
 
 # docs/positions/pictures/*.png, each from the recipe that its page shows; GARFA's, which no recipe pre-trains, from its paper's numbers.
 pictures: setup
-	for recipe in configs/recipes/nano_*.toml; do \
-		name=$${recipe#configs/recipes/nano_}; \
+	for recipe in configs/recipes/nano/*.toml; do \
+		name=$${recipe#configs/recipes/nano/nano_}; \
 		$(BIN)/farsight positions $$recipe --picture docs/positions/pictures/$${name%.toml}.png > /dev/null || exit 1; \
 	done
 	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/pictures/garfa.png > /dev/null
