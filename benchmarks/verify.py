@@ -47,7 +47,7 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], checksums: bool) -> Non
 
 
 def forget(folder: Path) -> None:
-    """Drops the file from the page cache, so that the next reader reads from the disk."""
+    """Drops a folder's files from the page cache, so that the next reader reads from the disk."""
     os.sync()
     for path in folder.iterdir():
         with path.open("rb") as file:

@@ -106,7 +106,7 @@ def test_training_runs_and_no_process_imports_from_inside_the_package(run, insta
     (tmp_path / "recipe.toml").write_text(
         TINY + '\n[recipe]\nname = "run"\nfolder = "."\nperplexity_tokens = 256\n\n[[stages]]\nname = "only"\n'
     )
-    steps = ("--training.steps", "3", "--validation.freq", "3")
+    steps = ("--training.steps", "3", "--lr_scheduler.warmup_steps", "1", "--validation.freq", "3")
     run("-m", "farsight", *(part.format(tmp=tmp_path, installed=installed) for part in STARTS[command]), *steps)
     (metrics,) = (tmp_path / "work").rglob("metrics.jsonl")
     assert '"step": 3' in metrics.read_text()
