@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import zstandard
 from torch import Tensor
 
 from farsight.configs.check import ConfigError
@@ -61,10 +60,15 @@ def encode_file(path: Path, tokenizer: Tokenizer, field: str = "text") -> list[T
 
 
 def _unpack_zst(raw: bytes) -> bytes:
+    import zstandard
+
     parts = []
     while raw:  # frame by frame: the library takes a truncated frame for the end of the file
         frame = zstandard.ZstdDecompressor().decompressobj()
-        parts.append(frame.decompress(raw))
+        try:
+            parts.append(frame.decompress(raw))
+        except zstandard.ZstdError as error:
+            raise ValueError(error) from error
         if not frame.eof:
             raise EOFError("it ends in the middle of a frame")
         raw = frame.unused_data
@@ -77,7 +81,7 @@ _UNPACK: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.decompress,
     ".zst": _unpack_zst,
 }
-_DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+_DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
 
 
 def _read(path: Path) -> bytes:
