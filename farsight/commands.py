@@ -48,13 +48,13 @@ GROUPS: dict[str, dict[str, Command]] = {
         "intact": Command("checkpoints.intact", "check that a checkpoint is whole"),
     },
     "generate and evaluate": {
-        "generate": Command("inference.generate", "continue a prompt with a cache of what heads can still see"),
-        "perplexity": Command("evals.perplexity", "perplexity by context length"),
-        "needle": Command("evals.needle", "passkeys and RULER's tasks, by length and depth"),
+        "generate": Command("inference.generate.__main__", "continue a prompt with a cache of what heads can still see"),
+        "perplexity": Command("evals.perplexity.__main__", "perplexity by context length"),
+        "needle": Command("evals.needle.__main__", "passkeys and RULER's tasks, by length and depth"),
         "harness": Command("evals.harness.__main__", "lm-evaluation-harness, the papers' suites by name"),
         "loft": Command("evals.loft", "answers to LOFT's prompts"),
         "external": Command("evals.external", "results of HELMET, LOFT, L-Eval and LongBench-Pro as one table"),
-        "ripra": Command("evals.ripra", "what RiPRA finds relevant in a text"),
+        "ripra": Command("evals.ripra.__main__", "what RiPRA finds relevant in a text"),
         "report": Command("reports.report", "all of it on one page, models side by side"),
     },
     "look inside": {

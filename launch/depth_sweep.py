@@ -27,7 +27,8 @@ from farsight.analysis.sequences import add_text_options, read_sequences
 from farsight.cli import command, positive
 from farsight.configs.load import ConfigError, parse_options
 from farsight.files import write_text
-from farsight.inference.model_options import add_model_options, load
+from farsight.inference.loading import load
+from farsight.inference.model_options import add_model_options
 from farsight.launch.evaluations import run_child
 from farsight.launch.recipe import load_recipe
 from farsight.launch.summary import run_summary

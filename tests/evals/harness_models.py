@@ -12,7 +12,7 @@ from farsight.configs.schema import Position, Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer, load_tokenizer_dir
 from farsight.evals.harness.model import HarnessModel, Reading
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig, build_model
 from tests.model.test_model import SMALL
 

@@ -15,7 +15,7 @@ from farsight.configs.check import ConfigError
 from farsight.evals import loft
 from farsight.evals.external import figures_of, main, read
 from farsight.evals.loft import answers_in
-from farsight.inference.generate import Completion
+from farsight.inference.generate.completions import Completion
 from tests.evals.test_harness import make_model
 
 
@@ -284,7 +284,7 @@ def test_loft_predictions(tmp_path, monkeypatch, capsys):
         assert all(prompt[0] == tokenizer.bos_id for prompt in prompts)
         return [Completion((), " [1]", "length"), Completion((), "?", "length")]
 
-    monkeypatch.setattr(loft, "generate", generate)
+    monkeypatch.setattr("farsight.inference.generate.completions.generate", generate)
     out = tmp_path / "test_predictions.jsonl"
     loft.main(
         [

@@ -11,9 +11,11 @@ import torch
 
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import NoRotary, Position, Scope
-from farsight.evals.harness import harness
+from farsight.evals.harness import __main__ as command
+from farsight.evals.harness import run as harness
 from farsight.evals.harness.data import LocalData, local_data
 from farsight.evals.harness.model import HarnessModel
+from farsight.evals.harness.table import table
 from farsight.evals.harness.tasks import Benchmark, benchmarks
 from tests.evals.harness_models import make_model, ours, requests, sentence
 
@@ -74,7 +76,7 @@ def test_a_task_runs_offline_from_a_file(dense, twin, tmp_path, capsys):
     rows = piqa_rows(tmp_path)
     out = tmp_path / "figures.json"
     common = ["--device", "cpu", "--json", str(out), "--batch-size", "4"]
-    harness.main([str(dense), "--tasks", "scope_nlu/piqa", "--data", f"piqa={rows}", *common])
+    command.main([str(dense), "--tasks", "scope_nlu/piqa", "--data", f"piqa={rows}", *common])
     figures = json.loads(out.read_text())
 
     right, right_normalised = [], []
@@ -154,21 +156,21 @@ def test_answers_are_cached_and_several_models_compared(dense, tmp_path, capsys,
         ["--device", "cpu", "--tasks", "piqa", "--data", f"piqa={rows}", "--limit", "3"],
     )
     cached = [str(dense), *common, "--cache", str(tmp_path / "answers.db"), "--json", str(out)]
-    harness.main(cached)
+    command.main(cached)
     first = json.loads(out.read_text())
     assert first["results"]["piqa"]["n"] == first["limit"] == 3
     with monkeypatch.context() as patch:
         patch.setattr(HarnessModel, "_loglikelihood_tokens", lambda *_, **__: pytest.fail("asked again"))
-        harness.main(cached)
+        command.main(cached)
     assert json.loads(out.read_text())["results"] == first["results"]
     other = make_model(tmp_path / "other", Position(rotary=NoRotary()))
-    harness.main([str(dense), str(other), *common, "--json", str(out)])
+    command.main([str(dense), str(other), *common, "--json", str(out)])
     models = json.loads(out.read_text())["models"]
     assert list(models) == [str(dense), str(other)]
     assert models[str(dense)] == first
     assert str(other) in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        harness.main([str(dense), str(other), *common, "--cache", str(tmp_path / "answers.db")])
+        command.main([str(dense), str(other), *common, "--cache", str(tmp_path / "answers.db")])
     assert "can't share one" in capsys.readouterr().err
 
 
@@ -268,13 +270,13 @@ def test_ruler_runs_no_program_of_a_model_s_directory(tmp_path):
         file.write("print('mine')\n")
     ruler = [str(own), "--device", "cpu", "--tasks", "ruler/niah_single_1"]
     with pytest.raises(SystemExit, match=r"config\.json: its auto_map names a program for AutoConfig"):
-        harness.main(ruler)
+        command.main(ruler)
     (own / "config.json").write_text(json.dumps({**written, "auto_map": {}}))
     settings = json.loads((own / "tokenizer_config.json").read_text())
     for auto_map in ({"AutoTokenizer": ["code.Slow", None]}, ["code.Slow", None]):
         (own / "tokenizer_config.json").write_text(json.dumps({**settings, "auto_map": auto_map}))
         with pytest.raises(SystemExit, match="auto_map names a program for AutoTokenizer"):
-            harness.main(ruler)
+            command.main(ruler)
 
 
 def test_a_metric_that_is_not_written_costs_its_own_figure_alone(dense, tmp_path, caplog):
@@ -283,7 +285,7 @@ def test_a_metric_that_is_not_written_costs_its_own_figure_alone(dense, tmp_path
     figures = harness.run_tasks(ours(dense), harness.task_manager(), chosen, data)
     assert (figures["results"]["piqa"]["value"], figures["mean"]) == (None, None)
     assert "piqa has no figure: lm-eval wrote no f1,none, but acc,none" in caplog.text
-    assert "f1,none" in harness.table(figures)
+    assert "f1,none" in table(figures)
 
 
 def test_what_is_asked_for_is_checked(dense, tmp_path, index, monkeypatch):
@@ -298,12 +300,12 @@ def test_what_is_asked_for_is_checked(dense, tmp_path, index, monkeypatch):
     with pytest.raises(ConfigError, match=r"humaneval_plus.*--run-code"):
         harness.run_tasks(ours(dense), manager, benchmarks(["garfa_six/humaneval_plus"]))
     with pytest.raises(SystemExit, match=r"--data piqa=…: --tasks does not run piqa"):
-        harness.main([str(dense), "--tasks", "boolq", "--data", f"piqa={rows}"])
+        command.main([str(dense), "--tasks", "boolq", "--data", f"piqa={rows}"])
     with pytest.raises(SystemExit, match=r"--data mmlu=…: mmlu is a group"):
-        harness.main([str(dense), "--tasks", "garfa_six/mmlu", "--data", f"mmlu={rows}"])
+        command.main([str(dense), "--tasks", "garfa_six/mmlu", "--data", f"mmlu={rows}"])
     for wrong in (["--chunk", "0"], ["--shots", "3"], ["--lengths", "4096"]):
         with pytest.raises(SystemExit) as refused:
-            harness.main([str(dense), "--tasks", "garfa_six/mmlu", *wrong])
+            command.main([str(dense), "--tasks", "garfa_six/mmlu", *wrong])
         assert refused.value.code == 2, wrong
     rows.write_text('{"question": "?"}\n')
     with pytest.raises(ConfigError, match=r"piqa could not be loaded.*goal.*--data TASK=FILE"):

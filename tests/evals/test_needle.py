@@ -14,10 +14,12 @@ from farsight.configs.schema import DynamicNtkRope, Position, Scope, Tokenizer
 from farsight.data.retrieval.needles import Haystack, Sample, count_tokens
 from farsight.data.retrieval.tasks import TASKS, MultiPasskey, first_number, parse_task, share_found
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
-from farsight.evals.needle import Grid, complete, main, measure, parse_depths
+from farsight.evals.needle.__main__ import TASKS as TASK_NAMES
+from farsight.evals.needle.__main__ import main
+from farsight.evals.needle.measure import Grid, complete, measure, parse_depths
 from farsight.inference.decoder import Decoder
-from farsight.inference.generate import Completion
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.generate.completions import Completion
+from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig, set_length
 from tests.model.test_model import SMALL, fresh_model
 
@@ -50,7 +52,7 @@ def answering(monkeypatch, answer) -> list[str]:
         prompts.extend(texts)
         return [Completion((), answer(text), "length") for text in texts]
 
-    monkeypatch.setattr("farsight.evals.needle.generate", generate)
+    monkeypatch.setattr("farsight.evals.needle.measure.generate", generate)
     return prompts
 
 
@@ -80,6 +82,10 @@ def test_depths():
     for values, says in [(["0"], "1 or more"), (["1.5"], "its end"), (["a", "b"], "--depths a")]:
         with pytest.raises(ConfigError, match=says):
             parse_depths(values)
+
+
+def test_help_names_every_task():
+    assert list(TASKS) == list(TASK_NAMES)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -214,7 +220,7 @@ def test_scopes_past_the_trained_length_are_measured_both_ways(folder, monkeypat
         answers = [the_passkey(tokenizer.decode(prompt)) for prompt in batch]
         return [Completion((), a if widest >= decoder.model.length else "", "length") for a in answers]
 
-    monkeypatch.setattr("farsight.evals.needle.generate", generate)
+    monkeypatch.setattr("farsight.evals.needle.measure.generate", generate)
     models = [str(folder / "scopes"), str(folder / "dense")]
     options = ["--device", "cpu", "--lengths", "200", "800", "--depths", "0.5", "0.9", "--trials", "2"]
     main([*models, *options, "--json", str(folder / "f.json"), "--picture", str(folder / "p.png")])
@@ -246,7 +252,7 @@ def test_processes_share_the_questions(tmp_path, monkeypatch):
         shares.append(part)
         everyone[: len(shares)] = shares
 
-    monkeypatch.setattr("farsight.evals.needle.dist.all_gather_object", gather)
+    monkeypatch.setattr("farsight.evals.needle.measure.dist.all_gather_object", gather)
     for rank in range(7):
         figures = measure(own, grid, rank=rank, world=7)
     assert sum(map(len, shares)) == 20

@@ -20,9 +20,11 @@ from transformers import AutoModelForCausalLM
 from farsight.checkpoints.model_dir.api import load_model, write_model_dir
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import Lasp, LayerRule, LinearRope, NoRotary, Position, Rope, Scope, YarnRope
-from farsight.data.texts import read_texts
+from farsight.data.texts import encode_file, read_texts
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
-from farsight.evals.perplexity import Windows, encode_file, main, perplexity_by_length, window_nll
+from farsight.evals.perplexity.__main__ import main
+from farsight.evals.perplexity.measure import perplexity_by_length, window_nll
+from farsight.evals.windows import Windows
 from farsight.inference.extend import parse_extension
 from farsight.model.build import ModelConfig, build_model, set_length
 from tests.model.test_model import SMALL, fresh_model
@@ -152,7 +154,7 @@ def test_reading_in_chunks_changes_nothing(text, tokenizer_dir, monkeypatch):
         assert not read
         extended = perplexity_by_length(model, config, documents, [64, 300], windows, Unchanged(), chunk=100)
         assert set(read) == {64, 300}
-        monkeypatch.setattr("farsight.evals.perplexity.WHOLE", 100)
+        monkeypatch.setattr("farsight.evals.perplexity.measure.WHOLE", 100)
         long = perplexity_by_length(model, config, documents, [64, 300], windows, chunk=128)
         monkeypatch.undo()
         read.clear()
@@ -222,7 +224,7 @@ def test_processes_share_the_windows(text, tokenizer_dir, monkeypatch):
     model = fresh_model(config)
     rows = Windows().of(encode_file(text, load_tokenizer_dir(tokenizer_dir)), 64)
     whole = window_nll(model, rows, Windows(buckets=2))
-    monkeypatch.setattr("farsight.evals.perplexity.dist.all_reduce", lambda sums: None)
+    monkeypatch.setattr("farsight.evals.perplexity.measure.dist.all_reduce", lambda sums: None)
     parts = [window_nll(model, rows, Windows(buckets=2, rank=rank, world=3)) for rank in range(3)]
     for all_of_it, shares in zip(whole, zip(*parts, strict=True), strict=True):
         torch.testing.assert_close(sum(shares), all_of_it)

@@ -33,6 +33,7 @@ from farsight.inference.extend.logit_noise import logit_noise
 from farsight.inference.extend.remapped import RemappedLayer, Turning
 from farsight.inference.extend.self_extend import SelfExtend
 from farsight.inference.kv_cache import Batch
+from farsight.inference.model_options import EXTENSIONS
 from farsight.model.attention import Attention
 from farsight.model.build import ModelConfig
 from farsight.model.position.layers import LayerPosition
@@ -503,3 +504,14 @@ def test_settings():
     for method in (SelfExtend(window=20), SelfExtend(group=-1), ChunkLlama(chunk=20, window=5), Gali(local=24)):
         with pytest.raises(ConfigError, match=f"--extend {method.name}"):
             method.change(config)
+
+
+def test_help_lists_every_method_with_its_settings_and_defaults():
+    expected = []
+    for name, method in METHODS.items():
+        settings = []
+        for field in dataclasses.fields(method):
+            default = "…" if field.default is dataclasses.MISSING else field.default
+            settings.append(f"{field.name}={default:.3g}" if isinstance(default, float) else f"{field.name}={default}")
+        expected.append(f"{name}:{','.join(settings)}")
+    assert list(EXTENSIONS) == expected

@@ -22,9 +22,10 @@ from farsight.configs.load import from_dict
 from farsight.configs.schema import Architecture, Position
 from farsight.data.instructions.chat import chat_template
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer_dir
-from farsight.inference import generate as generate_module
 from farsight.inference.decoder import Decoder
-from farsight.inference.generate import encode_prompt, generate
+from farsight.inference.generate import completions
+from farsight.inference.generate.__main__ import main
+from farsight.inference.generate.completions import encode_prompt, generate
 from farsight.inference.sampling import Sampling, choose
 from farsight.inference.text_stream import TextStream
 from farsight.model.build import ModelConfig, build_model, set_length
@@ -235,7 +236,7 @@ def test_command_on_a_directory_a_checkpoint_and_two_processes(tied, tmp_path, c
     encoded = [encode_prompt(BytesTokenizer(), text) for text in texts]
     expected = [list(c.tokens) for c in generate(Decoder(model, config), BytesTokenizer(), encoded, 9)]
 
-    generate_module.main([*command, "--chunk", "16"])
+    main([*command, "--chunk", "16"])
     found = json.loads(result.read_text())
     assert [row["tokens"] for row in found["completions"]] == expected
     printed = capsys.readouterr()
@@ -246,9 +247,9 @@ def test_command_on_a_directory_a_checkpoint_and_two_processes(tied, tmp_path, c
 
     if tied:
         model_dir_to_checkpoint(directory, tmp_path / "step-1")
-        generate_module.main([str(tmp_path / "step-1"), *command[1:]])
+        main([str(tmp_path / "step-1"), *command[1:]])
         assert [row["tokens"] for row in json.loads(result.read_text())["completions"]] == expected
-    done = forked([*command], tmp_path / "printed", ranks=2, script="inference/generate.py")
+    done = forked([*command], tmp_path / "printed", ranks=2, script="inference/generate/__main__.py")
     assert done.returncode == 0, done.stderr
     assert [row["tokens"] for row in json.loads(result.read_text())["completions"]] == expected
     divided = json.loads(result.read_text())["usage"]
@@ -316,7 +317,7 @@ def ends_with_2(capsys, *arguments: str) -> str:
     """What the command says."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
-        generate_module.main([*arguments, "--prompt", "x"])
+        main([*arguments, "--prompt", "x"])
     assert stopped.value.code == 2
     return capsys.readouterr().err
 
@@ -348,14 +349,14 @@ def test_options_that_cannot_be_used(run_folder, capsys):
 
 def test_a_prompt_longer_than_the_training_is_said_to_be(run_folder, tmp_path, capsys):
     command = [str(run_folder / "run" / "model"), "--new-tokens", "1", "--device", "cpu", "--prompt"]
-    generate_module.main([*command, "x" * (TRAINED - 1)])
+    main([*command, "x" * (TRAINED - 1)])
     assert "warning" not in capsys.readouterr().err
-    generate_module.main([*command, "x" * TRAINED, "--json", str(tmp_path / "new" / "f.json")])
+    main([*command, "x" * TRAINED, "--json", str(tmp_path / "new" / "f.json")])
     assert (
         f"has {TRAINED + 1} tokens, and {command[0]} was trained on sequences of {TRAINED}" in capsys.readouterr().err
     )
     assert (tmp_path / "new" / "f.json").is_file()
-    generate_module.main([*command, "x" * TRAINED, "--extend", "yarn:2"])
+    main([*command, "x" * TRAINED, "--extend", "yarn:2"])
     assert "warning" not in capsys.readouterr().err
 
 
@@ -378,22 +379,22 @@ def test_a_broken_weight_is_named(value, run_folder, tmp_path, capsys):
 
 def test_text_that_no_encoding_has(run_folder, tmp_path, monkeypatch, capsys):
     """Bytes may spell half of a surrogate pair, and standard input may be no text."""
-    monkeypatch.setattr(generate_module, "choose", lambda *_: torch.tensor([next(letters)]))
+    monkeypatch.setattr(completions, "choose", lambda *_: torch.tensor([next(letters)]))
     letters = iter(b"a\xed\xa0\x80b")
     model, out = str(run_folder / "run" / "model"), tmp_path / "f.json"
-    generate_module.main([model, "--prompt", "x", "--new-tokens", "5", "--device", "cpu", "--json", str(out)])
+    main([model, "--prompt", "x", "--new-tokens", "5", "--device", "cpu", "--json", str(out)])
     assert json.loads(out.read_text())["completions"][0]["text"] == "a\ud800b"
     assert capsys.readouterr().out == "a\\ud800b\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xffb")))
     with pytest.raises(SystemExit, match="standard input is not UTF-8"):
-        generate_module.main([model, "--prompt-file", "-", "--device", "cpu"])
+        main([model, "--prompt-file", "-", "--device", "cpu"])
 
 
 def test_progress_in_a_log(run_folder, monkeypatch, capsys):
     monkeypatch.setattr("farsight.progress.DELAY", 0.0)
     monkeypatch.setattr("farsight.progress.INTERVAL", 0.0)
     prompts = ["--prompt", "a prompt", "--prompt", "another one"]
-    generate_module.main([str(run_folder / "run" / "model"), *prompts, "--new-tokens", "3", "--device", "cpu"])
+    main([str(run_folder / "run" / "model"), *prompts, "--new-tokens", "3", "--device", "cpu"])
     assert re.search(
         r"^read: 21 of 21 \(token\), .+token/s, .+ left, 1 tokens written$", capsys.readouterr().err, re.MULTILINE
     )

@@ -16,7 +16,8 @@ from torch.testing import assert_close
 from farsight.checkpoints.model_dir.api import load_model, write_model_dir
 from farsight.configs.schema import Alibi, NoRotary, Position, Rope, Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer, load_tokenizer_dir
-from farsight.evals.ripra import main, passkey_prompts
+from farsight.evals.ripra.__main__ import main
+from farsight.evals.ripra.diagnose import passkey_prompts
 from farsight.inference.extend.ripra import Allocation, Ripra, relevance_landscape
 from farsight.inference.kv_cache import Batch
 from farsight.model.build import ModelConfig

@@ -14,7 +14,7 @@ from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import Architecture, JobConfig, NoRotary, Position, Scope, Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
-from farsight.evals import needle
+from farsight.evals.needle import __main__ as needle
 from farsight.model.build import ModelConfig, build_model
 from farsight.reports import measure as report_measure
 from farsight.reports.report import main
