@@ -55,7 +55,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "loft": Command("evals.loft", "answers to LOFT's prompts"),
         "external": Command("evals.external", "results of HELMET, LOFT, L-Eval and LongBench-Pro as one table"),
         "ripra": Command("evals.ripra.__main__", "what RiPRA finds relevant in a text"),
-        "report": Command("reports.report", "all of it on one page, models side by side"),
+        "report": Command("reports.report.__main__", "all of it on one page, models side by side"),
     },
     "look inside": {
         "capture": Command("analysis.capture.__main__", "write a model's queries and keys to files"),
@@ -68,7 +68,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "order-simulation": Command("analysis.order_simulation", "how many positions a stack of windows keeps apart"),
         "graft-sweep": Command("analysis.graft_sweep.__main__", "grafts at every depth: whose layers carry a long context"),
         "loss-curves": Command("analysis.loss_curves", "losses of several runs over their tokens"),
-        "inside": Command("reports.inside", "all of it on one page"),
+        "inside": Command("reports.inside.__main__", "all of it on one page"),
     },
 }  # fmt: skip
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

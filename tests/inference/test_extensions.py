@@ -30,7 +30,7 @@ from farsight.inference.extend.fixed import FixedPositions, PlainPositions
 from farsight.inference.extend.gali import Gali, GreedyPositions
 from farsight.inference.extend.interpolation import INTERPOLATIONS
 from farsight.inference.extend.logit_noise import logit_noise
-from farsight.inference.extend.remapped import RemappedLayer, Turning
+from farsight.inference.extend.remapped import LayerRotation, RemappedLayer
 from farsight.inference.extend.self_extend import SelfExtend
 from farsight.inference.kv_cache import Batch
 from farsight.inference.model_options import EXTENSIONS
@@ -336,11 +336,11 @@ def test_attention_equals_pair_by_pair(name, slopes):
     frequencies = RopeFrequencies(torch.tensor([1.0, 0.31, 0.1, 0.01]), 1.1)
     position = LayerPosition(Rope(), (DENSE_SCOPE,) * 4, None)
     attention = Attention(SMALL, position, "auto")
-    turning = Turning(0, frequencies) if slopes is None else None
+    rotation = LayerRotation(0, frequencies) if slopes is None else None
     q, k, v = drawn(2, tokens, 4, 1), drawn(2, tokens, 2, 2), drawn(2, tokens, 2, 3)
     results = []
     for chunk in (7, 1, 22):
-        layer = RemappedLayer(3, attention, batch, shared, turning)
+        layer = RemappedLayer(3, attention, batch, shared, rotation)
         shared._column = -1
         results.append(run_layer(layer, q, k, v, prompt, chunk, slopes))
     for row, start in enumerate(starts):

@@ -16,8 +16,8 @@ from farsight.configs.schema import Architecture, JobConfig, NoRotary, Position,
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.evals.needle import __main__ as needle
 from farsight.model.build import ModelConfig, build_model
-from farsight.reports import measure as report_measure
-from farsight.reports.report import main
+from farsight.reports import run_tools
+from farsight.reports.report.__main__ import main
 from farsight.reports.results import collect, line_numbers, names, of_kind
 from farsight.reports.sections.training import thin
 from farsight.training.runs import find_models
@@ -223,7 +223,7 @@ def test_what_is_missing_is_named_with_its_command(two_models, tmp_path):
     commands = [text for text in said if text.startswith("mkdir")]
     weights = root / "a-second" / "model"
     assert commands == [
-        f"mkdir -p {weights}/evals && python -m evals.{kind} {weights} {options} --json {weights}/evals/{kind}.json"
+        f"mkdir -p {weights}/evals && farsight {kind} {weights} {options} --json {weights}/evals/{kind}.json"
         for kind, options in (
             ("perplexity", "--data FILE --lengths 128 --buckets 8"),
             ("needle", "--lengths 128 --depths 10"),
@@ -254,7 +254,7 @@ def test_measure_runs_the_tools_for_what_is_missing(tmp_path, monkeypatch):
     assert asked == [
         [str(model), "--lengths", "256", "512", "--depths", "10", "--json", str(model / "evals" / "needle.json")]
     ]
-    monkeypatch.setattr(report_measure, "run", lambda name, arguments: pytest.fail(f"ran {name} again"))
+    monkeypatch.setattr(run_tools, "run", lambda name, arguments: pytest.fail(f"ran {name} again"))
     make(tmp_path, *arguments)
 
 
@@ -401,7 +401,7 @@ def test_what_is_no_model_is_refused(tmp_path):
 
 
 def test_files_that_cannot_be_written_are_told_before_anything_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("farsight.reports.report.find_models", lambda *_: pytest.fail("work began"))
+    monkeypatch.setattr("farsight.reports.report.build.find_models", lambda *_: pytest.fail("work began"))
     (tmp_path / "file").touch()
     for options in (
         ["--out", str(tmp_path)],
