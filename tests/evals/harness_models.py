@@ -38,7 +38,7 @@ WORDS = [
 
 
 def make_model(folder: Path, position: Position | None = None, template: str | None = None) -> Path:
-    """A model directory whose answers are ASCII: the bytes of random ones would be no text."""
+    """A model directory whose answers are ASCII, since random bytes would not be valid text."""
     tokenizer = load_tokenizer(Tokenizer(kind="bytes"))
     tokenizer.chat_template = template
     tokenizer.save(folder / "tokenizer")

@@ -1,4 +1,4 @@
-"""The command `farsight harness`: tasks from local files, their groups, options and what is refused."""
+"""The command `farsight harness`: tasks from local files, their groups, options and rejected input."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ FOLDERS = (
 
 
 def make_manager(*folders: Path) -> TaskManager:
-    """lm-eval's index of the tasks that are tested, and not of all fifteen thousand."""
+    """lm-eval's index, limited to the tested tasks out of some fifteen thousand."""
     return TaskManager(include_defaults=False, include_path=[*(TASKS / name for name in FOLDERS), *folders])
 
 
@@ -72,7 +72,7 @@ def piqa_rows(folder: Path, number: int = 12) -> Path:
 
 
 def test_a_task_runs_offline_from_a_file(dense, twin, tmp_path, capsys):
-    """PIQA by the command, and the same accuracy from scores of `HFLM`, normalised as lm-eval says: by characters."""
+    """PIQA by the command, and the same accuracy from scores of `HFLM`, normalised by characters as in lm-eval."""
     rows = piqa_rows(tmp_path)
     out = tmp_path / "figures.json"
     common = ["--device", "cpu", "--json", str(out), "--batch-size", "4"]
@@ -119,11 +119,11 @@ NLU_ROWS = {
     },
     "arc_challenge": {"question": "q?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"},
 }  # fmt: skip
-"""A row of each, with the fields that the task's config reads."""
+"""One row of each task, with the fields that its config reads."""
 
 
 def test_scope_s_tasks_run_offline(dense, tmp_path):
-    """Every task that asks for log-likelihoods, with its shots; the answer that is right is the likely one here."""
+    """Every task that scores log-likelihoods, with its shots; here the right answer is the likely one."""
     for task, row in NLU_ROWS.items():
         (tmp_path / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
         (tmp_path / f"{task}.fewshot.jsonl").write_text((json.dumps(row) + "\n") * 25)
@@ -195,7 +195,7 @@ def test_examples_come_from_their_file_or_are_never_the_question(dense, tmp_path
 
 
 def test_mgsm_is_read_under_the_key_that_it_writes_and_own_groups_are_averaged(dense, tmp_path):
-    """The answer is the last number that the model writes, which here is made to be right in two of three."""
+    """The answer is the last number that the model writes, made right in two of three questions."""
     rows = [{"question": f"Question: {i}?", "answer": f"{i}", "answer_number": i} for i in (10, 20, 30)]
     (tmp_path / "mgsm_direct_en.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     piqa_rows(tmp_path, 6)
@@ -227,7 +227,7 @@ def test_mgsm_is_read_under_the_key_that_it_writes_and_own_groups_are_averaged(d
 
 
 def test_ruler_is_reported_by_length(dense, tmp_path):
-    """Each length's figure is of that length's prompts alone; they come from a file here, with the fields that lm-eval's have."""
+    """Each length's figure covers only that length's prompts, which here come from a file with lm-eval's fields."""
     rows = [
         {"input": "the key is", "outputs": [answer], "gen_prefix": "It is", "max_length": length}
         for length, answer in ((4096, "7"), (4096, "8"), (8192, "7"))

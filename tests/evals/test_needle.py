@@ -1,4 +1,4 @@
-"""Needle tests: answers against a model's own forward pass, scores by hand, cells against answers that are known to be right."""
+"""`farsight needle`: answers against a model's own forward pass, scores by hand, cells for models whose answers are known."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def loaded(config: ModelConfig, tmp_path, chunk: int = 64) -> LoadedModel:
 
 
 def answering(monkeypatch, answer) -> list[str]:
-    """Has `answer` write after prompts in place of a model; returns the prompts as they come."""
+    """Replaces the model with `answer`; returns a list that collects the prompts."""
     prompts: list[str] = []
 
     def generate(decoder, tokenizer, batch, new_tokens, **options):
@@ -116,7 +116,7 @@ def test_settings_of_tasks():
 
 @torch.no_grad()
 def greedy(model, prompt: list[int], new_tokens: int) -> str:
-    """Without a cache: the whole row again for each token."""
+    """Without a cache: reads the whole row again for each token."""
     tokens = list(prompt)
     for _ in range(new_tokens):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1, : TOKENIZER.vocab_size].argmax()))
@@ -157,7 +157,7 @@ def test_answers_end_with_any_of_the_model_s_end_tokens(folder, tmp_path):
 
 
 def test_cells_hold_the_share_of_right_answers(folder, monkeypatch, capsys):
-    """One that never looks at the second half of a prompt; and one that is wrong on every third passkey."""
+    """A model that ignores the second half of a prompt, and one that is wrong on every third passkey."""
     answering(monkeypatch, lambda p: f" {the_passkey(p[: len(p) // 2] + ' 00000')}.")
     command = [
         str(folder / "dense"),

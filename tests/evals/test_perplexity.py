@@ -1,4 +1,4 @@
-"""Perplexity against a loop over `transformers`, and the windows against their definition."""
+"""`farsight perplexity`: against a loop over `transformers`, and its windows against their definition."""
 
 import bz2
 import dataclasses
@@ -86,7 +86,7 @@ def test_windows_and_targets(text, tokenizer_dir):
 
 
 def test_the_same_targets_of_each_long_document_and_buckets(tmp_path, tokenizer_dir, text):
-    """A loop over all logits: the last 256 tokens of every document of 512 and more, then every position's share."""
+    """A loop over all logits: the last 256 tokens of every document of at least 512, then the tokens of each part."""
     config = ModelConfig(BYTES, Position(), trained_length=256)
     write_model_dir(tmp_path / "m", config, fresh_model(config).state_dict(), tokenizer_dir=tokenizer_dir)
     lines = text.read_text().splitlines()
@@ -115,7 +115,7 @@ def test_the_same_targets_of_each_long_document_and_buckets(tmp_path, tokenizer_
 
 @pytest.mark.parametrize("stride", [1, 12, 31])
 def test_sliding_equals_each_token_on_its_own(stride, text, tokenizer_dir):
-    """Each target by what the first of the windows that hold it shows of the tokens before it."""
+    """Each target is predicted from the tokens before it in the first window that contains it."""
     config = ModelConfig(BYTES, Position(), trained_length=32)
     model, (tokens,) = fresh_model(config), encode_file(text, load_tokenizer_dir(tokenizer_dir))
     documents = [tokens[:70], tokens[70:90], tokens[90:122], tokens[122:123]]
@@ -139,7 +139,7 @@ def test_sliding_equals_each_token_on_its_own(stride, text, tokenizer_dir):
 
 
 def test_reading_in_chunks_changes_nothing(text, tokenizer_dir, monkeypatch):
-    """As very long windows are read, and all of them with an extension."""
+    """Very long windows are read in chunks, and with an extension all windows are."""
 
     class Unchanged:
         def caches(self, model, config, batch):
@@ -337,7 +337,7 @@ def test_texts_of_every_kind_of_file(tmp_path):
 
 
 def test_the_tool_takes_a_field(tmp_path, tokenizer_dir, text):
-    """The same documents as lines and as rows have the same perplexity."""
+    """The same documents as JSON lines and as Parquet rows have the same perplexity."""
     config = ModelConfig(BYTES, Position(rotary=NoRotary()), trained_length=64)
     write_model_dir(tmp_path / "model", config, fresh_model(config).state_dict(), tokenizer_dir=tokenizer_dir)
     documents = [text.read_text()[i * 900 : (i + 1) * 900] for i in range(3)]

@@ -1,4 +1,4 @@
-"""Generating with a cache: every token against the model's own forward over the whole sequence, without one."""
+"""Generation with a cache: every token against a forward pass over the whole sequence without one."""
 
 import io
 import json
@@ -87,20 +87,20 @@ def prompts(lengths=LENGTHS):
 
 @torch.no_grad()
 def forward(model, config, tokens, length):
-    """[L, V] of the plain forward, its positions set for `length`."""
+    """Logits [L, V] of the plain forward pass, with positions set for `length`."""
     set_length(model, config, length)
     return model(torch.tensor([tokens]))[0]
 
 
 class EndlessTokenizer(BytesTokenizer):
-    """Has no end token, so that rows run to their length."""
+    """A tokenizer without an end token, so that rows reach their full length."""
 
     eos_id = None
 
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_cached_generation_equals_the_uncached_forward(name):
-    """Prompts longer than every scope but the last, of unequal length, in chunks of any size."""
+    """Prompts of unequal length, longer than every scope but the last, in chunks of any size."""
     model, config = make_model(POSITIONS[name], qk_norm=name == "mixed")
     rows = prompts()
     for chunk in (1, 7, 64):
@@ -116,7 +116,7 @@ def test_cached_generation_equals_the_uncached_forward(name):
 
 
 def test_logits_of_every_step_and_several_caches_at_once():
-    """Two sequences of other lengths, read by turns through one model whose scopes follow the length."""
+    """Two sequences of different lengths, read alternately through one model whose scopes follow the length."""
     model, config = make_model(POSITIONS["scope that grows"])
     decoder, (first, second) = Decoder(model, config, chunk=16), prompts((50, 80))
     rows = [decoder.start([50], 2), decoder.start([80], 2)]
@@ -133,7 +133,7 @@ def test_logits_of_every_step_and_several_caches_at_once():
 
 @pytest.mark.parametrize(("layout", "most"), [("sorted", 0.165), ("group_balanced", 0.165), ("interleaved", 0.385)])
 def test_bytes_reported_are_bytes_allocated(layout, most):
-    """By real tensors at a small size, and on the meta device at 131,072 tokens, 32 heads on 8."""
+    """With real tensors at a small size, and on the meta device with 131,072 tokens, 32 query heads and 8 key-value heads."""
     model, config = make_model({"heads": {"kind": "scope", "layout": layout}})
     rows = Decoder(model, config).start([300, 100], 20)
     held = {
@@ -179,7 +179,7 @@ def test_sampling_is_seeded_by_row():
 
 
 def test_draws_follow_temperature_and_nucleus():
-    """Frequencies of many draws against the softmax written out."""
+    """Frequencies of many draws against a softmax written out here."""
     logits = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
     probabilities = torch.exp(logits / 0.7) / torch.exp(logits / 0.7).sum()
     kept = probabilities.clone()
@@ -197,7 +197,7 @@ def test_draws_follow_temperature_and_nucleus():
 
 
 def test_text_comes_whole_and_ends_before_a_stop_string():
-    """Characters of several bytes, and stop strings that begin but do not come."""
+    """Characters of several bytes, and stop strings that begin but are not completed."""
     tokenizer, text = BytesTokenizer(), "naïve — 漢字 stopping at\n\nEND of it"
     for stop, expected in (
         (["END"], "naïve — 漢字 stopping at\n\n"),
@@ -272,7 +272,7 @@ def test_adapter_on_a_four_bit_base(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_rows_and_chunks_apart(dtype):
-    """The cache is in the weights' dtype; rows alone, together and in other chunks choose the same tokens."""
+    """The cache has the weights' dtype; rows alone, together and in other chunks choose the same tokens."""
     model, config = make_model(POSITIONS["scope, interleaved"])
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -283,7 +283,7 @@ def test_half_precision_keeps_rows_and_chunks_apart(dtype):
 
 
 def test_a_chat_ends_where_its_turns_do(tmp_path):
-    """Llama 3's template closes a turn with a token of its own, which is not the tokenizer's end token."""
+    """Llama 3's template ends a turn with a token that is not the tokenizer's end token."""
     fast = Tokenizer(WordLevel({"<unk>": 0, "Hi": 1, "x": 2, "y": 3}, unk_token="<unk>"))
     fast.pre_tokenizer = Whitespace()
     names = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -302,7 +302,7 @@ def test_a_chat_ends_where_its_turns_do(tmp_path):
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """A run folder with its model, and in a recipe's folder a stage like it."""
+    """A run folder with its model, and a recipe's folder with a stage like it."""
     folder = tmp_path_factory.mktemp("runs")
     model, config = make_model({})
     BytesTokenizer().save(folder / "tokenizer")
@@ -314,7 +314,7 @@ def run_folder(tmp_path_factory):
 
 
 def ends_with_2(capsys, *arguments: str) -> str:
-    """What the command says."""
+    """The message that the command ends with."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
         main([*arguments, "--prompt", "x"])
@@ -362,7 +362,7 @@ def test_a_prompt_longer_than_the_training_is_said_to_be(run_folder, tmp_path, c
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_weight_is_named(value, run_folder, tmp_path, capsys):
-    """And not an empty text with status 0. Weights that are finite may give logits that are not, too."""
+    """They must not become an empty text with status 0. Finite weights may also give logits that are not finite."""
     path = shutil.copytree(run_folder / "run" / "model", tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = value
@@ -378,7 +378,7 @@ def test_a_broken_weight_is_named(value, run_folder, tmp_path, capsys):
 
 
 def test_text_that_no_encoding_has(run_folder, tmp_path, monkeypatch, capsys):
-    """Bytes may spell half of a surrogate pair, and standard input may be no text."""
+    """Bytes may spell half of a surrogate pair, and standard input may not be text."""
     monkeypatch.setattr(completions, "choose", lambda *_: torch.tensor([next(letters)]))
     letters = iter(b"a\xed\xa0\x80b")
     model, out = str(run_folder / "run" / "model"), tmp_path / "f.json"

@@ -1,4 +1,4 @@
-"""Every tool of analysis/ on a directory that `transformers` wrote, and the page and CSV made of what they found."""
+"""Every tool of analysis/ on a directory written by `transformers`, and the page and CSV files of their results."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from tests.reports.test_report import Page
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A plain Llama that --measure was run on, with a sweep of grafts with itself."""
+    """A plain Llama after --measure, with a sweep of grafts onto itself."""
     root = tmp_path_factory.mktemp("measured")
     model, data = root / "llama", root / "text.txt"
     write_with_transformers(model, "default", tied=False)

@@ -1,4 +1,4 @@
-"""The report page: that it stands alone, shows every figure, and draws each where it belongs."""
+"""The report page: it is self-contained, shows every figure, and draws each where it belongs."""
 
 import json
 import math
@@ -28,7 +28,7 @@ VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """What a page says, tag by tag; a tag that does not close is an error."""
+    """Parses a page into its texts and tags; a tag that does not close is an error."""
 
     def __init__(self, text):
         super().__init__()
@@ -69,7 +69,7 @@ def write_model(folder, position=None, trained_length=64):
 
 
 def write_run(folder, losses, start="", tokens=1000, stage=False):
-    """A run folder with a logged step for each loss, and a validation before and after."""
+    """A run folder with a logged step for each loss, and validations before and after."""
     config = JobConfig(architecture=ARCHITECTURE)
     config.training.seq_len, config.training.steps = 64, len(losses)
     config.lr_scheduler.warmup_steps = 0
@@ -259,7 +259,7 @@ def test_measure_runs_the_tools_for_what_is_missing(tmp_path, monkeypatch):
 
 
 def test_a_tool_that_refuses_does_not_cost_the_page(tmp_path, capsys):
-    """The text is too short for the length: perplexity and needles are named as missing."""
+    """The text is too short for the length: perplexity and needles are listed as missing."""
     model = write_model(tmp_path / "model", trained_length=256)
     (tmp_path / "text.txt").write_text("short\n")
     page = make(tmp_path, model, "--measure", "--data", tmp_path / "text.txt", "--lengths", 20)
@@ -276,7 +276,7 @@ def test_a_tool_that_refuses_does_not_cost_the_page(tmp_path, capsys):
 
 
 def test_a_glance_shows_what_compares(tmp_path):
-    """Neither figures of an extended reading, nor of windows that slide; other tasks than passkey by their name."""
+    """It shows no figures of extended readings or sliding windows, and names tasks other than passkey."""
     model = write_model(tmp_path / "model")
     (model / "evals").mkdir()
 
