@@ -48,14 +48,14 @@ GROUPS: dict[str, dict[str, Command]] = {
         "intact": Command("checkpoints.intact.__main__", "check that a checkpoint is whole"),
     },
     "generate and evaluate": {
-        "generate": Command("inference.generate", "continue a prompt with a cache of what heads can still see"),
-        "perplexity": Command("evals.perplexity", "perplexity by context length"),
-        "needle": Command("evals.needle", "passkeys and RULER's tasks, by length and depth"),
+        "generate": Command("inference.generate.__main__", "continue a prompt with a cache of what heads can still see"),
+        "perplexity": Command("evals.perplexity.__main__", "perplexity by context length"),
+        "needle": Command("evals.needle.__main__", "passkeys and RULER's tasks, by length and depth"),
         "harness": Command("evals.harness.__main__", "lm-evaluation-harness, the papers' suites by name"),
         "loft": Command("evals.loft", "answers to LOFT's prompts"),
         "external": Command("evals.external", "results of HELMET, LOFT, L-Eval and LongBench-Pro as one table"),
-        "ripra": Command("evals.ripra", "what RiPRA finds relevant in a text"),
-        "report": Command("reports.report", "all of it on one page, models side by side"),
+        "ripra": Command("evals.ripra.__main__", "what RiPRA finds relevant in a text"),
+        "report": Command("reports.report.__main__", "all of it on one page, models side by side"),
     },
     "look inside": {
         "capture": Command("analysis.capture.__main__", "write a model's queries and keys to files"),
@@ -68,7 +68,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "order-simulation": Command("analysis.order_simulation", "how many positions a stack of windows keeps apart"),
         "graft-sweep": Command("analysis.graft_sweep.__main__", "grafts at every depth: whose layers carry a long context"),
         "loss-curves": Command("analysis.loss_curves", "losses of several runs over their tokens"),
-        "inside": Command("reports.inside", "all of it on one page"),
+        "inside": Command("reports.inside.__main__", "all of it on one page"),
     },
 }  # fmt: skip
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -37,7 +37,8 @@ from farsight.configs.load import ConfigError
 from farsight.configs.schema import NoRotary
 from farsight.files import write_text
 from farsight.inference.decoder import CHUNK, Decoder
-from farsight.inference.model_options import LoadedModel, add_model_options, load
+from farsight.inference.loading import LoadedModel, load
+from farsight.inference.model_options import add_model_options
 from farsight.model.build import ModelConfig
 from farsight.model.position.layers import LayerPosition
 from farsight.progress import progress

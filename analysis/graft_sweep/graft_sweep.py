@@ -31,14 +31,15 @@ from farsight.configs.load import ConfigError
 from farsight.data.retrieval.tasks import parse_task
 from farsight.data.texts import encode_file
 from farsight.data.tokenizers.tokenizer import Tokenizer
-from farsight.evals.needle import Grid, parse_depths
-from farsight.evals.needle import measure as find_needles
-from farsight.evals.perplexity import perplexity_by_length
+from farsight.evals.needle.measure import Grid, parse_depths
+from farsight.evals.needle.measure import measure as find_needles
+from farsight.evals.perplexity.measure import perplexity_by_length
 from farsight.evals.windows import TARGETS, Windows
 from farsight.files import write_text
 from farsight.inference.decoder import Decoder
 from farsight.inference.extend import Extension
-from farsight.inference.model_options import LoadedModel, add_model_options, load
+from farsight.inference.loading import LoadedModel, load
+from farsight.inference.model_options import add_model_options
 from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config, grafted_model
 from farsight.model.llama import Llama

@@ -39,10 +39,11 @@ from farsight.analysis.sequences import add_text_options, read_sequences
 from farsight.cli import bounded, command, positive
 from farsight.configs.check import ConfigError
 from farsight.data.retrieval.tasks import parse_task
-from farsight.evals.needle import Grid, measure, parse_depths
+from farsight.evals.needle.measure import Grid, measure, parse_depths
 from farsight.files import write_text
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel, add_model_options, load
+from farsight.inference.loading import LoadedModel, load
+from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, check_outputs
 from farsight.progress import progress
 

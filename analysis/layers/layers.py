@@ -34,7 +34,8 @@ from farsight.cli import bounded, command, positive
 from farsight.configs.check import ConfigError
 from farsight.files import prepare_file, write_text
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import add_model_options, load
+from farsight.inference.loading import load
+from farsight.inference.model_options import add_model_options
 from farsight.model.adapt.layers import largest
 from farsight.outputs import add_output_options, check_outputs
 from farsight.progress import progress

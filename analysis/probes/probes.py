@@ -37,7 +37,8 @@ from farsight.analysis.probes.position_probe import (
 from farsight.analysis.sequences import add_text_options, read_sequences
 from farsight.cli import bounded, command, positive
 from farsight.configs.load import ConfigError
-from farsight.inference.model_options import LoadedModel, add_model_options, load
+from farsight.inference.loading import LoadedModel, load
+from farsight.inference.model_options import add_model_options
 from farsight.model.llama import Llama
 from farsight.outputs import add_output_options, check_outputs, short_names, write_figures
 from farsight.progress import progress

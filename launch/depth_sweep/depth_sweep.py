@@ -15,7 +15,7 @@ from farsight.analysis.probes.probes import probe_model
 from farsight.analysis.sequences import read_sequences
 from farsight.configs.load import ConfigError, parse_options
 from farsight.files import write_text
-from farsight.inference.model_options import load
+from farsight.inference.loading import load
 from farsight.launch.children import run_child
 from farsight.outputs import model_style
 from farsight.training.metrics_file import run_summary

@@ -14,7 +14,7 @@ from farsight.configs.schema import JobConfig
 from farsight.data.mixture import sample_texts
 from farsight.data.texts import encode_file
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
-from farsight.evals.perplexity import perplexity_by_length
+from farsight.evals.perplexity.measure import perplexity_by_length
 from farsight.files import write_text
 from farsight.parallel.device import default_device
 from farsight.training.metrics_file import loss_points, run_summary

@@ -40,7 +40,7 @@ from farsight.configs.schema import (
 )
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig
 from tests.checkpoints.test_convert import write_with_transformers
 from tests.model.test_model import SMALL, fresh_model

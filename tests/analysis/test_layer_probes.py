@@ -32,9 +32,10 @@ from farsight.configs.schema import (
     YarnRope,
 )
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
-from farsight.evals.perplexity import Windows, perplexity_by_length
+from farsight.evals.perplexity.measure import perplexity_by_length
+from farsight.evals.windows import Windows
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig
 from farsight.model.llama import Llama
 from tests.checkpoints.test_convert import write_with_transformers

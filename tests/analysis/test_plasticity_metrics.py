@@ -20,7 +20,7 @@ from farsight.configs.schema import Position
 from farsight.data.loader import build_validation_loader
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig
 from tests.model.test_model import SMALL, fresh_model
 from tests.running import TINY, metrics, train

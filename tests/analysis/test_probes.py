@@ -24,7 +24,7 @@ from farsight.configs.load import ConfigError
 from farsight.configs.schema import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from tests.checkpoints.test_convert import write_with_transformers
 
 L = 32

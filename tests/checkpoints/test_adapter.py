@@ -20,7 +20,7 @@ from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneTraining, GarfaTraining, Lora
 from farsight.configs.schema import Llama3Rope, Position, YarnRope
-from farsight.evals.perplexity import main as perplexity
+from farsight.evals.perplexity.__main__ import main as perplexity
 from farsight.model.adapt.garfa import garfa_of
 from farsight.model.adapt.lora import lora_layers
 from farsight.training.finetune.spec import whole_weights

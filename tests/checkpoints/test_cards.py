@@ -14,8 +14,8 @@ from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.finetuning import GarfaTraining, Lora
 from farsight.configs.schema import Architecture, NoRotary, Position, Rope, Scope
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
-from farsight.inference import generate
-from farsight.inference.generate import encode_prompt
+from farsight.inference.generate import __main__ as generate
+from farsight.inference.generate.completions import encode_prompt
 from farsight.model.build import ModelConfig, build_model
 from tests.checkpoints.test_adapter import trained_adapter
 from tests.finetuned import tokens, write_base

@@ -21,7 +21,7 @@ from farsight.configs.check import ConfigError
 from farsight.configs.schema import Position
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.errors import UserError
-from farsight.inference import generate
+from farsight.inference.generate import __main__ as generate
 from farsight.model.build import ModelConfig
 from tests.checkpoints.test_adapter import trained_adapter
 from tests.finetuned import ARCHITECTURE, finetune_config, write_base

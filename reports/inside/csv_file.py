@@ -1,4 +1,4 @@
-"""The figures of a report as CSV, for spreadsheets and plots of one's own."""
+"""A report's figures as CSV files, for spreadsheets and other plots."""
 
 import csv
 import io
@@ -13,10 +13,10 @@ Row = dict[str, Any]
 
 
 def csv_files(results: Sequence[Result]) -> dict[str, str]:
-    """Text of each file by its name; a file without a row is left out.
+    """Text of each file by name; files without rows are left out.
 
-    heads.csv has a row a query head, layers.csv a row a layer, positions.csv a row a bucket of positions, checkpoints.csv a row a
-    checkpoint, probes.csv a row a layer and bucket, order.csv a row a span of permuted tokens, grafts.csv a row a graft and length.
+    A row is a query head in heads.csv, a layer in layers.csv, a bucket of positions in positions.csv, a checkpoint in
+    checkpoints.csv, a layer and bucket in probes.csv, a span of permuted tokens in order.csv, a graft and length in grafts.csv.
     """
     tables = {
         "heads.csv": _joined(_heads(results), ("model", "layer", "head")),
@@ -45,7 +45,7 @@ def csv_files(results: Sequence[Result]) -> dict[str, str]:
 
 
 def write_csv(folder: Path, results: Sequence[Result]) -> list[Path]:
-    """Writes them into a folder, which is made where it is not."""
+    """Writes the CSV files into a folder, creating it if needed."""
     paths = []
     for name, text in csv_files(results).items():
         paths.append(folder / name)
@@ -54,7 +54,7 @@ def write_csv(folder: Path, results: Sequence[Result]) -> list[Path]:
 
 
 def _name(result: Result, results: Sequence[Result]) -> str:
-    """The model's, with what sets the result apart where a model has several of one kind."""
+    """The model's name, with what distinguishes the result if the model has several of its kind."""
     alike = of_kind(results, result.kind)
     return names(alike)[[other is result for other in alike].index(True)]
 
@@ -116,7 +116,7 @@ def _probes(results: Sequence[Result]) -> Iterable[Row]:
 
 
 def _joined(rows: Iterable[Row], keys: Sequence[str]) -> list[Row]:
-    """Rows of the same model and place as one."""
+    """Merges rows with the same keys."""
     found: dict[tuple, Row] = {}
     for row in rows:
         found.setdefault(tuple(row[key] for key in keys), {}).update(row)

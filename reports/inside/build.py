@@ -1,31 +1,16 @@
-"""One page about what was found inside a model, or several side by side, and the same figures as CSV.
-
-    farsight inside MODEL_DIR --measure --data FILE --out inside.html --csv inside/
-    farsight inside runs/scope runs/rope --out inside.html
-    farsight inside runs/rope --results graft.json --out inside.html
-
-Takes what farsight report takes, config files left out: run folders, recipes' folders, model directories, adapters, checkpoints. The
-page is a single file that loads nothing and runs no script. Its figures come from JSON files of farsight plasticity, farsight geometry,
-farsight layers, farsight layer-probes, farsight probes, farsight order-awareness and farsight graft-sweep, in the analysis/ folder of a
-run or model or named by --results. What was not measured is named with the command that does. --measure runs the tools (all but
-graft_sweep, which takes two models) where a model has no result of them, on --data, and keeps theirs in its analysis/.
-"""
+"""Builds the page of `farsight inside`."""
 
 import argparse
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
-from farsight import cli
-from farsight.cli import positive
-from farsight.configs.load import ConfigError
-from farsight.files import prepare_file, write_text
+from farsight.configs.check import ConfigError
+from farsight.files import write_text
 from farsight.model.build import count_parameters
-from farsight.reports.csv_file import write_csv
-from farsight.reports.inside_results import ANALYSIS, MEASURED, can_be_measured, command_line, measure
+from farsight.reports.inside.csv_file import write_csv
+from farsight.reports.inside.measure import ANALYSIS, MEASURED, can_be_measured, command_line, measure
 from farsight.reports.page import Part, command, missing, note, page, section, table, tag
 from farsight.reports.results import Result, collect_from, of_kind
 from farsight.reports.sections.layers import (
@@ -61,8 +46,8 @@ def report(models: Sequence[ReportedModel], results: Sequence[Result], made_by: 
     """The page.
 
     Args:
-        made_by: the command line, shown at its end.
-        data: what the commands for missing figures are given.
+        made_by: the command line, shown at the page's end.
+        data: the text named in commands for missing figures.
     """
 
     def absent(kind: str) -> list[Element]:
@@ -93,7 +78,7 @@ def report(models: Sequence[ReportedModel], results: Sequence[Result], made_by: 
 
 
 def _glance(models: Sequence[ReportedModel], results: Sequence[Result]) -> Element:
-    """The figures that one looks at first, a row a model."""
+    """The most important figures, one row for each model."""
 
     def first(model: ReportedModel, kind: str) -> dict | None:
         return next((dict(r.values) for r in of_kind(results, kind) if r.model is model), None)
@@ -127,26 +112,15 @@ def _glance(models: Sequence[ReportedModel], results: Sequence[Result]) -> Eleme
     return table(header, rows, caption)
 
 
-@cli.command
-def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight inside", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", type=Path, nargs="+", metavar="RUN_OR_MODEL")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write (.html)")
-    parser.add_argument("--csv", type=Path, metavar="FOLDER", help="write the figures as CSV here too")
-    parser.add_argument("--results", type=Path, nargs="+", default=[], metavar="FILE", help="JSON files of our tools")
-    parser.add_argument("--measure", action="store_true", help="run the tools where there is no result of them")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="text to measure on")
-    parser.add_argument(
-        "--length", type=positive, metavar="L", help="tokens a sequence (default: each model's trained length)"
-    )
-    parser.add_argument("--device", help="to measure on (default: the accelerator if there is one, else cpu)")
-    options = parser.parse_args(arguments)
-    if options.measure and not options.data:
-        parser.error("--measure needs --data FILE, the text to measure on")
-    prepare_file(options.out)
+def write_report(options: argparse.Namespace, made_by: str) -> None:
+    """Measures what is missing if the options say so, and writes the page and the CSV files.
+
+    Args:
+        made_by: the command line, shown on the page.
+
+    Raises:
+        ConfigError: a model without weights.
+    """
     models = find_models(options.models)
     bare = [str(model.path) for model in models if model.weights is None]
     if bare:
@@ -158,11 +132,6 @@ def main(arguments: list[str] | None = None) -> None:
         more = [part for name, value in given.items() if value is not None for part in (name, str(value))]
         measure(models, collect_from(ANALYSIS, models, options.results), options.data, more)
     results = collect_from(ANALYSIS, models, options.results)
-    made_by = shlex.join(["farsight", "inside", *(sys.argv[1:] if arguments is None else arguments)])
     write_text(options.out, report(models, results, made_by, options.data))
     written = write_csv(options.csv, results) if options.csv else []
     print("\n".join(map(str, [options.out, *written])))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,56 +1,33 @@
-"""What RiPRA does with a text: what its layers find relevant, and what sharing positions within a block of a prompt changes.
+"""What RiPRA finds relevant in a text, and the error of sharing positions within blocks of a prompt.
 
-    farsight ripra MODEL_DIR --data FILE --length 8192 --json F --picture F.png
-    farsight ripra MODEL_DIR --passkeys 10 --length 8192 --picture F.png
-    farsight ripra MODEL_DIR --data QUESTIONS.jsonl --evidence 1200:1216 5030:5046 --extend ripra:chunk=128
-
-The first --length tokens of the first document are read (0: all of them), and with --evidence of one for each; the last is the
-query. With --passkeys the documents are prompts made up by farsight needles, whose evidence is known. Then come out
-
-- the similarity of layers: cosines between the relevance of all chunks to the query in each pair of layers (figure 3 of the
-  paper), and of each layer with the anchor whose positions it takes;
-- where evidence is known, the relevance of the chunk that holds each document's evidence and of its neighbours, in the last anchor
-  layer, and its rank among all chunks (figure 4);
-- the error of blocks: how far the positions of a prompt's queries lie from those of their own, and what that does to the logits
-  at the same tokens.
-
-Every layer's queries are held while it reads, beside the cache: 8.6 GB for an 8B model at 32,768 tokens in bfloat16.
-The method itself is inference/extend/ripra.py, and --extend ripra:KEY=VALUE,… sets it.
+Shape suffixes: L tokens, D model, T keys, N query heads, K key-value heads, H head dim, C chunks.
 """
 
-import argparse
 import dataclasses
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farsight import cli
-from farsight.cli import positive
-from farsight.configs.load import ConfigError
+from farsight.configs.check import ConfigError
 from farsight.data.retrieval.needles import Haystack, passkey
-from farsight.data.texts import encode_file
 from farsight.data.tokenizers.tokenizer import Tokenizer
-from farsight.files import write_text
 from farsight.inference.decoder import Decoder, Rows
 from farsight.inference.extend.remapped import RemappedLayer
 from farsight.inference.extend.ripra import Allocation, Ripra, chunk_scores, relevance_landscape
-from farsight.inference.generate import encode_prompt
-from farsight.inference.model_options import LoadedModel, add_model_options, load
-from farsight.outputs import add_output_options, check_outputs
+from farsight.inference.generate.completions import encode_prompt
+from farsight.inference.loading import LoadedModel
 from farsight.progress import progress
 
 NEIGHBOURS = 10
-"""Chunks on each side of the evidence that are shown."""
+"""Chunks shown on each side of the evidence."""
 SAMPLES = 64
 """Queries whose positions and logits are compared."""
 
 
 class Observed:
-    """A layer's cache that remembers the queries it was given."""
+    """Wraps a layer's cache and records its queries."""
 
     rotates = True
 
@@ -71,7 +48,7 @@ class Observed:
         return self.layer.attend(q_BLNH, *arguments)
 
     def relevance(self, query: int, chunk: int) -> Tensor:
-        """fp64 [C]: of the chunks up to it, to the query at this index."""
+        """Relevance of the chunks up to a query to the query at this index, fp64 [C]."""
         q_NH, keys_TKH = torch.cat(self.queries)[query], self.layer.k_BKTH[0, :, : query + 1].transpose(0, 1).float()
         means_CKH = torch.stack([part.mean(0) for part in keys_TKH.split(chunk)])
         scores_1C = chunk_scores(q_NH[None], means_CKH[None])
@@ -79,7 +56,7 @@ class Observed:
 
 
 def read(decoder: Decoder, tokens_L: Tensor) -> tuple[dict[int, Observed], Tensor]:
-    """A sequence read with every layer's queries remembered, and its hidden states [L, D]."""
+    """Reads a sequence, recording every layer's queries; returns the layers and the hidden states [L, D]."""
     rows: Rows = decoder.start([len(tokens_L)])
     observed = {}
     for name, cache in rows.caches.items():
@@ -102,7 +79,7 @@ def layer_similarity(observed: dict[int, Observed], chunk: int, query: int) -> T
 
 
 def around_evidence(landscape_C: Tensor, evidence: tuple[int, int], chunk: int) -> dict[str, Any]:
-    """Relevance of the chunk in whose middle the evidence lies, and of its neighbours (appendix D).
+    """Relevance of the chunk that holds the middle of the evidence, and of its neighbours (appendix D).
 
     Returns:
         "chunk", its "rank" (1 is the most relevant), and "window": 2·NEIGHBOURS + 1 values, None past the ends.
@@ -114,9 +91,10 @@ def around_evidence(landscape_C: Tensor, evidence: tuple[int, int], chunk: int) 
 
 
 def own_and_block_positions(layer: Observed, query: int, allocation: Allocation) -> tuple[Tensor, Tensor]:
-    """A prompt query's positions as decoding would give them, and those of its block: fp64 [T] each."""
+    """A prompt query's positions as decoding would give them, and as its block gives them: fp64 [T] each."""
 
     def positions(asks: int, laid_out: int) -> Tensor:
+        """Positions by the relevance to query `asks`, laid out for query `laid_out`."""
         landscape_C = layer.relevance(asks, allocation.chunk)
         landscape_1C = F.pad(landscape_C, (0, laid_out // allocation.chunk + 1 - len(landscape_C)))[None]
         query_1 = torch.tensor([laid_out], device=landscape_C.device)
@@ -128,14 +106,14 @@ def own_and_block_positions(layer: Observed, query: int, allocation: Allocation)
 
 
 def block_error(loaded: LoadedModel, tokens_L: Tensor) -> dict[str, Any]:
-    """What blocks of queries change over one at a time, at up to SAMPLES tokens past the limit, evenly spread.
+    """Error of reading queries in blocks instead of one at a time, at up to SAMPLES evenly spaced tokens past the limit.
 
     Returns:
-        "positions": mean and largest distance over keys beyond the near window, in tokens, by anchor layer; "logits": mean and
-        largest difference, the mean Kullback–Leibler divergence from the exact ones in nats, and how often both have the same
-        largest. None where the sequence is within the limit.
+        "positions": mean and largest difference over keys beyond the near window, in tokens, by anchor layer; "logits": mean and
+        largest difference, the mean Kullback–Leibler divergence from the exact logits in nats, and how often both have the same
+        largest one. None where the sequence is within the limit.
     """
-    decoder, method = loaded.decoder, _method(loaded)
+    decoder, method = loaded.decoder, check_extension(loaded)
     allocation = method.allocation(loaded.trained_length)
     last = len(tokens_L) - 2  # the last token is exact either way
     if last <= allocation.limit:
@@ -171,13 +149,13 @@ def block_error(loaded: LoadedModel, tokens_L: Tensor) -> dict[str, Any]:
 
 
 def diagnose(loaded: LoadedModel, documents: list[Tensor], evidence: list[tuple[int, int]]) -> dict[str, Any]:
-    """All of the above, layers' similarity and blocks of the first document.
+    """All diagnostics; the similarity of layers and the error of blocks are the first document's.
 
     Args:
-        documents: token ids, the query last.
-        evidence: its first token and the one after its last, for each document or none.
+        documents: token ids; the last token is the query.
+        evidence: start and stop of its tokens, for every document or for none.
     """
-    method, layers = _method(loaded), loaded.config.architecture.n_layers
+    method, layers = check_extension(loaded), loaded.config.architecture.n_layers
     allocation, anchors = method.allocation(loaded.trained_length), method.anchor_layers(layers)
     observed, _ = read(loaded.decoder, documents[0])
     query = len(documents[0]) - 1
@@ -202,7 +180,7 @@ def diagnose(loaded: LoadedModel, documents: list[Tensor], evidence: list[tuple[
 
 
 def passkey_prompts(tokenizer: Tokenizer, count: int, length: int) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """Prompts of at most `length` tokens that ask for a passkey at evenly spread depths, and the tokens that hold it.
+    """Prompts of at most `length` tokens with passkeys at evenly spaced depths, and the span of tokens that holds each passkey.
 
     Raises:
         DataError: too few tokens for a passkey and its question.
@@ -217,58 +195,24 @@ def passkey_prompts(tokenizer: Tokenizer, count: int, length: int) -> tuple[list
     return prompts, spans
 
 
-def _method(loaded: LoadedModel) -> Ripra:
+def check_extension(loaded: LoadedModel) -> Ripra:
+    """The model's extension.
+
+    Raises:
+        ConfigError: it is not RiPRA.
+    """
     extension = loaded.decoder.extension
     if not isinstance(extension, Ripra):
         raise ConfigError("--extend: this tool is about RiPRA; write ripra or ripra:KEY=VALUE,…")
     return extension
 
 
-@cli.command
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight ripra", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model_dir", type=Path)
-    texts = parser.add_mutually_exclusive_group(required=True)
-    texts.add_argument("--data", type=Path, metavar="FILE", help='UTF-8 text, or .jsonl with a "text"')
-    texts.add_argument(
-        "--passkeys", type=positive, metavar="N", help="this many prompts of --length tokens with a passkey"
-    )
-    parser.add_argument(
-        "--length", type=cli.bounded(int, least=0), default=0, help="tokens of each document that are read; 0 reads all"
-    )
-    parser.add_argument(
-        "--evidence", nargs="+", default=[], metavar="START:END", help="tokens of each document that hold its evidence"
-    )
-    add_model_options(parser)
-    parser.set_defaults(extend="ripra")
-    add_output_options(parser)
-    options = parser.parse_args(arguments)
-    check_outputs(parser, options)
-    if options.passkeys is not None and (options.length < 1 or options.evidence):
-        parser.error("--passkeys goes with --length, and knows its evidence")
-    loaded = load(options.model_dir, options)
-    _method(loaded)
-    if options.passkeys is not None:
-        documents, evidence = passkey_prompts(loaded.tokenizer, options.passkeys, options.length)
-    else:
-        documents = encode_file(options.data, loaded.tokenizer)[: len(options.evidence) or 1]
-        documents = [document[: options.length] if options.length else document for document in documents]
-        evidence = _spans(options.evidence, documents)
-    result = diagnose(loaded, documents, evidence)
-    print(table(result))
-    if options.json:
-        write_text(options.json, json.dumps(result, indent=2) + "\n")
-    if options.picture:
-        from farsight.evals.ripra_picture import draw
+def read_spans(texts: list[str], documents: list[Tensor]) -> list[tuple[int, int]]:
+    """--evidence as token spans, checked against the documents.
 
-        draw(result, options.picture)
-        print(options.picture)
-
-
-def _spans(texts: list[str], documents: list[Tensor]) -> list[tuple[int, int]]:
-    """--evidence as token spans, checked against the documents."""
+    Raises:
+        ConfigError: spans that are not START:END within their documents, or not one for each.
+    """
     if not documents or min(map(len, documents)) < 2:
         raise ConfigError("--data: a document needs at least 2 tokens.")
     if texts and len(texts) != len(documents):
@@ -313,7 +257,3 @@ def table(result: dict[str, Any]) -> str:
         f"{error['divergence']:.2e} nats, the same most likely token {error['same_largest']:.1%} ({blocks['samples']} tokens)"
     )
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""A picture of perplexity over context length, and by position beside it where that was measured."""
+"""Draws perplexity over context length and, where it was measured, over position."""
 
 import itertools
 import math
@@ -9,11 +9,11 @@ from typing import Any
 from farsight.outputs import model_style, short_names
 
 _MOST_RATIO = 20
-"""Between the highest and the lowest perplexity on an even scale; with more it is logarithmic."""
+"""Largest ratio of highest to lowest perplexity on a linear scale; beyond it, the scale is logarithmic."""
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Writes the picture (PNG, SVG or PDF): a line a model, dashed and hollow for its reading with scopes that grow."""
+    """Writes the picture (PNG, SVG or PDF): one line for each model, and a dashed, hollow one for its grown scopes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -60,7 +60,7 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def _mark_trained(panels: Sequence[Any], results: Sequence[dict[str, Any]]) -> None:
-    """A dotted line at each trained length, in the model's colour where they differ."""
+    """Draws a dotted line at each trained length, in the model's colour if the lengths differ."""
     trained = [figures["trained_length"] for figures in results]
     for number, length in enumerate(trained):
         colour = model_style(number)["color"] if len(set(trained)) > 1 else "grey"

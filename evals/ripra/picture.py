@@ -1,4 +1,4 @@
-"""Pictures of RiPRA's diagnostics."""
+"""Draws RiPRA's diagnostics."""
 
 import math
 from pathlib import Path
@@ -6,11 +6,11 @@ from typing import Any
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Similarity of the layers' relevance with the layers that share an anchor in boxes, and with evidence the relevance around
-    it, a row a document (figures 3 and 4 of the paper).
+    """Draws the similarity of the layers' relevance, with a box around layers that share an anchor, and the relevance around each
+    document's evidence, if there is any (figures 3 and 4 of the paper).
 
     Args:
-        result: `evals.ripra.diagnose`'s.
+        result: from `evals.ripra.diagnose.diagnose`.
     """
     import matplotlib
 

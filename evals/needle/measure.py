@@ -1,16 +1,4 @@
-"""What a model finds in its context, by the context's length and by the depth at which it stands there.
-
-    farsight needle MODEL_DIR [OTHER …] --lengths 1024 4096 --depths 10 --json F --picture F.png
-    farsight needle MODEL_DIR --lengths 4096 --task variable_tracking:chains=2,hops=6 --trials 50
-    torchrun --nproc_per_node 8 -m farsight needle MODEL_DIR --lengths 131072 --haystack BOOK.txt
-
-Tasks: passkey and multikey, by length and depth; multi_passkey, multivalue, multiquery, variable_tracking, common_words and
-frequent_words, by length. Prompts are made up from the seed, the length, the depth and the trial, so that all models
-with a tokenizer are given the same ones, and adding a length changes none of the others. A prompt and its answer fill the
-length; the model goes on greedily for as many tokens as the answer takes.
-Past the trained length, a model with scopes is measured as it was trained ("trained") and with scopes that grow with the
-length ("length"). docs/needle.md describes tasks, scores and the JSON file.
-"""
+"""A model's accuracy in finding what is hidden in its context, by the context's length and the needle's depth."""
 
 import argparse
 import dataclasses
@@ -23,43 +11,39 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from farsight.cli import bounded, command, positive
 from farsight.configs.check import ConfigError
 from farsight.data.order import hash64
 from farsight.data.retrieval.needles import Haystack, Sample, answer_tokens
-from farsight.data.retrieval.tasks import TASKS, Task, parse_task
+from farsight.data.retrieval.tasks import Task, parse_task
 from farsight.data.texts import read_texts
 from farsight.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
-from farsight.evals.needle_picture import draw
-from farsight.evals.ranks import sharing_processes
 from farsight.inference.decoder import Decoder
-from farsight.inference.generate import encode_prompt, generate
-from farsight.inference.model_options import LoadedModel, add_model_options, load
+from farsight.inference.generate.completions import encode_prompt, generate
+from farsight.inference.loading import LoadedModel
 from farsight.inference.scope_growth import with_growing_scopes
 from farsight.model.build import set_length
-from farsight.outputs import add_output_options, check_outputs, write_figures
 from farsight.progress import progress
 
 WRONG_KEPT = 20
-"""Answers with a score below 1 that are written down, of each model and reading."""
+"""Answers scoring below 1 that are written to the JSON file, for each model and reading."""
 
 READINGS = {"": "as trained", "_scope_length": "scopes grown"}
-"""Past the trained length: ends of the figures' keys, and what they mean."""
+"""Readings past the trained length: the suffix of their keys in the figures, and their description."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """The questions: so many trials at each length and depth."""
+    """The questions: `trials` at each length and depth."""
 
     task: Task
     lengths: tuple[int, ...]
     """In tokens, ascending."""
     depths: tuple[float | None, ...]
-    """One None for tasks without depth."""
+    """A single None for tasks without depth."""
     trials: int
     seed: int = 0
     haystack: str | None = None
-    """A text; None has it made up."""
+    """The user's text; None generates one."""
 
     def questions(self, length: int) -> list["Question"]:
         return [Question(length, depth, trial) for depth in self.depths for trial in range(self.trials)]
@@ -68,7 +52,7 @@ class Grid:
         """The prompt and its answers.
 
         Raises:
-            ConfigError: a length that is too short for the task, and the least.
+            ConfigError: the length is too short for the task; the message names the shortest possible.
         """
         depth = -1 if question.depth is None else round(question.depth * 10**9)
         haystack = Haystack(hash64(self.seed, question.length, depth, question.trial), self.haystack)
@@ -87,7 +71,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a model wrote, and what it is worth."""
+    """A model's answer and its score."""
 
     question: Question
     score: float
@@ -106,12 +90,12 @@ def measure(
     """The model's accuracy in each cell.
 
     Args:
-        rows_at_once: prompts that are read together.
-        new_tokens: of each answer; None for as many as the right one takes.
-        rank, world: this process and how many share the questions; all of them get all figures.
+        rows_at_once: prompts read together.
+        new_tokens: length of each answer; None for as many tokens as the right one takes.
+        rank, world: this process's number, and how many share the questions; every process returns all figures.
 
     Returns:
-        {"cells": [{"length", "depth", "accuracy", "trials"}], "mean", "wrong": […]}; for scopes that can grow and
+        {"cells": [{"length", "depth", "accuracy", "trials"}], "mean", "wrong": […]}; for scopes that can grow, at
         lengths beyond the trained one, also "cells_scope_length", "mean_scope_length" and "wrong_scope_length".
 
     Raises:
@@ -122,7 +106,7 @@ def measure(
     grown = with_growing_scopes(config)
     if grown is not None and max(grid.lengths) > loaded.trained_length:
         readings["_scope_length"] = Decoder(decoder.model, grown, decoder.extension, decoder.chunk, decoder.name)
-    # Up to the trained length the scopes are the same.
+    # Up to the trained length, grown scopes are the same as trained ones.
     measured = {
         length: [reading for reading in readings if not reading or length > loaded.trained_length]
         for length in grid.lengths
@@ -140,7 +124,7 @@ def measure(
                     readings[reading], loaded.tokenizer, samples, rows_at_once, new_tokens, bar, loaded.end_tokens
                 )
                 done += length * len(samples)
-                bar.update(done - bar.n)  # a prompt leaves room for its answer
+                bar.update(done - bar.n)  # the bar counts whole lengths, prompts are shorter by their answers
                 answers[reading] += [
                     Answer(question, grid.task.score(text, sample.answers), sample.answers, text)
                     for question, sample, text in zip(shares[length], samples, texts, strict=True)
@@ -167,12 +151,12 @@ def complete(
     bar: tqdm | None = None,
     end_tokens: Collection[int | None] | None = None,
 ) -> list[str]:
-    """What a model writes after each prompt, greedily.
+    """The model's greedy continuation of each prompt.
 
     Args:
-        new_tokens: of each; None for as many as the right answer takes.
-        bar: moved on by the tokens of prompts.
-        end_tokens: in place of the tokenizer's.
+        new_tokens: length of each; None for as many tokens as the right answer takes.
+        bar: advanced by the prompt tokens read.
+        end_tokens: used in place of the tokenizer's.
     """
     budgets = [new_tokens or answer_tokens(sample, tokenizer) for sample in samples]
     texts = [""] * len(samples)
@@ -204,7 +188,7 @@ def _figures(grid: Grid, answers: Sequence[Answer]) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Accuracy in per cent, a column a length and a line a depth."""
+    """Accuracy in percent, with a column for each length and a line for each depth."""
     trained = figures["trained_length"]
     lines = [f"{figures['task']}: accuracy in %, {figures['trials']} trials a cell; trained at {trained:,} tokens"]
     for reading, meaning in READINGS.items():
@@ -222,10 +206,10 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def parse_depths(values: Sequence[str]) -> tuple[float, ...]:
-    """One whole number is how many depths there are, evenly spaced from 0 to 1 (one is 0.5); anything else the depths.
+    """Depths from --depths: one whole number spaces that many evenly from 0 to 1 (a single one at 0.5); anything else lists them.
 
     Raises:
-        ConfigError: no depths, or depths that are no number from 0 to 1.
+        ConfigError: no depths, or a depth that is not a number from 0 to 1.
     """
     if len(values) == 1 and values[0].isdecimal():
         number = int(values[0])
@@ -243,57 +227,12 @@ def parse_depths(values: Sequence[str]) -> tuple[float, ...]:
     return tuple(sorted(set(depths)))
 
 
-@command
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight needle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
-    parser.add_argument("--lengths", type=positive, nargs="+", required=True, help="of prompt and answer, in tokens")
-    parser.add_argument(
-        "--depths", nargs="+", default=["10"], metavar="D", help="how many, evenly spaced (default: 10), or the depths"
-    )
-    parser.add_argument(
-        "--task", default="passkey", metavar="TASK[:KEY=N,…]", help=f"{', '.join(TASKS)} (default: %(default)s)"
-    )
-    parser.add_argument("--trials", type=positive, default=10, help="prompts at each length and depth (%(default)s)")
-    parser.add_argument(
-        "--seed", type=bounded(int, least=0, most=2**62), default=0, help="makes up the prompts (%(default)s)"
-    )
-    parser.add_argument("--haystack", type=Path, metavar="FILE", help="UTF-8 text or .jsonl to hide needles in")
-    parser.add_argument("--rows", type=positive, default=8, help="prompts read together (%(default)s)")
-    parser.add_argument(
-        "--new-tokens", type=positive, metavar="N", help="of an answer (default: what the right one takes)"
-    )
-    parser.add_argument("--show", action="store_true", help="print the first prompt with its answer, and stop")
-    add_model_options(parser)
-    add_output_options(parser)
-    options = parser.parse_args(arguments)
-    check_outputs(parser, options)
-    grid = _grid(options)
-    if options.show:
-        _show(grid, options.model_dir[0])
-        return
-    with sharing_processes() as (rank, world):
-        results = {}
-        for folder in options.model_dir:
-            loaded = load(folder, options)
-            figures = measure(loaded, grid, options.rows, options.new_tokens, rank, world)
-            results[str(folder)] = {**_about(loaded, grid, options), **figures}
-    if rank:
-        return
-    for folder, figures in results.items():
-        if len(results) > 1:
-            print(folder)
-        print(table(figures))
-    if options.json:
-        write_figures(options.json, results)
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
+def read_grid(options: argparse.Namespace) -> Grid:
+    """The questions that the command's options ask for.
 
-
-def _grid(options: argparse.Namespace) -> Grid:
+    Raises:
+        ConfigError: an unknown task, invalid depths, or a haystack that cannot be read.
+    """
     task = parse_task(options.task)
     depths = parse_depths(options.depths)
     text = None if options.haystack is None else "\n".join(read_texts(options.haystack))
@@ -301,7 +240,8 @@ def _grid(options: argparse.Namespace) -> Grid:
     return Grid(task, lengths, depths if task.by_depth else (None,), options.trials, options.seed, text)
 
 
-def _about(loaded: LoadedModel, grid: Grid, options: argparse.Namespace) -> dict[str, Any]:
+def about(loaded: LoadedModel, grid: Grid, options: argparse.Namespace) -> dict[str, Any]:
+    """What the JSON file records beside the figures."""
     return {
         "model": str(loaded.path),
         "task": options.task,
@@ -313,11 +253,8 @@ def _about(loaded: LoadedModel, grid: Grid, options: argparse.Namespace) -> dict
     }
 
 
-def _show(grid: Grid, folder: Path) -> None:
+def show(grid: Grid, folder: Path) -> None:
+    """Prints the first prompt and its answer."""
     tokenizer = load_tokenizer_dir(find_tokenizer_dir(folder) or folder)
     sample = grid.sample(grid.questions(grid.lengths[0])[0], tokenizer)
     print(f"{sample.prompt}\n\n→ {', '.join(sample.answers)}")
-
-
-if __name__ == "__main__":
-    main()

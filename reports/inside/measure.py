@@ -1,4 +1,4 @@
-"""What the tools of this package measured of the models on a page, and the commands that measure the rest."""
+"""The tools whose results `farsight inside` shows, and the commands that run them."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from farsight.configs.schema import NoRotary
-from farsight.reports.measure import run_missing
 from farsight.reports.results import Result, Source
+from farsight.reports.run_tools import run_missing
 from farsight.training.runs import ReportedModel
 
 FOLDER = "analysis"
-"""Of a run or a model, where its results lie."""
+"""Folder in a run or model with its results."""
 
 MEASURED: Mapping[str, Sequence[str]] = {
     "plasticity": (),
@@ -22,9 +22,9 @@ MEASURED: Mapping[str, Sequence[str]] = {
     "probes": (),
     "order_awareness": (),
 }
-"""What --measure runs, each with its own options beside --data."""
+"""Tools that --measure runs, with their options beside --data."""
 OTHERS = ("graft_sweep",)
-"""What a page shows where there is a result: it takes more than one model."""
+"""Tools whose results are only shown, as they take more than one model."""
 
 
 def _kind(values: Mapping[str, Any]) -> str | None:
@@ -37,18 +37,18 @@ ANALYSIS = Source(FOLDER, _kind, ", ".join(f"analysis.{name}" for name in (*MEAS
 
 
 def can_be_measured(kind: str, model: ReportedModel) -> bool:
-    """Whether the tool has something to measure: a layer's RoPE is masked only where a layer has one."""
+    """Whether the tool has something to measure; layer probes mask a layer's RoPE, so they need a layer that has one."""
     if model.weights is None:
         return False
     return kind != "layer_probes" or any(not isinstance(p.rotary, NoRotary) for p in model.config.layers())
 
 
 def tool_arguments(kind: str, model: ReportedModel, data: Path | None, more: Sequence[str] = ()) -> list[str]:
-    """What a tool is given to measure a model, and to write its JSON file where the report finds it.
+    """A tool's arguments for measuring a model and writing its JSON file where the report finds it.
 
     Args:
-        data: None takes a recipe's held-out documents.
-        more: options that all tools have.
+        data: text to measure on; None takes a recipe's held-out documents.
+        more: further options, which all tools have.
     """
     assert model.weights is not None
     held_out = model.path / "held_out.txt"
@@ -58,14 +58,14 @@ def tool_arguments(kind: str, model: ReportedModel, data: Path | None, more: Seq
 
 
 def command_line(kind: str, model: ReportedModel, data: Path | None) -> str:
-    """The same for a terminal."""
+    """The command that measures a model, to be typed into a terminal."""
     assert model.weights is not None
     arguments = shlex.join(tool_arguments(kind, model, data))
     return f"mkdir -p {shlex.quote(str(model.weights / FOLDER))} && farsight {kind.replace('_', '-')} {arguments}"
 
 
 def measure(models: Sequence[ReportedModel], results: Sequence[Result], data: Path, more: Sequence[str] = ()) -> None:
-    """Runs the tools for what has no result yet, model by model; what fails is said and left out."""
+    """Runs the tools for missing results, model by model; a tool that fails prints why and its result stays missing."""
     for model in models:
         kinds = [kind for kind in MEASURED if can_be_measured(kind, model)]
         run_missing(FOLDER, model, kinds, results, partial(tool_arguments, model=model, data=data, more=more))

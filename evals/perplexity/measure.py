@@ -1,24 +1,4 @@
-"""Perplexity by context length.
-
-    farsight perplexity MODEL_DIR --data FILE --lengths 1024 4096 --json F
-    torchrun --nproc_per_node 8 -m farsight perplexity MODEL_DIR OTHER_DIR --data BOOKS.jsonl --lengths 4096 131072 \\
-        --documents --picture perplexity.png
-
-A document is a line of a .jsonl file or a row of a .parquet file (its "text", or what --field names), or any other file
-whole. Documents are tokenised without special tokens and cut into non-overlapping windows of each length from their first
-token; an incomplete last window is dropped. A window counts with its last 256 tokens, so that every target has at least length − 256 tokens before it: the figure is exp of their mean
-negative log-likelihood. With --documents, documents shorter than the longest length are left out and of each other one the
-same final 256 tokens are predicted from contexts of each length (SCOPE 4.3).
-With --sliding STRIDE, windows of each length move over every document by STRIDE tokens, the last one to its end, and every
-token counts once: those of a document's first window, and of each other one those that the window before it has not seen,
-which so have at least length − STRIDE tokens before them.
---buckets N also gives the perplexity of all of a window's tokens by their position in it: in N parts of equal size, and, for
-the picture, in N of equal ratio.
---extend yarn:4 scales the RoPE of a model that was trained without scaling, as the baseline for longer contexts; RiPRA and others
-need no retraining either (docs/extensions.md).
-Past the trained length, a model with scopes is measured as it was trained ("trained") and with scopes that grow with
-the length ("length").
-"""
+"""Perplexity of a model on windows of documents, by context length and by position."""
 
 import argparse
 import itertools
@@ -31,24 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farsight.cli import bounded, command
-from farsight.configs.load import ConfigError
-from farsight.data.texts import encode_file, has_fields
-from farsight.evals.perplexity_picture import draw
-from farsight.evals.ranks import sharing_processes
+from farsight.configs.check import ConfigError
+from farsight.data.texts import encode_file
 from farsight.evals.windows import SIDE_BY_SIDE, TARGETS, Windows, first_target
 from farsight.inference.decoder import CHUNK, Decoder
 from farsight.inference.extend import Extension
-from farsight.inference.model_options import add_model_options, load
+from farsight.inference.loading import load
 from farsight.inference.scope_growth import with_growing_scopes
 from farsight.model.build import ModelConfig, set_length
 from farsight.model.llama import Llama
-from farsight.outputs import add_output_options, check_outputs, write_figures
 from farsight.progress import progress
 
 WHOLE = 32768
-"""Tokens that a window may have to be read at once, as in training: no layer's keys and values are kept. Of longer ones no
-more than a chunk's activations is held, beside the cache."""
+"""Longest window read at once, as in training, without keeping any layer's keys and values. A longer one is read in chunks, which
+holds the cache and one chunk's activations."""
 
 
 def window_nll(
@@ -58,16 +34,16 @@ def window_nll(
     firsts: Sequence[int] | None = None,
     decoder: Decoder | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sums of the negative log-likelihoods of windows of one length, and the numbers of tokens that counted.
+    """Summed negative log-likelihoods over windows of one length, and the numbers of tokens in the sums.
 
     Args:
         model: set for this length.
         rows: the windows, [length] ids each.
-        firsts: the first token that counts in each; None has the last 256 of each count.
-        decoder: reads the windows, chunk by chunk; None reads each at once.
+        firsts: the first token that counts in each window; None counts the last 256 of each.
+        decoder: reads the windows chunk by chunk; None reads each at once.
 
     Returns:
-        Two fp64 [1 + parts]: the tokens that count, then all tokens by their position, in the order of `windows.parts`.
+        Sums and counts, fp64 [1 + parts] each: over the tokens that count, then over each of `windows.parts`.
     """
     length, device = len(rows[0]), next(model.parameters()).device
     by_position = windows.parts(length)
@@ -92,7 +68,7 @@ def window_nll(
 def _pieces(
     model: Llama, ids: Tensor, edges: Sequence[int], decoder: Decoder | None
 ) -> Iterator[tuple[int, int, float]]:
-    """The targets of a window in pieces that cross no edge: the first, the one after the last, and the sum of their losses."""
+    """Splits a window's targets into pieces that cross no edge: yields each piece's start, stop and summed loss."""
     if len(ids) < 2:
         return
     if decoder is None:
@@ -122,17 +98,17 @@ def perplexity_by_length(
 
     Args:
         documents: [n] ids each.
-        extension: reads further than the model was trained; `config` is as it changed it.
-        chunk: tokens that are read at once, of very long windows and with an extension.
+        extension: context extension; `config` is the config that it returned.
+        chunk: tokens read at once, in windows longer than WHOLE and with an extension.
 
     Returns:
-        {"lengths": {length: perplexity}}, as the model was trained. With buckets, also {"buckets": {length: [perplexity of
+        {"lengths": {length: perplexity}}, for the model as trained. With buckets, also {"buckets": {length: [perplexity of
         each part of equal size]}} and {"log_buckets": {length: {"edges": tokens before, "perplexity": of each part of equal
-        ratio}}}. With scopes that can grow, and a length beyond the trained one, also "lengths_scope_length" and
-        "log_buckets_scope_length" with scopes that grow.
+        ratio}}}. With scopes that can grow and a length beyond the trained one, also "lengths_scope_length" and
+        "log_buckets_scope_length" with grown scopes.
 
     Raises:
-        ConfigError: lengths, buckets or a stride that the documents or windows are too short for.
+        ConfigError: documents too short for a length, or windows too short for the buckets or the stride.
     """
     _check_lengths(documents, lengths, windows)
     if windows.final:
@@ -148,7 +124,7 @@ def perplexity_by_length(
         rows, firsts = zip(*windows.with_first_targets(documents, length), strict=True)
         values: list[float] = []
         for reading, positions in readings.items():
-            if not reading or length > config.trained_length:  # up to it the scopes are the same
+            if not reading or length > config.trained_length:  # up to there, grown scopes equal the trained ones
                 set_length(model, positions, length)
                 chunked = extension is not None or length > WHOLE
                 decoder = Decoder(model, positions, extension, chunk) if chunked else None
@@ -165,7 +141,7 @@ def perplexity_by_length(
 
 
 def _check_lengths(documents: Sequence[Tensor], lengths: Sequence[int], windows: Windows) -> None:
-    """Before hours are spent on the first of them."""
+    """Checks every length before hours are spent on the first."""
     longest = max((len(document) for document in documents), default=0)
     for length in lengths:
         if length < 2:
@@ -184,65 +160,8 @@ def _perplexities(sums: Tensor, counts: Tensor) -> list[float]:
     return [math.exp(min(mean, 700)) for mean in (sums / counts).tolist()]
 
 
-@command
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight perplexity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
-    parser.add_argument(
-        "--data",
-        type=Path,
-        nargs="+",
-        required=True,
-        metavar="FILE",
-        help="UTF-8 text, .jsonl or .parquet; .gz or .zst too",
-    )
-    parser.add_argument("--field", help="key of the text in .jsonl, column in .parquet (text)")
-    parser.add_argument(
-        "--lengths", type=bounded(int, least=2), nargs="+", required=True, help="window lengths in tokens"
-    )
-    parser.add_argument(
-        "--windows", type=bounded(int, least=0), default=0, help="at most this many windows a length (default: all)"
-    )
-    parser.add_argument("--documents", action="store_true", help="the same final 256 tokens of every long document")
-    parser.add_argument(
-        "--sliding",
-        type=bounded(int, least=0),
-        default=0,
-        metavar="STRIDE",
-        help="all tokens, from windows that overlap",
-    )
-    parser.add_argument(
-        "--buckets", type=bounded(int, least=0), default=0, metavar="N", help="also by position, in N parts"
-    )
-    add_model_options(parser)
-    add_output_options(parser)
-    options = parser.parse_args(arguments)
-    if options.sliding and (options.documents or options.buckets):
-        parser.error("--sliding goes with neither --documents nor --buckets, which measure windows that lie apart")
-    if options.field and not any(has_fields(path) for path in options.data):
-        parser.error("--field goes with .jsonl or .parquet files: other texts are whole files")
-    check_outputs(parser, options)
-    with sharing_processes() as (rank, world):
-        windows = Windows(options.windows, options.documents, options.buckets, options.sliding, rank, world)
-        results = {str(folder): _measure(folder, options, windows) for folder in options.model_dir}
-    if rank:
-        return
-    for folder, figures in results.items():
-        if len(results) > 1:
-            print(folder)
-        print(table(figures, figures["trained_length"]))
-    if len({figures["tokens"] for figures in results.values()}) > 1:
-        print("The models' tokenizers differ: perplexities are per token and do not compare.")
-    if options.json:
-        write_figures(options.json, results)
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
-
-
-def _measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict[str, Any]:
+def measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict[str, Any]:
+    """The figures of the model in `folder` on the files that the command's options name."""
     loaded = load(folder, options)
     decoder, config = loaded.decoder, loaded.config
     documents = [
@@ -265,7 +184,7 @@ def _measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dic
 
 
 def table(figures: dict[str, Any], trained_length: int) -> str:
-    """The figures as text, a line a length."""
+    """The figures as text, one line for each length."""
     grown = figures.get("lengths_scope_length")
     lines = [f"{'length':>9}{'perplexity':>13}" + (f"{'scopes grown':>15}" if grown else "")]
     for length, value in figures["lengths"].items():
@@ -274,7 +193,3 @@ def table(figures: dict[str, Any], trained_length: int) -> str:
     for length, values in figures.get("buckets", {}).items():
         lines.append(f"by position, {int(length):,} tokens: " + "  ".join(f"{value:.3f}" for value in values))
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

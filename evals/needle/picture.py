@@ -1,4 +1,4 @@
-"""Pictures of what models find: a heat map each over length and depth, or lines over length for tasks without depth."""
+"""Needle pictures: a heat map over length and depth for each model, or lines over length for tasks without depth."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from typing import Any
 from farsight.outputs import model_style, short_names
 
 _WRITTEN = 144
-"""Cells of a heat map that have their figure written in; with more they are too small."""
+"""Most cells of a heat map with figures written in; with more, cells are too small."""
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Writes the picture (PNG, SVG or PDF) of the figures of `farsight needle`, by model."""
+    """Writes the picture (PNG, SVG or PDF) of each model's `farsight needle` figures."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -31,7 +31,7 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def _panels(results: dict[str, dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]], float, int]]:
-    """Name, cells, mean and trained length of each model; two of one whose scopes can grow."""
+    """Name, cells, mean and trained length of each model; a model whose scopes can grow has two panels."""
     panels = []
     for name, figures in zip(short_names(results), results.values(), strict=True):
         grown = "cells_scope_length" in figures
@@ -66,7 +66,7 @@ def _heat_maps(plt: Any, panels: Sequence[tuple[str, list[dict[str, Any]], float
                     colour = "black" if value > 0.6 else "white"
                     text = f"{100 * value:.0f}"
                     axes.text(column, row, text, ha="center", va="center", fontsize="x-small", color=colour)
-        # Between the last length that the model was trained for and the first beyond it.
+        # Between the last length within the trained one and the first beyond it.
         border = sum(length <= trained for length in lengths) - 0.5
         for colour, line in (("white", "-"), ("crimson", "--")):  # legible on every colour of the map
             axes.axvline(border, color=colour, linestyle=line, linewidth=2.5, clip_on=False)
