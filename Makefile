@@ -1,40 +1,67 @@
-# make quickstart | test | lint | setup | pictures: each does its own set-up in .venv, and reuses it when nothing changed.
+# make quickstart | test | test-quick | lint | setup | pictures: each installs what it needs in .venv, once.
 
 PYTHON ?= python3
 BIN := .venv/bin
+# The versions that the tests pass on. `make setup CONSTRAINTS=` takes the newest that pyproject.toml allows.
+CONSTRAINTS ?= constraints.txt
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: quickstart test lint setup pictures clean
+.PHONY: quickstart test test-quick lint lint-imports setup constraints pictures clean
 
-quickstart: setup
+quickstart: .venv/installed
 	$(BIN)/python train.py
 
 # Two workers of one thread each: most tests start processes or wait, and threads that outnumber cores wait for each other.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
+# Only the tests that start no process and take less than a few seconds.
+test-quick: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m "not processes and not slow"
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory lint-imports
 
-# docs/positions/*.png, each from the recipe that its page shows; GARFA's, which no recipe pre-trains, from its paper's numbers.
+# import-linter follows no links and wants an __init__.py in every folder, so it gets a copy.
+lint-imports: setup
+	rm -rf .venv/imports && mkdir .venv/imports && cp -RL farsight .venv/imports
+	find .venv/imports/farsight -type d -name __pycache__ -prune -o -type d -exec touch {}/__init__.py \;
+	cd .venv/imports && ../bin/lint-imports --no-logo --config ../../pyproject.toml --no-cache
+
+# docs/positions/pictures/*.png, each from the recipe that its page shows; GARFA's, which no recipe pre-trains, from its paper's numbers.
 pictures: setup
-	for recipe in configs/recipes/nano_*.toml; do \
-		name=$${recipe#configs/recipes/nano_}; \
-		$(BIN)/farsight positions $$recipe --picture docs/positions/$${name%.toml}.png > /dev/null || exit 1; \
+	for recipe in configs/recipes/nano/*.toml; do \
+		name=$${recipe#configs/recipes/nano/nano_}; \
+		$(BIN)/farsight positions $$recipe --picture docs/positions/pictures/$${name%.toml}.png > /dev/null || exit 1; \
 	done
-	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/garfa.png > /dev/null
+	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/pictures/garfa.png > /dev/null
 
-setup: .venv/installed
+setup: .venv/installed-dev
 
-# The packages of pyproject.toml, once; pip may print nothing for two minutes.
-.venv/installed: pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "Farsight needs Python 3.11 or later; name one with: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+# $(call install,EXTRAS): pip may print nothing for two minutes.
+define install
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "Farsight needs Python 3.11 or later; name one with: make $(or $(MAKECMDGOALS),setup) PYTHON=python3.11"; exit 1; }
+test -x $(BIN)/python || $(PYTHON) -m venv .venv
+$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS:%=--constraint %) --editable '.$(1)'
+endef
+
+# What training needs.
+.venv/installed: pyproject.toml $(CONSTRAINTS)
+	$(call install)
 	touch $@
+
+# And what every extra, the tests and lint need.
+.venv/installed-dev: pyproject.toml $(CONSTRAINTS)
+	$(call install,[dev])
+	touch .venv/installed $@
+
+# After a change of versions, with the tests passing.
+constraints: setup
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+[a-z0-9.]*$$//' > constraints.txt
 
 clean:
 	rm -rf .venv *.egg-info

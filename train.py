@@ -1,46 +1,36 @@
-"""Farsight's entry: trains a model from a TOML config, on one process or under torchrun.
+"""Trains a model from a TOML config, on one process or under torchrun.
 
     python train.py                                             the quickstart recipe, on a CPU in a few minutes
     python train.py --job.config_file configs/X.toml [--section.key value …]
     torchrun --nproc_per_node 8 train.py --job.config_file configs/X.toml
     python train.py finetune                                    QLoRA and GARFA on the quickstart's model, in minutes too
     python train.py finetune --job.config_file configs/finetune/X.toml [--section.key value …] [--dry-run | --inspect 3]
+    python train.py --help [section …]                          every option, or those of some sections
 
-`training/trainer.py` has the training step and the loop, `training/finetune/trainer.py` what fine-tuning does otherwise.
+A shipped config may be named without its path (`--job.config_file tiny`). `--tiny` lays a config's [tiny] table over it.
+
+This file picks what to train, gives the trainer its hooks, and says how the run ended. `training/trainer.py` has the training
+step and the loop. Libraries are imported where they are used: `--help` and a refused config need none of them.
 """
 
-import sys
-
-from farsight import process
-
-if __name__ == "__main__":
-    process.begin(process.BETWEEN_STEPS if len(sys.argv) == 1 else process.BEFORE_TRAINING)
+from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-
-from farsight import cli
-from farsight.checkpoints.manager import SaveError
+from farsight import cli, process
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.help import help_text
-from farsight.configs.load import ConfigError, load_config
+from farsight.configs.load import CONFIGS, ConfigError, load_config
 from farsight.configs.schema import JobConfig
-from farsight.errors import NonFiniteError
-from farsight.model.build import ModelConfig, trained_layers
-from farsight.model.position.layers import describe
-from farsight.parallel.device import check_float8, import_deepspeed
-from farsight.parallel.pipeline import layers_by_stage
-from farsight.training.logs import start_logging
-from farsight.training.ranks import check_layout, lost_rank
-from farsight.training.run_folder import lock_run_folder
-from farsight.training.start import say_theta
-from farsight.training.trainer import Interrupted, Trainer
+from farsight.errors import Interrupted, NonFiniteError, SaveError
+
+if TYPE_CHECKING:
+    from farsight.training.trainer import Trainer
 
 logger = logging.getLogger("farsight")
 
@@ -62,13 +52,21 @@ class Work:
 def pretrain(arguments: list[str]) -> Work:
     """One training stage."""
     config: JobConfig = load_config(arguments)
+
+    from farsight.analysis.plasticity.live import PlasticityMetrics
+    from farsight.model.build import ModelConfig, trained_layers
+    from farsight.model.position.layers import describe
+    from farsight.parallel.pipeline import layers_by_stage
+    from farsight.training.start import say_theta
+    from farsight.training.trainer import Trainer
+
     layers, trained = ModelConfig.from_job(config).layers(), trained_layers(config)
     if config.parallelism.pipeline_parallel_degree > 1:
         layers_by_stage(config)
     say_theta(config, arguments)
 
     def build() -> Trainer:
-        trainer = Trainer(config)
+        trainer = Trainer(config, PlasticityMetrics)
         logger.info(describe(layers))
         if trained is not None:
             logger.info(f"training layers {config.training.layers} alone: {trainer.trained_parameters:,} parameters")
@@ -79,7 +77,6 @@ def pretrain(arguments: list[str]) -> Work:
 
 def finetune(arguments: list[str]) -> Work | None:
     """Adapters beside a base model; None where rows were to be shown alone."""
-    # What pre-training does not need, bitsandbytes and PEFT among it, is imported here.
     from farsight.launch.plan import finetune_report as report
     from farsight.training.finetune.spec import load_finetune_config
     from farsight.training.finetune.trainer import Finetuner
@@ -100,8 +97,15 @@ def finetune(arguments: list[str]) -> Work | None:
 
 def run(work: Work) -> None:
     """Builds a trainer and trains."""
+    import torch
+    import torch.distributed as dist
+
+    from farsight.parallel.device import check_float8, import_deepspeed
+    from farsight.training.ranks import check_layout
+    from farsight.training.run_folder import lock_run_folder
+
     config, trainer, together = work.config, None, False
-    # What can't be is refused here, before processes connect.
+    # An impossible layout is refused here, before processes connect.
     check_layout(config, process.ranks().world_size)
     if config.engine == "deepspeed":
         import_deepspeed()
@@ -123,38 +127,42 @@ def run(work: Work) -> None:
     finally:
         if trainer is not None:
             if trainer.dataloader is not None:
-                trainer.dataloader.close()  # type: ignore[attr-defined]  # its thread reads ahead
+                trainer.dataloader.close()  # type: ignore[attr-defined]  # our loader's: its thread reads ahead
             trainer.close()
-        # After an error on this rank alone, the others are inside a collective, and taking leave could wait for them.
+        # After an error on this rank alone, the others are inside a collective: destroying the process group could hang.
         if together and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def ending(error: BaseException, run_folder: Path | None) -> tuple[int, str]:
-    """The exit status that goes with an error, and what to say."""
+def ending(error: BaseException, run_folder: Path | None) -> tuple[int, str, bool]:
+    """Returns the exit status that goes with an error, the message, and whether another rank's failure caused it."""
     match error:
         case Interrupted():
-            return process.EXIT_INTERRUPTED, str(error)
+            return process.EXIT_INTERRUPTED, str(error), False
         case KeyboardInterrupt():
-            return process.EXIT_CTRL_C, "stopped at once; the same command goes on from the newest checkpoint"
+            return process.EXIT_CTRL_C, "stopped at once; the same command goes on from the newest checkpoint", False
         case NonFiniteError():
-            return process.EXIT_NON_FINITE, str(error)
+            return process.EXIT_NON_FINITE, str(error), False
         case SaveError():
-            return process.EXIT_SAVE, str(error)
-        case torch.OutOfMemoryError():
-            return process.EXIT_MEMORY, str(error)
+            return process.EXIT_SAVE, str(error), False
+    if type(error).__name__ == "OutOfMemoryError":
+        return process.EXIT_MEMORY, str(error), False
     if (sentence := cli.explain(error)) is not None:
-        return process.EXIT_CONFIG, sentence
+        return process.EXIT_CONFIG, sentence, False
+
+    from farsight.training.ranks import lost_rank
+
     if (sentence := lost_rank(error)) is not None:
-        return process.EXIT_UNEXPECTED, sentence
+        return process.EXIT_UNEXPECTED, sentence, True
     line = cli.report_unexpected(error, run_folder and run_folder / "errors")
-    return process.EXIT_UNEXPECTED, line.removeprefix(f"rank {process.ranks().rank}: ")  # the log says that
+    # The log names the rank already.
+    return process.EXIT_UNEXPECTED, line.removeprefix(f"rank {process.ranks().rank}: "), False
 
 
 def leave(error: BaseException, run_folder: Path | None) -> int:
     """Says how the run ended, once for all ranks that say the same; returns the exit status."""
-    status, sentence = ending(error, run_folder)
-    process.leave_note(status, sentence, follows=lost_rank(error) is not None)
+    status, sentence, follows = ending(error, run_folder)
+    process.leave_note(status, sentence, follows)
     if status == process.EXIT_INTERRUPTED:
         logger.info(sentence)
     elif not process.first_rank_says(sentence):
@@ -164,25 +172,26 @@ def leave(error: BaseException, run_folder: Path | None) -> int:
 
 def main(arguments: list[str]) -> int:
     command = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "pretrain"
+    if command in ("pretrain", "finetune") and {"-h", "--help"} & {*arguments}:
+        return _help([a for a in arguments if not a.startswith("-")], command)
+
+    from farsight.training.logs import start_logging
+
     start_logging()
     run_folder: Path | None = None
     try:
-        if {"-h", "--help"} & set(arguments):
-            sections = [a for a in arguments if not a.startswith("-")]
-            print(f"{__doc__}\n{help_text(sections, FinetuneConfig if command == 'finetune' else JobConfig)}")
-            return 0
         ranks = process.ranks()
         match command:
             case "pretrain" if not arguments:
                 if ranks.world_size > 1:
                     raise ConfigError("Under torchrun, name a config: --job.config_file configs/X.toml.")
-                from farsight.launch.recipe import main as run_recipe
+                from farsight.launch.recipe.__main__ import main as run_recipe
 
-                return run_recipe([str(Path(__file__).parent / "configs" / "quickstart.toml")])
+                return run_recipe([str(CONFIGS / "quickstart.toml")])
             case "pretrain":
                 work: Work | None = pretrain(arguments)
             case "finetune":
-                own = ["--job.config_file", str(Path(__file__).parent / "configs" / "finetune" / "quickstart.toml")]
+                own = ["--job.config_file", str(CONFIGS / "finetune" / "quickstart.toml")]
                 named = any(argument.startswith("--job.config_file") for argument in arguments)
                 work = finetune(arguments if named else own + arguments)
             case _:
@@ -195,5 +204,12 @@ def main(arguments: list[str]) -> int:
         return leave(error, run_folder)
 
 
+@cli.command
+def _help(sections: list[str], command: str) -> int:
+    print(f"{__doc__}\n{help_text(sections, FinetuneConfig if command == 'finetune' else JobConfig)}")
+    return 0
+
+
 if __name__ == "__main__":
+    process.begin(process.BETWEEN_STEPS if len(sys.argv) == 1 else process.BEFORE_TRAINING)
     sys.exit(main(sys.argv[1:]))

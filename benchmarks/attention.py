@@ -2,9 +2,9 @@
 
     python -m benchmarks.attention --device cpu --json attention.json
 
-A row appears only after its numbers matched the fp64 reference on the inputs that are then timed. A model's layers are
-checked on a short sequence, against the reference in their own dtype. Scopes are SCOPE's exponential ones, S_h = ceil(γ^h) with γ = T^(1/N), and, as controls,
-dense ones and windows of 1,024 tokens. It needs nothing but torch and, on a GPU, Triton.
+Each backend is checked against the fp64 reference on the timed inputs before it gets a row. A model's layers are checked on a
+short sequence, against the reference in their own dtype. Scopes are SCOPE's exponential ones, S_h = ceil(γ^h) with
+γ = T^(1/N); dense heads and windows of 1,024 tokens are controls. It needs only torch and, on a GPU, Triton.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from farsight.kernels.scoped_attention import BACKENDS
 
 
 def table(rows: list[dict]) -> str:
-    """Ours, and of PyTorch's the fastest in each comparison. All are in the JSON."""
+    """Our backends, and the fastest of PyTorch's in each comparison. The JSON has all of them."""
     header = (
         "backend", "scopes", "pass", "T", "N/K/H", "median ms", "spread ms", "TFLOP/s", "speed-up", "of pairs", "extra MiB",
         "error",
@@ -68,7 +68,7 @@ def table(rows: list[dict]) -> str:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured unless options say otherwise."""
+    """The defaults of a run's sizes."""
 
     lengths: tuple[int, ...]
     decode: tuple[int, ...]
@@ -83,7 +83,7 @@ class Sizes:
 
 
 SIZES = {
-    # By calculation less than eight minutes on an H200.
+    # Estimated at under eight minutes on an H200.
     "cuda": Sizes(
         (8192, 32768, 131072), (32768, 131072), (131072, 262144), 16384, (131072,), (32, 8, 128), "bfloat16", 5,
         StackShape(32, 4096, 32, 8, 128, 14336), 4,
@@ -175,11 +175,11 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict] = []
     begin = time.perf_counter()
     for done, (name, measure) in enumerate(work, 1):
-        # Not a bar: this has to run where nothing but torch is installed.
+        # No progress bar: tqdm may be missing here.
         print(f"[{time.perf_counter() - begin:5.0f} s] {done} of {len(work)}: {name}", file=sys.stderr, flush=True)
         try:
             rows += measure()
-        except (RuntimeError, ValueError, WrongNumbersError) as error:  # the others are worth having
+        except (RuntimeError, ValueError, WrongNumbersError) as error:  # the other measurements are still worth having
             left_out.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
         gc.collect()
         if args.json:

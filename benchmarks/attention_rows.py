@@ -88,7 +88,7 @@ class Candidate:
 
 
 def dense_backends(device: str, dtype: torch.dtype) -> dict[str, SDPBackend]:
-    """PyTorch's kernels; on GPUs in half precision without the memory-efficient one, slower than both others."""
+    """PyTorch's kernels by name. On GPUs in half precision, the memory-efficient one is left out: both others are faster."""
     names = ["FLASH_ATTENTION"]
     if device == "cuda":
         names = ["EFFICIENT_ATTENTION"] if dtype == torch.float32 else ["FLASH_ATTENTION", "CUDNN_ATTENTION"]
@@ -113,7 +113,7 @@ def scoped_backends(device: str) -> list[str]:
 
 
 left_out: list[str] = []
-"""What was to be measured and could not be, and why."""
+"""Measurements that failed, and why."""
 
 
 def leave_out(name: str, case: Case, error: Exception) -> None:
@@ -122,14 +122,14 @@ def leave_out(name: str, case: Case, error: Exception) -> None:
 
 
 class WrongNumbersError(Exception):
-    """What was to be measured does not compute the same as the reference."""
+    """A backend's numbers differ from the reference."""
 
 
 def relative(found: Tensor, exact: Tensor, dim: tuple[int, ...]) -> float:
-    """Norm of the error over the norm, the largest of those that are left over after `dim`.
+    """Norm of the error over the norm of the exact values, both taken over `dim`; the largest of these ratios.
 
-    By head and by place, because the last rows of a wide head are averages of very many values, and so are small: in
-    parts of the largest value all of their keys could be missing.
+    Heads and positions are compared separately: the last rows of a wide head are averages of many values and so are small.
+    Relative to the largest value overall, all of their keys could be missing unnoticed.
     """
     error, norm = (torch.linalg.vector_norm(x, dim=dim) for x in (found.double() - exact, exact))
     return float(torch.where(error == 0, 0, error / norm).max())  # where nothing is seen, both are 0
@@ -194,7 +194,7 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 def timed(runs: dict[str, Callable[[], object]], repeats: int, device: str) -> dict[str, list[float]]:
-    """Seconds of each run, all in turn, so that what disturbs the machine disturbs them alike."""
+    """Seconds of each run. They alternate, so that other work on the machine slows all of them alike."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
         for name, run in runs.items():
@@ -203,7 +203,7 @@ def timed(runs: dict[str, Callable[[], object]], repeats: int, device: str) -> d
 
 
 def extra_bytes(run: Callable[[], object], device: str) -> int:
-    """Most bytes allocated at once during a run, above what was there before it."""
+    """Peak memory of a run in bytes, beyond what was allocated before it."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -221,10 +221,10 @@ def extra_bytes(run: Callable[[], object], device: str) -> int:
 
 
 def compared(rows: list[dict], dense_names: set[str]) -> list[dict]:
-    """The rows, each with its speed-up over the fastest dense one."""
+    """Adds to each row its speed-up over the fastest dense kernel."""
     of_pytorch = [row for row in rows if row["backend"] in dense_names]
     if not of_pytorch:
-        raise RuntimeError("none of PyTorch's dense kernels ran, so that there is nothing to compare with")
+        raise RuntimeError("none of PyTorch's dense kernels ran, so there is nothing to compare with")
     best = min(of_pytorch, key=lambda row: row["median_s"])
     for row in rows:
         row["speedup_over_dense"] = best["median_s"] / row["median_s"]
@@ -234,7 +234,7 @@ def compared(rows: list[dict], dense_names: set[str]) -> list[dict]:
 
 
 def candidates(cases: list[Case], backends: list[str]) -> list[Candidate]:
-    """All that run here, for cases that differ in scopes alone, each with its error, which has been checked."""
+    """All backends that run here, with their checked errors, for cases that differ only in scopes."""
     found = []
     for case in cases:
         scopes_N = case.scopes_N()
@@ -260,7 +260,7 @@ def candidates(cases: list[Case], backends: list[str]) -> list[Candidate]:
 
 
 def measure_kernels(cases: list[Case], backends: list[str], passes: list[str], repeats: int) -> list[dict]:
-    """Rows of a forward pass, and of forward and backward, for cases that differ in scopes alone."""
+    """Rows of a forward pass, and of forward and backward, for cases that differ only in scopes."""
     tried = candidates(cases, backends)
     case = cases[0]
     (q, k, v), do = case.inputs()
@@ -288,7 +288,7 @@ def measure_kernels(cases: list[Case], backends: list[str], passes: list[str], r
 
 
 def captured(run: Callable[[], object], device: str) -> Callable[[], object]:
-    """On a GPU a CUDA graph, as in serving: launching kernels one by one would take longer than running them."""
+    """On a GPU, the run as a CUDA graph, as in serving: launching its kernels one by one takes longer than running them."""
     if device != "cuda":
         return run
     stream = torch.cuda.Stream()
@@ -304,7 +304,7 @@ def captured(run: Callable[[], object], device: str) -> Callable[[], object]:
 
 @torch.no_grad()
 def measure_decode(case: Case, repeats: int) -> list[dict]:
-    """Rows of one token's attention over a rolling cache, and over a dense cache."""
+    """Rows of one token's attention over a rolling cache and over a dense cache."""
     scopes_N, causal = case.scopes_N(), case.scopes_N("dense")
     (q, k, v), _ = case.inputs()
     cache = RollingCache(scopes_N.tolist(), case.K, case.T, 1, case.H, case.dtype, case.device)
@@ -381,7 +381,7 @@ def measure_stack(
     runs: dict[str, Callable[[], object]] = {}
     errors: dict[str, float] = {}
     for name, attend in attends.items():
-        # A chunk needs a mask that is aligned with the last key, which PyTorch has for its flash kernel on GPUs.
+        # A chunk needs a mask aligned with the last key; on GPUs PyTorch has one for its flash kernel.
         whole = not (name == backend or (name == "sdpa flash" and case.device == "cuda"))
         scopes = scopes_N if name == backend else causal
 

@@ -1,11 +1,11 @@
-"""Speed and memory of the conversion in both directions, beside a plain copy of the same files.
+"""Speed and memory of conversion in both directions, compared with a plain copy of the same files.
 
     python -m benchmarks.convert [--width 1024] [--json F]
 
 A sharded Llama directory of random bf16 weights is made first, with the 8B model's 32 layers and vocabulary and hidden
 sizes scaled to `--width` (4096 is the 8B model itself, 16 GB). Each step runs in a process of its own, as its user would
-run it; what came back has to hold the same bytes. Peak memory is that process's largest resident set; what Python and
-torch take by themselves is given apart.
+run it; the round trip has to give back the same bytes. Peak memory is that process's largest resident set; the share of
+Python and torch themselves is reported separately.
 """
 
 import argparse
@@ -35,7 +35,7 @@ GB = 10**9
 
 
 def make_model_dir(out: Path, width: int, shard_bytes: int) -> None:
-    """The 8B shape at another width, without our own files: what a hub would give."""
+    """A directory of the 8B shape at another width, without our own files, as from a hub."""
     architecture = Architecture(
         vocab_size=128256,
         dim=width,
@@ -71,7 +71,7 @@ def digests(folder: Path) -> dict[str, str]:
 _PEAK = (
     "import atexit, re; atexit.register(lambda: print(re.search('VmHWM:.*', open('/proc/self/status').read())[0]))\n"
 )
-_CONVERT = "from farsight.checkpoints.convert import main; main()"
+_CONVERT = "from farsight.checkpoints.convert.__main__ import main; main()"
 
 
 def run(code: str, *arguments: str) -> tuple[float, int]:
@@ -92,7 +92,7 @@ def measure(width: int, shard_bytes: int, rounds: int, folder: Path) -> dict[str
     make_model_dir(source, width, shard_bytes)
     expected = digests(source)
     shards = [path.stat().st_size for path in source.glob("*.safetensors")]
-    _, bare = run("import farsight.checkpoints.convert")
+    _, bare = run("import farsight.checkpoints.convert.from_hf, farsight.checkpoints.convert.to_hf")
     convert = [_CONVERT]
     commands = {
         "from-hf": [*convert, "from-hf", str(source), str(checkpoint), "--dtype", "bfloat16"],

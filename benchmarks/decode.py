@@ -1,13 +1,13 @@
-"""Speed of decoding at a long context, beside a dense cache with a mask and beside transformers' `generate`.
+"""Speed of decoding at a long context, compared with a dense cache and a mask, and with transformers' `generate`.
 
     python -m benchmarks.decode [--length 16384] [--json F]
 
 The model is `nano` (configs/sizes/nano.toml) in fp32, with random weights; its caches are filled with random keys and values,
-the same ones for both sides, in place of reading a prompt. Both sides are in this process and take their tokens in turn, one
-row, greedily. They are timed only after the logits of a step, or the tokens written, have agreed.
+the same ones for both sides, instead of by reading a prompt. Both sides run in this process and alternate, decoding one row
+greedily. They are timed only after their logits of a step, or their tokens, agree.
 
-"SCOPE": a rolling cache, beside the same model whose cache keeps every token for every head and masks. "RoPE": every head dense,
-beside `transformers` with its own cache on the exported directory.
+"SCOPE": a rolling cache, compared with the same model whose cache keeps every token for every head and masks. "RoPE": all
+heads dense, compared with `transformers` and its own cache on the exported directory.
 """
 
 import argparse
@@ -36,9 +36,9 @@ from farsight.outputs import check_outputs
 
 WARM_UP = 2
 TOLERANCE = 1e-4
-"""Of logits, in parts of the largest."""
+"""Largest difference of logits, relative to the largest logit."""
 Write = Callable[[int], list[int]]
-"""Writes so many more tokens and returns them."""
+"""Writes the given number of tokens and returns them."""
 
 
 def make_decoder(position: dict[str, Any], length: int, layers: int) -> Decoder:
@@ -79,7 +79,7 @@ def start(decoder: Decoder, length: int, new_tokens: int, dense: bool = False) -
 
 
 def writer(rows: Rows, first: int) -> Write:
-    """Our decoding, from the token `first` on."""
+    """Our decoding, starting with the token `first`."""
     token = torch.tensor([first])
 
     def write(count: int) -> list[int]:
@@ -94,7 +94,7 @@ def writer(rows: Rows, first: int) -> Write:
 
 
 def transformers_writer(decoder: Decoder, length: int, first: int) -> tuple[Write, Callable[[], int]]:
-    """The decoding of transformers' `generate` on the exported directory, from the same cache; and what gives its bytes."""
+    """Decoding by transformers' `generate` on the exported directory, from the same cache; and a function that returns the cache's bytes."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
     a = decoder.model.architecture
@@ -122,7 +122,7 @@ def transformers_writer(decoder: Decoder, length: int, first: int) -> tuple[Writ
 
 
 def time_in_turn(writers: dict[str, Write], tokens: int, rounds: int, bar: tqdm) -> dict[str, list[float]]:
-    """Tokens a second of each round."""
+    """Tokens a second in each round."""
     speeds: dict[str, list[float]] = {name: [] for name in writers}
     for number in range(WARM_UP + rounds):
         for name in sorted(writers, reverse=number % 2 == 1):
@@ -145,7 +145,7 @@ def rows_of(
             "what": what, "cache": name, "length": length,
             "tokens_per_second": statistics.median(own), "spread": max(own) - min(own), "cache_bytes": nbytes[name],
             "ratio": statistics.median(own) / statistics.median(theirs),
-            # Of the two turns of one round: what slows the machine for a while slows both.
+            # Within a round: a slowdown of the machine affects both turns.
             "paired_ratio": statistics.median(a / b for a, b in zip(own, theirs, strict=True)),
         }
         for name, own in speeds.items()

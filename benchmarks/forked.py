@@ -1,7 +1,7 @@
-"""Runs `train.py`, or another script or tool, many times without importing its libraries each time; for tests and benchmarks.
+"""Runs `train.py`, another script or a command many times without importing its libraries each time; for tests and benchmarks.
 
-Most of a short run's time is imports (eight seconds of nine). Here a server process imports them once, and every run, and
-every rank of it, is a fork of the server that has a process, an environment and output files of its own.
+Most of a short run's time is imports (eight seconds of nine). Here a server process imports them once. Every rank of every
+run is a fork of that server, with its own environment and output files.
 """
 
 import multiprocessing
@@ -18,12 +18,21 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+
+PRELOADED = [
+    "farsight.analysis.plasticity.live",
+    "farsight.launch.plan.finetune_report",
+    "farsight.training.finetune.trainer",
+    "peft",
+    "bitsandbytes",
+]
+"""Modules that most runs need; `train.py` imports them itself when it trains."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """How a run ended: a rank's exit status that is not 0, if there is one, and what all ranks printed."""
+    """How a run ended: a non-zero exit status of a rank, if there is one, and what all ranks printed."""
 
     returncode: int
     stdout: str
@@ -31,13 +40,13 @@ class Finished:
 
 
 class Forked:
-    """Ranks of one run.
+    """The ranks of one run.
 
     Args:
-        arguments: of the script.
-        ranks: how many processes.
+        arguments: the script's arguments.
+        ranks: the number of processes.
         output: a folder for what they print.
-        script: what they run: a file of the repository, or a command of `farsight`.
+        script: a file of the repository, or a command of `farsight`.
         folder: the working directory.
     """
 
@@ -59,18 +68,18 @@ class Forked:
             self.processes.append(process)
 
     def wait(self, timeout: float = 300.0) -> Finished:
-        """Waits for the ranks to end; when one fails, or the seconds are over, ends the others as torchrun does."""
+        """Waits for the ranks to end. When one fails, or after `timeout` seconds, ends the others as torchrun does."""
         end = time.monotonic() + timeout
         while any(process.is_alive() for process in self.processes):
             if any(process.exitcode for process in self.processes):
                 end = min(end, time.monotonic() + 5)
-            if time.monotonic() > end:  # ended by the signal, which the exit status then says
+            if time.monotonic() > end:  # the exit status then names the signal
                 for process in self.processes:
                     process.kill()
             time.sleep(0.01)
         for process in self.processes:
             process.join()
-        # A status of its own, where one has it, before that of ranks which were killed because of it.
+        # A rank's own failure counts before the signals that ended the others.
         codes = [process.exitcode or 0 for process in self.processes]
         code = max(codes) or min(codes)
         printed = [
@@ -81,16 +90,16 @@ class Forked:
 
 
 def start_server() -> None:
-    """Starts the server and waits until it has imported everything, so that the first run does not have to."""
+    """Starts the server and waits until it has imported everything, so that the first run is as fast as later ones."""
     process = _server().Process(target=int)
     process.start()
     process.join()
 
 
 def _server() -> ForkServerContext:
-    """The context whose server has imported what a run needs; the first process starts it."""
+    """The multiprocessing context whose server has a run's imports; the first process starts that server."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["train", "farsight.training.finetune.trainer", "peft", "bitsandbytes"])
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
@@ -100,7 +109,7 @@ def _rank(command: list[str], environment: dict[str, str], folder: str, out: str
         os.dup2(opened, number)
         os.close(opened)
     os.environ.update(environment)
-    os.environ.pop("TRITON_INTERPRET", None)  # the server has it where a test of kernels started it
+    os.environ.pop("TRITON_INTERPRET", None)  # the server inherits it when a kernel test started it
     torch.set_num_threads(1)  # torch has read its variable already
     os.chdir(folder)
     sys.path.insert(0, str(ROOT))

@@ -1,12 +1,12 @@
-"""Kill training runs at random moments, resume them, and compare each with the run that was never disturbed.
+"""Kills training runs at random moments, resumes them, and compares each with an undisturbed run.
 
     python -m benchmarks.kills --json kills.json
     python -m benchmarks.kills --ranks 2 --async
 
 Each run trains a tiny model, is killed with SIGKILL (all ranks at once) and resumed by the same command. Of ten kills, one
 is aimed at start-up, four at training, four at a save and one at the export after the last step; the table counts where
-they fell. A run passes when it resumes from its newest complete checkpoint, whose bytes match their checksums, loses no
-more than the steps since that one, and ends with the same rows in metrics.jsonl and the same weights, bit for bit.
+they fell. A run passes if it resumes from its newest complete checkpoint, whose bytes match their checksums, loses only
+the steps since that one, and ends with the same rows in metrics.jsonl and the same weights, bit for bit.
 """
 
 import argparse
@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from farsight.benchmarks.forked import Forked, start_server
 from farsight.benchmarks.tiny import MODEL, SETTINGS
-from farsight.checkpoints.intact import COMPLETE, faults
+from farsight.checkpoints.dcp import COMPLETE
+from farsight.checkpoints.intact.check import faults
 from farsight.checkpoints.steps import complete_steps, step_folders
 from farsight.cli import bounded, command
 from farsight.files import prepare_file
@@ -53,14 +54,14 @@ enable_tensorboard = false
 """
 )
 AIMS = {"start-up": 1, "training": 4, "saving": 4, "export": 1}
-"""Of ten kills."""
+"""Kills out of ten, by what they are aimed at."""
 SPEED = {"tokens_per_second", "tflops", "mfu", "memory_gib", "data_seconds", "plasticity_seconds"}
-"""Figures of a row that differ between two equal runs."""
+"""Figures in a row that differ between identical runs."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and where it is called for."""
+    """The shape of the runs."""
 
     folder: Path
     """Holds the run folders."""
@@ -72,7 +73,7 @@ class Training:
     def start(self, name: str, log: Path) -> Forked:
         """Starts the run's ranks, which print into folder `log`.
 
-        They are forks of a process that has imported everything: without torchrun, and without its seconds of start-up.
+        They are forks of a process that has imported everything, so there is no torchrun and no start-up time.
         """
         config = self.folder / "kills.toml"
         config.write_text(CONFIG)
@@ -85,7 +86,7 @@ class Training:
 
 
 def join(ranks: Forked) -> set[int | None]:
-    """How the ranks ended, which is waited for."""
+    """Waits for the ranks to end and returns their exit statuses."""
     for process in ranks.processes:
         process.join()
     return {process.exitcode for process in ranks.processes}
@@ -99,7 +100,7 @@ def output(log: Path) -> str:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a run has to end with, and how long its parts take."""
+    """The undisturbed run's results, and how long its parts took."""
 
     rows: list[dict]
     weights: bytes
@@ -112,7 +113,7 @@ class Undisturbed:
 class Kill:
     where: str
     reached: int
-    """The last step that was done."""
+    """The last step that was trained."""
     resumed: int
     """The step of the newest complete checkpoint; 0 for none."""
 
@@ -151,7 +152,7 @@ def _modified(path: Path) -> float:
 
 
 def rows(folder: Path) -> list[dict]:
-    """`metrics.jsonl` without the figures of speed."""
+    """The rows of `metrics.jsonl`, without figures of speed."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [{key: value for key, value in json.loads(line).items() if key not in SPEED} for line in lines]
 
@@ -161,7 +162,7 @@ def weights(folder: Path) -> bytes:
 
 
 def aims(rng: random.Random) -> Iterator[str]:
-    """What each kill is aimed at, without end."""
+    """An endless sequence of what to aim kills at."""
     while True:
         ten = [aim for aim, count in AIMS.items() for _ in range(count)]
         rng.shuffle(ten)
@@ -184,7 +185,7 @@ def kill_and_resume(
         while True:
             newest = max(complete_steps(checkpoints), default=0)
             if newest == training.steps:
-                # The moment came late, after the last save: without it, there is something left to aim at.
+                # The kill came after the last save. Remove that save, so that there is something left to aim at.
                 shutil.rmtree(checkpoints / f"step-{newest}")
                 newest = max(complete_steps(checkpoints), default=0)
             ranks = training.start(name, log)
@@ -197,7 +198,7 @@ def kill_and_resume(
             if statuses != {0}:
                 outcome.wrong.append(f"{name} ended with {statuses} before it was killed:\n{output(log)[-2000:]}")
                 return outcome
-            _check_start(outcome, log, newest)  # it was done before the moment came
+            _check_start(outcome, log, newest)  # the run ended before the kill
         _check_start(outcome, log, newest)
         outcome.kills.append(_look(training, checkpoints, log, outcome))
     log = training.folder / f"{name}.log"
@@ -219,10 +220,10 @@ def _wait_for(
     aim: str, training: Training, checkpoints: Path, newest: int, log: Path, whole: Undisturbed, rng: random.Random,
     ranks: Forked,
 ) -> None:  # fmt: skip
-    """Waits until the moment to kill, drawn at random within what is aimed at, or until a process has ended.
+    """Waits for a random moment in the phase that is aimed at, or until a process has ended.
 
     Args:
-        newest: the step that the processes go on from.
+        newest: the step that the processes resume from.
     """
     saves = range(newest + training.interval, training.steps + 1, training.interval)
     reached: Callable[[], bool]
@@ -233,7 +234,7 @@ def _wait_for(
         seconds, reached = 0.03, lambda: _last_step(log) >= step
     elif aim == "saving":
         save = checkpoints / f"step-{rng.choice(saves)}"
-        # An interrupted save's folder may still lie there until the run has loaded.
+        # The folder of an interrupted save may stay until the run has loaded.
         seconds, reached = whole.save_seconds, lambda: save.exists() and _started_at(log) is not None
     else:
         seconds, reached = whole.export_seconds, (checkpoints / f"step-{training.steps}" / COMPLETE).exists
@@ -253,14 +254,14 @@ def _last_step(log: Path) -> int:
 
 
 def _started_at(log: Path) -> int | None:
-    """The step that a process resumed from: 0 for a new run, None where it was killed before it had loaded."""
+    """The step that a process resumed from: 0 for a new run, None if it was killed before it had loaded."""
     printed = output(log)
     resumed = re.search(r"^resuming from .*step-(\d+)$", printed, re.MULTILINE)
     return int(resumed[1]) if resumed else 0 if re.search(r"^step 0/", printed, re.MULTILINE) else None
 
 
 def _check_start(outcome: Outcome, log: Path, newest: int) -> None:
-    """A process has to go on from the newest complete checkpoint that it found."""
+    """Checks that a process resumed from the newest complete checkpoint that it found."""
     found = _started_at(log)
     if found not in (None, newest):
         outcome.wrong.append(f"{log.name} started at step {found}; the newest complete checkpoint was {newest}")
@@ -269,7 +270,7 @@ def _check_start(outcome: Outcome, log: Path, newest: int) -> None:
 
 
 def _look(training: Training, checkpoints: Path, log: Path, outcome: Outcome) -> Kill:
-    """Where a kill fell, by what it left behind."""
+    """Finds out where a kill fell, by what it left behind."""
     newest = max(complete_steps(checkpoints), default=0)
     if newest and (found := faults(checkpoints / f"step-{newest}")):
         outcome.wrong.append(f"{log.name}: step {newest} is complete and damaged: {'; '.join(found)}")
@@ -283,7 +284,7 @@ def _look(training: Training, checkpoints: Path, log: Path, outcome: Outcome) ->
     else:
         where = "training" if _last_step(log) else "start-up"
     kill = Kill(where, reached, newest)
-    # A save that is under way is waited for before the next begins.
+    # The next save waits for one that is under way.
     if kill.lost > training.interval * (2 if training.asynchronous else 1):
         outcome.wrong.append(f"{log.name}: {kill.lost} steps lost, saved every {training.interval}")
     return kill

@@ -1,4 +1,4 @@
-"""Layers of a Llama model around an attention function, for end-to-end times where only torch and the kernels are.
+"""Layers of a Llama model around an attention function, for end-to-end times with only torch and the kernels installed.
 
 Shape suffixes: B batch, L tokens, D model dim, N query heads, K key-value heads, H head dim.
 """
@@ -25,13 +25,13 @@ class StackShape:
     ffn: int
 
     def flops(self, tokens: int, visible_pairs: int) -> int:
-        """Of a forward pass: products with the weights, and two with each visible pair in each layer."""
+        """FLOPs of a forward pass: products with the weights, and two with each visible pair in each layer."""
         weights = self.D * self.H * (self.N + 2 * self.K) + self.N * self.H * self.D + 3 * self.D * self.ffn
         return self.layers * (2 * tokens * weights + 4 * self.H * visible_pairs)
 
 
 class LayerStack(nn.Module):
-    """RMSNorm, RoPE, attention, SwiGLU. `compiled` compiles what lies between two attentions, for any length."""
+    """RMSNorm, RoPE, attention, SwiGLU. With `compiled`, everything between two attentions is compiled, for any length."""
 
     def __init__(self, shape: StackShape, dtype: torch.dtype, device: str, compiled: bool) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class LayerStack(nn.Module):
     def prefill(
         self, x_BLD: Tensor, attend: Attend, chunk: int, caches: list[tuple[Tensor, Tensor]], whole: bool = False
     ) -> Tensor:
-        """The last chunk's output. `caches` has keys and values [B, L, K, H] of each layer, which this fills.
+        """Returns the last chunk's output, and fills `caches`: keys and values [B, L, K, H] of each layer.
 
         With `whole` attention takes the sequence at once, layer by layer, and all else the same chunks.
         """
@@ -101,7 +101,7 @@ class LayerStack(nn.Module):
         return h[:, chunks[-1]]
 
     def _fill(self, i: int, h: Tensor, part: slice, keys: Tensor, values: Tensor) -> Tensor:
-        """Queries of a chunk in layer i; its keys and values go to their places."""
+        """Returns the queries of a chunk in layer i, and writes its keys and values to the cache."""
         q, k, v = self.before(h, self.qkv[i], *rope(part.start, part.stop, self.shape.H, h))
         keys[:, part], values[:, part] = k, v
         return q

@@ -1,13 +1,13 @@
-"""Speed of a LoRA training step beside PEFT on transformers' Llama, with the same weights, adapters and batch.
+"""Speed of a LoRA training step compared with PEFT on transformers' Llama, with the same weights, adapters and batch.
 
     python -m benchmarks.lora_step [--json F]
 
 The model is `nano` (configs/sizes/nano.toml, without the norms on queries and keys that Llama lacks) in fp32, LoRA of rank 16 on
 all seven projections of all layers; a step is forward, backward and AdamW on the adapters. transformers attends with PyTorch's
-SDPA; neither side recomputes activations. Both are in this process and take their steps in turn. They are timed only after their
-losses and all adapters' gradients have agreed on one batch, without dropout, since the two draw other masks.
+SDPA; neither side recomputes activations. Both run in this process and alternate steps. They are timed only after their losses
+and all adapters' gradients agree on one batch, without dropout, for which the two draw different masks.
 
-"ours, plain head" is ours with logits and PyTorch's cross-entropy in place of the chunked loss, to tell what comes of that.
+"ours, plain head" is ours with logits and PyTorch's cross-entropy instead of the chunked loss, to show what that contributes.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from farsight.parallel.device import prepare_device
 OURS, PLAIN_HEAD, PEFT = "ours", "ours, plain head", "peft + transformers"
 RANK, ALPHA = 16, 32.0
 TOLERANCE = 1e-4
-"""Relative: of losses, and of gradients' differences to their largest number."""
+"""Relative, for losses; for gradients, the largest difference over the largest value."""
 WARM_UP = 2
 Batch = tuple[Tensor, Tensor]
-"""[B, L] tokens and the next ones."""
+"""Tokens [B, L] and their next tokens."""
 
 
 def our_model(dropout: float, layers: int) -> Llama:
-    """`nano` with LoRA, all of whose weights are random: B too, so that A has gradients."""
+    """`nano` with LoRA. All weights are random, B's too, so that A has gradients."""
     config = build_config(
         {
             "model": {"flavor": "nano"},
@@ -115,7 +115,7 @@ def plain_head_loss(model: Llama, batch: Batch) -> Tensor:
 
 def peft_loss(model: nn.Module, batch: Batch) -> Tensor:
     tokens, labels = batch
-    # It takes `shift_labels` for the next tokens as they are.
+    # It uses `shift_labels` as the next tokens, without shifting them.
     return model(input_ids=tokens, labels=labels, shift_labels=labels, num_items_in_batch=labels.numel()).loss
 
 
@@ -218,7 +218,7 @@ def _rows(seconds: dict[str, list[float]], tokens: int, dropout: float) -> list[
             "tokens_per_second": statistics.median(own),
             "spread": max(own) - min(own),
             "ratio": statistics.median(own) / theirs,
-            # Of the two steps of one round: what slows the machine for a while slows both.
+            # Within a round: a slowdown of the machine affects both steps.
             "paired_ratio": statistics.median(a / b for a, b in zip(own, speeds[PEFT], strict=True)),
         }
         for name, own in speeds.items()

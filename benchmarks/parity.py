@@ -21,7 +21,7 @@ from farsight.benchmarks.tiny import SETTINGS
 from farsight.cli import command
 
 TOLERANCE = 1e-4
-"""Relative. Sums come in another order; a wrong share or a missing token is far above."""
+"""Relative. Sums are taken in another order; a wrong share or a missing token makes a far larger difference."""
 
 CONFIG = (
     SETTINGS
@@ -65,7 +65,7 @@ class Layout:
     degrees: dict[str, int | str]
     """Options of [parallelism]; degrees without `_degree`."""
     zero_stage: int = 0
-    """Of DeepSpeed; 0 is torchtitan."""
+    """DeepSpeed's stage; 0 is torchtitan."""
 
     def options(self) -> list[str]:
         words = ("balancer", "schedule")

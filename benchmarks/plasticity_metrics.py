@@ -1,11 +1,11 @@
-"""What measuring plasticity costs a run: its seconds beside those of the training steps between two measurements.
+"""What measuring plasticity costs a run: its time compared with that of the training steps between two measurements.
 
     python -m benchmarks.plasticity_metrics [--json F]
 
-Steps and measurements of real trainers, in turn, in the shapes of the quickstart's stages and of a layer of nano's (one of its
-16, with a vocabulary of bytes: per layer, training and measuring grow alike, and a larger vocabulary adds more to a step).
-Nano's batch is a sixth of the recipe's; with all of it the share is smaller. The share is that of the time at the n that the
-recipes set; medians.
+Real trainers alternate steps and measurements, in the shapes of the quickstart's stages and of one of nano's 16 layers (with a
+vocabulary of bytes: per layer, training and measuring grow alike, and a larger vocabulary only adds to a step). Nano's batch is
+a sixth of the recipe's; with the whole batch the share is smaller. The share of the time is for the recipes' own
+`metrics.plasticity_freq`. Figures are medians.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from farsight.analysis.plasticity.live import PlasticityMetrics
 from farsight.cli import command, positive
 from farsight.configs.load import build_config, read_toml
 from farsight.parallel.device import prepare_device
@@ -37,11 +38,11 @@ class Shape:
     seq_len: int
     rows: int
     metrics: dict[str, Any]
-    """A recipe's."""
+    """The recipe's value."""
 
 
 def shapes() -> list[Shape]:
-    """The quickstart's stages, and a layer of nano."""
+    """The quickstart's stages, and one layer of nano."""
     quickstart, gpu = read_toml(CONFIGS / "quickstart.toml"), read_toml(CONFIGS / "recipes" / "parts" / "gpu.toml")
     tiny, layer = (read_toml(CONFIGS / "sizes" / f"{size}.toml")["architecture"] for size in ("tiny", "nano"))
     found = [
@@ -58,7 +59,7 @@ def shapes() -> list[Shape]:
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, Any]:
-    """Seconds of a step, of a measurement, and the share of the time that it takes."""
+    """Seconds of a step and of a measurement, and the measurements' share of the time."""
     with tempfile.TemporaryDirectory() as folder:
         config = build_config(
             {
@@ -80,7 +81,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
                 "metrics": {**shape.metrics, "log_freq": 1000, "enable_tensorboard": False},
             }
         )
-        trainer = Trainer(config)
+        trainer = Trainer(config, PlasticityMetrics)
         assert trainer.plasticity is not None
         batches = trainer.batch_generator(trainer.dataloader)
         steps, measurements = [], []

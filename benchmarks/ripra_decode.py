@@ -4,11 +4,11 @@
 
 The model is `nano` (configs/sizes/nano.toml) with four query heads to a key-value head, trained on 8,192 tokens as far as the
 methods know: RiPRA's limit is 4,096 positions, its near window 1,024. Weights are random, and random keys and values stand in
-for a prompt that was read, which costs none of them anything here. All three are in this process and take their tokens in turn.
-They are timed only after each decoded the same logits as it reads, on short sequences within the trained window and past it.
+for a prompt, whose reading is not timed. All three run in this process and alternate tokens. They are timed only after each
+decodes the same logits as it gets by reading, on short sequences within the trained window and past it.
 
-The plain model's keys are turned once and for all; Self-Extend and RiPRA turn every key at every step, RiPRA by positions that it
-has to work out first. The paper's overhead of 3.2 to 6.7 % (Table 7) is over Self-Extend.
+The plain model rotates a key once; Self-Extend and RiPRA rotate every key at every step, RiPRA by positions that it has to
+compute first. The paper's overhead of 3.2 to 6.7 % (Table 7) is over Self-Extend.
 """
 
 import argparse
@@ -35,12 +35,12 @@ PLAIN, SELF_EXTEND, RIPRA = "plain", "self_extend", "ripra"
 EXTENSIONS = {PLAIN: None, SELF_EXTEND: SelfExtend(), RIPRA: Ripra()}
 TRAINED = 8192
 TOLERANCE = 1e-3
-"""Of logits that vary by about 1."""
+"""Largest difference between logits, which vary by about 1."""
 WARM_UP = 2
 
 
 def model_of(layers: int, trained: int, device: torch.device) -> tuple[Llama, ModelConfig]:
-    """`nano` of so many layers (0: its own) with grouped-query attention."""
+    """`nano` with `layers` layers (0: its own number) and grouped-query attention."""
     config = ModelConfig.from_job(
         build_config(
             {
@@ -137,7 +137,7 @@ def measure(contexts: list[int], rounds: int, layers: int, device: torch.device)
                 "spread_s": max(seconds[name]) - min(seconds[name]),
                 "over_plain": medians[name] / medians[PLAIN] - 1,
                 "over_self_extend": medians[name] / medians[SELF_EXTEND] - 1,
-                # Of the two tokens of one round: what slows the machine for a while slows both.
+                # Within a round: a slowdown of the machine affects both tokens.
                 "over_self_extend_by_round": statistics.median(
                     own / other - 1 for own, other in zip(seconds[name], seconds[SELF_EXTEND], strict=True)
                 ),

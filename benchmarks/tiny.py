@@ -31,5 +31,5 @@ lr = 1e-2
 [lr_scheduler]
 warmup_steps = 2
 """
-"""Bytes of 170 files of the standard library (reading the names of all takes a second); an optimizer that learns something in a
-few steps."""
+"""The bytes of 170 files of the standard library (listing all of its files takes a second), and an optimizer that learns
+something in a few steps."""

@@ -1,13 +1,13 @@
-"""Speed of our trainer beside torchtitan's own, on the same model, weights and tokens.
+"""Speed of our trainer compared with torchtitan's own, on the same model, weights and tokens.
 
     python -m benchmarks.train_step [--json F]
 
 The model is torchtitan's llama3 `debugmodel` (256 wide, 6 layers, 16 heads, llama3-scaled RoPE, dense attention) at a
-sequence length of 2048. Each trainer has a process of its own, as its users have, and takes its steps in turn with the
-others while they wait; all start from the same weights. Figures count only if the losses agree on every step.
+sequence length of 2048. Each trainer runs in its own process, as for its users. They alternate steps, the others waiting,
+and start from the same weights. Figures count only if the losses agree on every step.
 
-On a CPU, ours has the C library keep freed memory for the next step. A second torchtitan has that too, to tell what
-comes of it and what of the rest.
+On a CPU, ours makes the C library keep freed memory for the next step. A second torchtitan does so too, to separate that
+effect from the rest.
 """
 
 import argparse
@@ -43,7 +43,7 @@ TITAN, TITAN_KEEPING, FARSIGHT = "torchtitan", "torchtitan, keeping memory", "fa
 VOCAB = 2048
 WARM_UP = 2
 TOLERANCE = 1e-4
-"""Relative; the two sum in different orders."""
+"""Relative. The two sum in different orders."""
 
 
 class _Batches:
@@ -73,7 +73,7 @@ class _OurBatches(_Batches):
 
 
 def titan_trainer(rows: int, seq_len: int, folder: str, dtype: Literal["float32", "bfloat16"]) -> TitanTrainer:
-    """torchtitan's trainer, as it comes but for the batches."""
+    """torchtitan's trainer, unchanged except for its batches."""
     spec = get_train_spec("llama3")
     register_train_spec(
         "llama3_same_batches",
@@ -125,7 +125,7 @@ def our_trainer(rows: int, seq_len: int, folder: str, dtype: Literal["float32", 
 
 
 def load_titan_weights(model: torch.nn.Module, file: Path) -> None:
-    """Gives our model torchtitan's weights: it rotates neighbouring pairs where we rotate halves."""
+    """Gives our model torchtitan's weights, reordered: torchtitan rotates neighbouring pairs where we rotate halves."""
     theirs = load_file(file)
     for name, parameter in model.named_parameters():
         weight = theirs[name]
@@ -138,7 +138,7 @@ def load_titan_weights(model: torch.nn.Module, file: Path) -> None:
 def work(
     name: str, rows: int, seq_len: int, folder: str, dtype: Literal["float32", "bfloat16"], pipe: Connection
 ) -> None:
-    """One trainer's process: a step, answered with its seconds and loss, for every True that arrives."""
+    """One trainer's process. For every True that arrives, it takes a step and answers with its seconds and loss."""
     start_logging()
     prepare_device(keep_memory=name != TITAN)
     weights = Path(folder, "weights.safetensors")
@@ -164,7 +164,7 @@ def work(
 
 
 def measure(rounds: int, rows: int, seq_len: int, dtype: Literal["float32", "bfloat16"]) -> dict[str, Any]:
-    """Takes `rounds` steps of each in turn, after those that fill the allocators and count for correctness only."""
+    """Alternates `rounds` steps of each. The first ones fill the allocators; their losses are compared but they are not timed."""
     names = (TITAN, TITAN_KEEPING, FARSIGHT)
     speeds: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
@@ -200,7 +200,7 @@ def measure(rounds: int, rows: int, seq_len: int, dtype: Literal["float32", "bfl
             "tokens_per_second": statistics.median(speeds[name]),
             "spread": max(speeds[name]) - min(speeds[name]),
             "ratio": statistics.median(speeds[FARSIGHT]) / statistics.median(speeds[name]),
-            # Of the two steps of one round: what slows the machine for a while slows both.
+            # Within a round: a slowdown of the machine affects both steps.
             "paired_ratio": statistics.median(a / b for a, b in zip(speeds[FARSIGHT], speeds[name], strict=True)),
             "losses": losses[name],
         }

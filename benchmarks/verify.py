@@ -1,9 +1,9 @@
-"""Speed of verifying a checkpoint's checksums, beside loading it, and of saving with and without them.
+"""Speed of verifying a checkpoint's checksums, compared with loading it, and of saving with and without checksums.
 
     python -m benchmarks.verify [--gb 4] [--json F]
 
-A checkpoint of random fp32 matrices is saved and loaded, by turns with checksums and without, from the page cache and from
-the disk. First a flipped byte has to be found and named, and what was loaded has to hold the saved bytes.
+A checkpoint of random fp32 matrices is saved and loaded, alternating with and without checksums, from the page cache and
+from the disk. Before that, a flipped byte has to be found and named, and loading has to give back the saved bytes.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from tqdm import tqdm
 from farsight.checkpoints.cards.model import CONFIG
 from farsight.checkpoints.checksums import MANIFEST
 from farsight.checkpoints.dcp import Writer, load
-from farsight.checkpoints.intact import faults
+from farsight.checkpoints.intact.check import faults
 from farsight.cli import bounded, command
 from farsight.configs.schema import Architecture, Position
 from farsight.files import prepare_file
@@ -47,7 +47,7 @@ def save(folder: Path, tensors: dict[str, torch.Tensor], checksums: bool) -> Non
 
 
 def forget(folder: Path) -> None:
-    """Has the next reader read from the disk."""
+    """Drops a folder's files from the page cache, so that the next reader reads from the disk."""
     os.sync()
     for path in folder.iterdir():
         with path.open("rb") as file:
@@ -72,7 +72,7 @@ def check(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def measure(gb: float, rounds: int, folder: Path) -> dict[str, Any]:
-    """Medians over `rounds`, all in turn."""
+    """Medians over `rounds`, in which all measurements alternate."""
     generator = torch.Generator().manual_seed(0)
     count = max(1, round(gb * GB / (4 * SIDE * SIDE)))
     tensors = {f"layers.{i}.weight": torch.randn(SIDE, SIDE, generator=generator) for i in range(count)}
@@ -91,7 +91,7 @@ def measure(gb: float, rounds: int, folder: Path) -> dict[str, Any]:
         "verify and load": (with_sums, verified_load),
     }
     seconds: dict[tuple[str, str], list[float]] = {}
-    # Into folders that nothing else reads: the state of the page cache costs more than checksums do.
+    # Into folders that nothing else reads: the page cache's state matters more than the checksums do.
     saves = [("save", folder / "step-2", False), ("save with checksums", folder / "step-3", True)]
     for _ in tqdm(range(rounds), unit="round", disable=not sys.stderr.isatty()):
         for what, (path, act) in work.items():

@@ -1,4 +1,4 @@
-"""The parameters of a training checkpoint, one at a time, whatever layout wrote it."""
+"""Reads the parameters of a training checkpoint one at a time, whatever parallel layout wrote it."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -9,25 +9,25 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from farsight.checkpoints.cards.model import CONFIG
 from farsight.checkpoints.dcp import Reader, load
-from farsight.checkpoints.intact import refuse_damaged
+from farsight.checkpoints.intact.check import refuse_damaged
 from farsight.configs.load import ConfigError
 from farsight.model.build import ModelConfig, build_model
 
 
 def parameter_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Shape of each parameter of the model, by its name."""
+    """Shape of each parameter of a model, by name."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in build_model(config).named_parameters()}
 
 
 def checkpoint_tensors(checkpoint: Path, config: ModelConfig, verify: bool = True) -> dict[str, Tensor]:
-    """The parameters as the checkpoint holds them, on the meta device.
+    """The checkpoint's parameters on the meta device: names, shapes and dtypes.
 
     Args:
-        verify: compare all files with their checksums first; else look at sizes.
+        verify: compare all files with their checksums first; otherwise check sizes.
 
     Raises:
-        ConfigError: a checkpoint that is damaged, that lacks parameters, or that has them in another shape.
+        ConfigError: the checkpoint is damaged, or a parameter is missing or has another shape.
     """
     refuse_damaged(checkpoint, verify)
     _reader.cache_clear()
@@ -36,7 +36,7 @@ def checkpoint_tensors(checkpoint: Path, config: ModelConfig, verify: bool = Tru
     for name, shape in parameter_shapes(config).items():
         entry = metadata.get(name)
         if not isinstance(entry, TensorStorageMetadata):
-            raise ConfigError(f"{checkpoint} lacks {name}, which its {CONFIG} asks for.")
+            raise ConfigError(f"{checkpoint} lacks {name}, which its {CONFIG} requires.")
         if entry.size != shape:
             raise ConfigError(f"{checkpoint}: {name} has shape {tuple(entry.size)}, not {tuple(shape)}.")
         tensors[name] = torch.empty(shape, dtype=entry.properties.dtype, device="meta")
@@ -44,7 +44,7 @@ def checkpoint_tensors(checkpoint: Path, config: ModelConfig, verify: bool = Tru
 
 
 def read_tensor(checkpoint: Path, tensors: dict[str, Tensor], name: str) -> Tensor:
-    """One of `checkpoint_tensors`, with its values."""
+    """Reads one of `checkpoint_tensors`."""
     tensor = torch.empty_like(tensors[name], device="cpu")
     load({name: tensor}, _reader(checkpoint), no_dist=True)
     return tensor
@@ -52,5 +52,5 @@ def read_tensor(checkpoint: Path, tensors: dict[str, Tensor], name: str) -> Tens
 
 @lru_cache(maxsize=2)
 def _reader(checkpoint: Path) -> Reader:
-    """Kept from tensor to tensor, so that `.metadata` is read once; two, for what reads two checkpoints by turns."""
+    """Cached, so that `.metadata` is read once; two entries, for grafts, which read two checkpoints by turns."""
     return Reader(checkpoint)

@@ -1,7 +1,7 @@
-"""Checksums of a checkpoint's files: what was damaged since the save is noticed and named, and not trained on.
+"""Checksums of a checkpoint's files, so that damage after the save is detected and named, not trained on.
 
-`checksums.json` lists each file's size and the XXH3 (128 bits) of each of its blocks, so that threads and ranks share the
-reading, and has a checksum of its own text. It guards against accidents, not against people who can write the files.
+`checksums.json` lists each file's size and the XXH3 (128 bits) of each of its blocks, so that threads and ranks can share the
+reading, and a checksum of its own text. It protects against accidents, not against people who can write the files.
 """
 
 import json
@@ -27,14 +27,14 @@ ALGORITHM = "xxh3_128"
 BLOCK_BYTES = 64 * 2**20
 """Size of a checksummed block: the unit of work for a thread, and of a damage report."""
 READ_BYTES = 2**20
-"""Size of one read, small enough to be hashed in the processor's cache."""
+"""Size of one read, small enough to be hashed in the CPU cache."""
 SLOW_SECONDS = 3
-"""Reading that takes longer ends with a log line."""
+"""Verification that takes longer logs its time."""
 
 
 @dataclass
 class FileSums:
-    """A file's size in bytes, and the checksums of its blocks in hexadecimal."""
+    """A file's size in bytes, and the hexadecimal checksums of its blocks."""
 
     bytes: int = 0
     blocks: list[str] = field(default_factory=list)
@@ -42,28 +42,29 @@ class FileSums:
 
 @dataclass
 class Manifest:
-    """The files of a checkpoint, by their paths relative to it."""
+    """The checksums of a checkpoint's files, by relative path: the content of `checksums.json`."""
 
     files: dict[str, FileSums]
     block_bytes: int = BLOCK_BYTES
 
     def text(self) -> str:
+        """The JSON text, with its own checksum."""
         body = {"algorithm": ALGORITHM, **asdict(self)}
         checksum = xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
         return json.dumps({"checksum": checksum, **body}, sort_keys=True, indent=1) + "\n"
 
     def blocks(self) -> list[tuple[str, int]]:
-        """File and number of every block."""
+        """File and block number of every block."""
         return [(name, n) for name, sums in sorted(self.files.items()) for n in range(len(sums.blocks))]
 
     def range(self, name: str, number: int) -> tuple[int, int]:
-        """The first byte of a block, and the one after its last."""
+        """Bytes [start, end) of a block in its file."""
         start = number * self.block_bytes
         return start, min(start + self.block_bytes, self.files[name].bytes)
 
 
 class SummedFile:
-    """A file that is written from front to back, and the checksums of what was written."""
+    """Wraps a file that is written sequentially, and computes its checksums."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.sums = file, FileSums()
@@ -91,14 +92,14 @@ class SummedFile:
 
 
 def sums_of(path: Path) -> FileSums:
-    """The checksums of a file as it is."""
+    """The checksums of an existing file."""
     size = path.stat().st_size
     manifest = Manifest({path.name: FileSums(size, [""] * -(-size // BLOCK_BYTES))}, BLOCK_BYTES)
     return FileSums(size, [_sum(path, *manifest.range(*block)) for block in manifest.blocks()])
 
 
 def _sum(path: Path, start: int, end: int) -> str:
-    """The checksum of bytes [start, end); of fewer where the file ends before."""
+    """The checksum of bytes [start, end), or of those up to the end of the file."""
     found, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BYTES, end - start)))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
@@ -109,7 +110,7 @@ def _sum(path: Path, start: int, end: int) -> str:
 
 
 def write_manifest(folder: Path, files: dict[str, FileSums]) -> None:
-    """Writes `checksums.json`, onto the disk itself."""
+    """Writes `checksums.json` and syncs it to disk."""
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(Manifest(files, BLOCK_BYTES).text())
         file.flush()
@@ -120,7 +121,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads `checksums.json`.
 
     Raises:
-        ConfigError: it is not as it was written.
+        ConfigError: the file was altered.
         OSError: it is missing, or can't be read now.
     """
     with (folder / MANIFEST).open("rb") as file:
@@ -142,10 +143,10 @@ def read_manifest(folder: Path) -> Manifest:
 def altered(
     folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1, only: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
-    """The blocks that differ from their checksums, a line each, of a rank's share of all blocks.
+    """Describes the blocks that differ from their checksums, one line each; a rank checks its share of all blocks.
 
     Args:
-        only: which files to read.
+        only: selects the files to read.
 
     Raises:
         OSError, MemoryError: a file can't be read now.

@@ -1,8 +1,8 @@
-"""Reading and writing torch's distributed checkpoints (DCP) without running what they hold.
+"""Reads and writes torch's distributed checkpoints (DCP) without running code from them.
 
-DCP keeps its `.metadata` as a pickle and loads single objects with all that pickles can do, so that a checkpoint from
-elsewhere could run any code. Every checkpoint of ours is opened with `load` or `read_metadata`, which build plain values
-and DCP's own classes alone, and written with `Writer`, which keeps checksums. `.metadata` is the last file of a save.
+DCP stores `.metadata` and single objects as pickles and unpickles them without restrictions, so a checkpoint from elsewhere
+could run arbitrary code. Farsight opens every checkpoint with `load` or `read_metadata`, which build only plain values and
+DCP's own classes, and writes it with `Writer`, which records checksums. `.metadata` is the last file of a save.
 """
 
 import gc
@@ -48,14 +48,14 @@ from farsight.files import inside
 COMPLETE = ".metadata"
 """The last file of a save: a step folder without it was interrupted."""
 UNFINISHED = f"{COMPLETE}.tmp"
-"""The same file until all others are on the disk."""
+"""Name of the same file until all others are on disk."""
 
 # ── .metadata ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Record:
-    """An object of a pickle: its state, and none of its class's code. `__setstate__` keeps a pickle from setting attributes,
-    of classes too."""
+    """An unpickled object: its state, without its class's code. `__setstate__` keeps pickles from setting attributes, also on
+    classes."""
 
     state: Any
 
@@ -82,10 +82,10 @@ _KNOWN = {
     ),
     **_records("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     **_records("torch.serialization", "_get_layout"),
-    # The folder that a checkpoint was saved in.
+    # The folder in which a checkpoint was saved.
     **_records("pathlib", "PosixPath", "WindowsPath"), **_records("pathlib._local", "PosixPath", "WindowsPath"),
 }  # fmt: skip
-"""The classes that `.metadata` may name, besides `torch.Size` and dtypes."""
+"""The classes allowed in `.metadata`, besides `torch.Size` and dtypes."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -95,36 +95,38 @@ class _Unpickler(pickle.Unpickler):
             return value
         if (module, name) not in _KNOWN:
             raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, which no checkpoint needs and which could run any code"
+                f"it asks for {module}.{name}, which no checkpoint needs and which could run arbitrary code"
             )
         return _KNOWN[module, name]
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """Reads `.metadata`: the name, shape and dtype of everything in a checkpoint, and where its parts lie.
+    """Reads `.metadata`: name, shape and dtype of everything in a checkpoint, and where its parts are stored.
 
     Raises:
-        ConfigError: it can't be read, or asks for something that a checkpoint does not need; nothing of it was run.
-        OSError: there is none, or it can't be opened now.
+        ConfigError: it is damaged, or asks for something that no checkpoint needs; none of its code was run.
+        OSError: it is missing, or can't be opened now.
     """
     path = checkpoint / COMPLETE
     with path.open("rb") as file:
         data = file.read()
     collects = gc.isenabled()
-    gc.disable()  # of half a million parts it would look at each again and again
+    gc.disable()  # it would traverse half a million parts again and again
     try:
         return _rebuilt(_Unpickler(BytesIO(data)).load(), checkpoint)
     except MemoryError:
         raise
-    except Exception as error:  # a pickle that was cut short or altered may raise anything
-        raise ConfigError(f"{path} is no list of a checkpoint's contents: {error or type(error).__name__}.") from error
+    except Exception as error:  # a truncated or altered pickle may raise anything
+        raise ConfigError(
+            f"{path} is not a checkpoint's table of contents: {error or type(error).__name__}."
+        ) from error
     finally:
         if collects:
             gc.enable()
 
 
 def _rebuilt(record: Any, checkpoint: Path) -> Metadata:
-    """DCP's own objects, made of checked values."""
+    """DCP's metadata object, rebuilt from checked values."""
     whole = _state(record, "Metadata")
     contents: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for name, entry in whole["state_dict_metadata"].items():
@@ -170,14 +172,14 @@ def _chunk(fields: Any, size: torch.Size) -> ChunkStorageMetadata:
 
 def _check(sane: bool, what: Any) -> None:
     if not sane:
-        raise ValueError(f"what it says of {what} can't be")
+        raise ValueError(f"its entry for {what} is impossible")
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Reader(dcp.FileSystemReader):
-    """Reads a checkpoint folder; may be used for several loads, and reads `.metadata` once."""
+    """Reads a checkpoint folder. It can be used for several loads, and reads `.metadata` once."""
 
     def __init__(self, checkpoint: Path) -> None:
         super().__init__(checkpoint)
@@ -186,7 +188,7 @@ class Reader(dcp.FileSystemReader):
         self.error: Exception | None = None
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]  # without `rank`, DCP looks for no other file
-        # DCP would log what is raised here with its traceback, and raise something else.
+        # DCP would log an exception raised here with its traceback, and raise another one.
         try:
             self.metadata = self.metadata or read_metadata(self.folder)
         except (UserError, OSError) as error:
@@ -203,10 +205,10 @@ class Reader(dcp.FileSystemReader):
             return super().read_data(plan, planner)
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # of torch.load, whose file may hold anything
+        except Exception as error:  # from torch.load: the file may hold anything
             wanted = re.search(r"GLOBAL (\S+)", str(error))
-            what = f"asks for {wanted[1]}, which could run any code" if wanted else f"can't be read ({error})"
-            raise ConfigError(f"{self.folder}: {self.place} {what}. Nothing of it was run.") from error
+            what = f"asks for {wanted[1]}, which could run arbitrary code" if wanted else f"can't be read ({error})"
+            raise ConfigError(f"{self.folder}: {self.place} {what}. None of its code was run.") from error
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
         self.place = f"{sinfo.relative_path}, bytes {sinfo.offset:,} to {sinfo.offset + sinfo.length:,},"
@@ -214,7 +216,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """DCP's, which would have `torch.load` run whatever a single object's pickle asks for."""
+    """DCP's planner, with `weights_only=True`: DCP's own would unpickle single objects without restrictions."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         path = self.mappings[read_item.dest_index.fqn]
@@ -222,10 +224,10 @@ class _Planner(dcp.DefaultLoadPlanner):
 
 
 def load(state: dict[str, Any], checkpoint: Path | Reader, no_dist: bool = False) -> None:
-    """`torch.distributed.checkpoint.load`: fills `state` in place, and runs nothing that the checkpoint holds.
+    """`torch.distributed.checkpoint.load` without running code from the checkpoint; fills `state` in place.
 
     Args:
-        no_dist: this process alone reads.
+        no_dist: read in this process alone.
 
     Raises:
         ConfigError: on all ranks, naming the file and what is wrong with it.
@@ -233,7 +235,7 @@ def load(state: dict[str, Any], checkpoint: Path | Reader, no_dist: bool = False
     """
     reader = checkpoint if isinstance(checkpoint, Reader) else Reader(checkpoint)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as was asked for
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended
         try:
             dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=no_dist)
         except CheckpointException as error:
@@ -246,7 +248,7 @@ def load(state: dict[str, Any], checkpoint: Path | Reader, no_dist: bool = False
             if ours:
                 raise ours[0] from error
             if all(isinstance(cause, (RuntimeError, ValueError, KeyError)) for cause in causes):
-                raise ConfigError(f"{reader.folder} does not hold what is to be loaded: {causes[0]}") from error
+                raise ConfigError(f"{reader.folder} lacks what is to be loaded: {causes[0]}") from error
             raise
 
 
@@ -254,7 +256,7 @@ def load(state: dict[str, Any], checkpoint: Path | Reader, no_dist: bool = False
 
 
 class _SummingFileSystem(FileSystem):
-    """Keeps the checksums of the files that it writes."""
+    """Records the checksums of the files that it writes."""
 
     def __init__(self) -> None:
         self.sums: dict[str, FileSums] = {}
@@ -265,17 +267,17 @@ class _SummingFileSystem(FileSystem):
             if mode != "wb":
                 yield stream
                 return
-            file = SummedFile(stream)  # type: ignore[arg-type]  # DCP's IOBase is a file opened for bytes
+            file = SummedFile(stream)  # type: ignore[arg-type]  # DCP's IOBase is a binary file
             yield file
             file.close()
         self.sums[Path(path).name] = file.sums
 
 
 class Writer(_FileSystemWriter):
-    """Writes a checkpoint folder and `checksums.json` in it, which covers `farsight.json` and `tokenizer/` too.
+    """Writes a checkpoint folder with its `checksums.json`, which also covers `farsight.json` and `tokenizer/`.
 
     Args:
-        single_file_per_rank: false gives each tensor a file of its own.
+        single_file_per_rank: if false, each tensor gets a file of its own.
     """
 
     fs: _SummingFileSystem
@@ -286,13 +288,13 @@ class Writer(_FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner).value()
-        # What is written travels to rank 0, and so do its checksums.
+        # The results go to rank 0, and the checksums with them.
         done: Future[list[WriteResult]] = Future()
         done.set_result([*written, WriteResult(MetadataIndex(MANIFEST), 0, self.fs.sums)])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0 writes `checksums.json`, and `.metadata` when all else is on the disk."""
+        """On rank 0: writes `checksums.json`, and `.metadata` once everything else is on disk."""
         sums = {name: file for *_, last in results for name, file in last.storage_data.items()}
         metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
         metadata.storage_data = {result.index: result.storage_data for *written, _ in results for result in written}

@@ -1,4 +1,4 @@
-"""Weights that are not finite are not saved: every later checkpoint would be worthless, and the good ones deleted."""
+"""Refuses to save non-finite weights: such checkpoints are worthless, and older, good ones would be deleted for them."""
 
 import math
 from typing import Any
@@ -10,15 +10,15 @@ from torch.distributed.tensor import DTensor
 
 from farsight.errors import NonFiniteError
 from farsight.parallel.device import default_device
-from farsight.parallel.parts import PartOfTensor
+from farsight.parallel.parts import TensorShard
 
 
 def refuse_non_finite(weights: dict[str, Any], what: str) -> None:
-    """Raises `NonFiniteError` on all ranks where a weight of any rank's part is infinite or NaN.
+    """Raises `NonFiniteError` on all ranks if any rank's part of a weight is infinite or NaN.
 
     Args:
-        weights: what this rank saves, by name: tensors, `DTensor`s or `PartOfTensor`s.
-        what: is not saved, for the message.
+        weights: this rank's weights by name: tensors, `DTensor`s or `TensorShard`s.
+        what: name of the save, for the message.
     """
     bad = [name for name, tensor in weights.items() if not _finite(tensor)]
     if dist.get_world_size() > 1:
@@ -38,10 +38,10 @@ def refuse_non_finite(weights: dict[str, Any], what: str) -> None:
 
 @torch.no_grad()
 def _finite(tensor: Any) -> bool:
-    if isinstance(tensor, PartOfTensor):
+    if isinstance(tensor, TensorShard):
         return all(map(_finite, tensor.chunks.values()))
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if not local.is_floating_point() or not local.numel():
         return True
-    # The largest magnitude is NaN where any element is.
+    # The largest magnitude is NaN if any element is.
     return math.isfinite(float(torch.linalg.vector_norm(local.detach(), math.inf)))

@@ -1,12 +1,12 @@
-"""Saving and finding a run's checkpoints: torchtitan's manager, with what it lacks.
+"""Saves and finds a run's checkpoints: torchtitan's manager, with these additions.
 
-- `farsight.json` and the resolved config lie beside every checkpoint.
-- A first save that was interrupted does not hide the weights the run was to start from.
+- Every checkpoint has `farsight.json`, with the resolved config.
+- An interrupted first save does not hide the weights that the run starts from.
 - Files have checksums. A damaged checkpoint is named and set aside, and the newest intact one is used.
-- Reading a checkpoint runs nothing that it holds, and weights that are not finite are not saved.
-- A run that resumes with other positions or another optimizer says so first.
-- What to start from may be a model directory or a checkpoint, told apart by looking.
-- Only complete checkpoints count in `keep_latest_k`, and a save that failed is reported when it fails.
+- Reading a checkpoint runs no code from it, and non-finite weights are not saved.
+- A run refuses to resume with other positions or another optimizer unless told to.
+- A run can start from a model directory or a checkpoint; the format is detected.
+- Only complete checkpoints count in `keep_latest_k`, and a failed save is reported at once.
 """
 
 import logging
@@ -28,39 +28,38 @@ from farsight.checkpoints.cards.model import CONFIG, read_history, training_entr
 from farsight.checkpoints.checksums import MANIFEST, altered
 from farsight.checkpoints.dcp import COMPLETE, Writer, load
 from farsight.checkpoints.finite import refuse_non_finite
-from farsight.checkpoints.intact import is_complete, look
-from farsight.checkpoints.model_dir.api import check_tensors, read_model_config
+from farsight.checkpoints.intact.check import is_complete, look
+from farsight.checkpoints.load import read_model_config
+from farsight.checkpoints.model_dir.api import check_tensors
 from farsight.checkpoints.model_dir.names import from_hf_name, to_hf_name
 from farsight.checkpoints.resume import (
     refuse_another_model,
     refuse_other_layers,
     refuse_other_optimizer,
     refuse_other_settings,
+    saved_order,
 )
 from farsight.checkpoints.steps import (
     complete_steps,
     delete,
     discard_incomplete,
+    earlier_set_aside,
     holds_only_ours,
     retire,
     set_aside,
-    set_aside_before,
 )
 from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import JobConfig
+from farsight.errors import SaveError
 from farsight.model.build import ModelConfig
-from farsight.parallel.device import GIB
 from farsight.parallel.ranks import on_every_rank, on_rank_zero
+from farsight.units import GIB
 
 logger = logging.getLogger("farsight")
 
 
-class SaveError(RuntimeError):
-    """A checkpoint could not be written."""
-
-
 class HuggingFaceAdapter:
-    """Renames a state dict for torchtitan, which then reads each rank's part of every tensor from safetensors."""
+    """Renames a state dict for torchtitan, so that it reads each rank's part of every tensor from safetensors."""
 
     fqn_to_index_mapping = None
 
@@ -83,8 +82,8 @@ class RunCheckpoints(CheckpointManager):
     """torchtitan's checkpoint manager for one run folder.
 
     Args:
-        config: the whole job's config; saved beside each checkpoint.
-        parts: what torchtitan's manager takes (`dataloader`, `model_parts`, `optimizers`, `lr_schedulers`, `states`).
+        config: the job's config; saved with each checkpoint.
+        parts: further arguments of torchtitan's manager (`dataloader`, `model_parts`, `optimizers`, `lr_schedulers`, `states`).
     """
 
     initial_load_path: str | None
@@ -92,11 +91,11 @@ class RunCheckpoints(CheckpointManager):
     async_mode: AsyncMode
     save_future: Future[Any] | None
     base: str | None = None
-    """In fine-tuning the fingerprint of the base, which checkpoints do not hold."""
+    """In fine-tuning, the fingerprint of the base, which checkpoints don't contain."""
 
     def __init__(self, config: JobConfig, **parts: Any) -> None:
         self.config, self.model_config = config, ModelConfig.from_job(config)
-        # The runs that trained the weights before this one, and how far it was when its settings were last changed.
+        # Earlier runs that trained the weights; steps and tokens of this one when its settings last changed.
         self.history: list[dict[str, Any]] = []
         self.done = (0, 0)
         if config.checkpoint.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM and not torch.cuda.is_available():
@@ -109,10 +108,10 @@ class RunCheckpoints(CheckpointManager):
         )
 
     def load(self, step: int = -1) -> bool:
-        """Loads this run's newest intact checkpoint, or what `checkpoint.initial_load_path` names.
+        """Loads this run's newest intact checkpoint, otherwise the weights in `checkpoint.initial_load_path`, if set.
 
         Raises:
-            ConfigError: a start that does not exist or does not fit the model, or checkpoints of which none is intact.
+            ConfigError: the start does not exist or does not fit the model, or there are checkpoints but none is intact.
         """
         if not self.enable:
             return False
@@ -120,11 +119,11 @@ class RunCheckpoints(CheckpointManager):
         if newest is not None:
             checkpoint = Path(self._create_checkpoint_id(newest))
             on_every_rank(lambda: self._check_resumable(checkpoint))
-            # Both are for the start from another run; a run that resumes itself needs all of its state.
+            # Both only apply to starts from another run; a resuming run needs all of its state.
             self.exclude_from_loading, self.initial_load_path = [], None
             settings = self._optimizer_settings()
             self._read(checkpoint)
-            self._take_settings(settings)
+            self._restore_settings(settings)
             self._continue_history(checkpoint, newest)
             logger.info(f"resuming from {checkpoint}")
             return True
@@ -135,15 +134,15 @@ class RunCheckpoints(CheckpointManager):
         self.history = read_history(start)
         settings = self._optimizer_settings()
         self._read(start, model_only=self.initial_load_model_only, from_hf=self.initial_load_in_hf)
-        self._take_settings(settings)
+        self._restore_settings(settings)
         return True
 
     def _optimizer_settings(self) -> list[dict[str, Any]]:
         groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
         return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
-    def _take_settings(self, settings: list[dict[str, Any]]) -> None:
-        """Moments come with the learning rate and weight decay that they were saved with: the config's are used."""
+    def _restore_settings(self, settings: list[dict[str, Any]]) -> None:
+        """Restores the config's learning rate, weight decay etc., which loading replaced by those of the save."""
         groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
         for group, own in zip(groups, settings, strict=True):
             group.update(own)
@@ -156,14 +155,14 @@ class RunCheckpoints(CheckpointManager):
 
     @torch.no_grad()
     def _read(self, checkpoint: Path, model_only: bool = False, from_hf: bool = False) -> None:
-        """Reads what rank 0 decided on, in place. torchtitan's `load` has each rank ask the file system what is there,
-        and on a network's they may be answered differently."""
+        """Loads what rank 0 decided on, in place. In torchtitan's `load` each rank asks the file system what is there, and on
+        a network file system they may get different answers."""
         states = self._states_to_load(model_only)
         self.dcp_load(states, checkpoint_id=str(checkpoint), from_hf=from_hf, from_quantized=False)
         GarbageCollection.collect("GC collection for checkpoint loading.")
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """torchtitan's, with a reader that runs nothing."""
+        """torchtitan's, but with a reader that runs no code from the checkpoint."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -179,7 +178,7 @@ class RunCheckpoints(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """torchtitan's, with a writer that keeps checksums."""
+        """torchtitan's, but with a writer that records checksums."""
         writer: Any = Writer(checkpoint_id)
         match async_mode:
             case AsyncMode.ASYNC:
@@ -198,7 +197,7 @@ class RunCheckpoints(CheckpointManager):
         return None
 
     def _continue_history(self, checkpoint: Path, step: int) -> None:
-        """Goes on with the run's own entry, or starts a further one where its settings have changed since."""
+        """Continues the run's own entry, or starts a new one if its settings have changed since."""
         history, tokens = read_history(checkpoint), self._tokens_seen()
         own = history[-1] if history else None
         new = training_entry(self.config, 0, 0)
@@ -213,9 +212,9 @@ class RunCheckpoints(CheckpointManager):
         return self.states["train_state"].state_dict()["tokens_seen"]
 
     def _step_to_resume(self, asked: int) -> int | None:
-        """The step to go on from, or None where the run has saved nothing; newer ones that are damaged are set aside.
+        """The step to resume from, or None if the run has saved nothing; newer, damaged ones are set aside.
 
-        It has to be the newest: a run does not write over its own later steps.
+        It has to be the newest: a run does not overwrite its own later steps.
         """
         folder = Path(self.folder)
         damaged: dict[int, str] = {}
@@ -227,30 +226,30 @@ class RunCheckpoints(CheckpointManager):
                 damaged[step] = "; ".join(found)
         except (OSError, MemoryError) as error:
             raise ConfigError(f"{folder} can't be read ({error!r}); nothing was changed.") from error
-        return on_rank_zero(lambda: self._settle(asked, steps, damaged), for_hours=True)
+        return on_rank_zero(lambda: self._settle(asked, steps, damaged), may_take_hours=True)
 
     def _faults(self, checkpoint: Path) -> list[str]:
-        """What is wrong with a checkpoint, the same on all ranks; each of them reads its share of the files."""
+        """The faults of a checkpoint, the same on all ranks; each rank reads its share of the files."""
         verify = self.config.checkpoint.verify
         found, manifest = on_rank_zero(lambda: look(checkpoint, verify))
         if found or manifest is None or not verify:
             return found
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        by_rank = on_every_rank(lambda: altered(checkpoint, manifest, rank, ranks), for_hours=True)
+        by_rank = on_every_rank(lambda: altered(checkpoint, manifest, rank, ranks), may_take_hours=True)
         return [line for lines in by_rank for line in lines]
 
     def _settle(self, asked: int, steps: list[int], damaged: dict[int, str]) -> int | None:
-        """Rank 0's part: removes interrupted saves, sets damaged checkpoints aside and names the newest intact one.
+        """On rank 0: removes interrupted saves, sets damaged checkpoints aside and returns the newest intact step.
 
         Args:
             asked: `checkpoint.load_step`; -1 is the newest.
-            steps: those with a complete checkpoint, in order.
-            damaged: the newest of them, with what is wrong.
+            steps: steps with a complete checkpoint, in order.
+            damaged: the faults of the newest ones, as far as they are damaged.
         """
         folder = Path(self.folder)
         try:
             discard_incomplete(folder)
-            renamed = set_aside_before(folder)
+            renamed = earlier_set_aside(folder)
         except OSError as error:
             raise ConfigError(f"what an interrupted save left in {folder} can't be removed ({error}).") from error
         if not steps and not renamed:
@@ -286,12 +285,12 @@ class RunCheckpoints(CheckpointManager):
         return intact
 
     def _check_resumable(self, checkpoint: Path) -> None:
-        """Raises unless the run may go on from a checkpoint with its model, trained layers, settings and data order."""
+        """Raises unless model, trained layers, settings and order of data allow resuming from a checkpoint."""
         saved = ModelConfig.load(checkpoint / CONFIG)
         refuse_another_model(saved, self.model_config, str(checkpoint))
         refuse_other_layers(checkpoint, self.config, self.base)
         refuse_other_settings(checkpoint, self.config, saved)
-        self.states["dataloader"].check_checkpoint(checkpoint)
+        self.states["dataloader"].check_order(saved_order(checkpoint))
 
     def _prepare_initial_load(self, start: Path) -> None:
         self.initial_load_in_hf = not on_rank_zero(lambda: self._is_checkpoint(start))
@@ -305,14 +304,14 @@ class RunCheckpoints(CheckpointManager):
         on_every_rank(lambda: self._check_start(start))
 
     def _is_checkpoint(self, start: Path) -> bool:
-        """Whether the start is a checkpoint, intact or not, and not a model directory."""
+        """Whether the start is a checkpoint (intact or not) rather than a model directory."""
         if not start.is_dir():
             raise ConfigError(f"checkpoint.initial_load_path = {start} does not exist.")
         if (start / COMPLETE).is_file() or any(start.glob("*.distcp")):
             return True
         if not self.initial_load_model_only:
             raise ConfigError(
-                f"checkpoint.initial_load_path = {start} is no checkpoint: a model directory holds weights alone. "
+                f"checkpoint.initial_load_path = {start} is not a checkpoint: a model directory holds weights alone. "
                 "Set checkpoint.initial_load_model_only = true."
             )
         return False
@@ -327,11 +326,11 @@ class RunCheckpoints(CheckpointManager):
             refuse_other_optimizer(start, self.config)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Saves when the step is due, or always with `last_step`; the config goes first, so that a complete
+        """Saves if the step is due, or always with `last_step`. The config is written first, so that a complete
         checkpoint always has it.
 
-        With asynchronous saving it waits for the save before, and returns when the state is copied; the last step's
-        is complete when it returns. After an asynchronous save that failed, the next one is waited for.
+        An asynchronous save waits for the previous one and returns when the state is copied; that of the last step
+        returns when it is complete. After a failed asynchronous save, the next one is synchronous.
 
         Raises:
             SaveError: on all ranks.
@@ -365,7 +364,7 @@ class RunCheckpoints(CheckpointManager):
         )
 
     def training_so_far(self, step: int) -> list[dict[str, Any]]:
-        """The runs that trained the weights, this one's entry last."""
+        """The history of runs that trained the weights, this one last."""
         entry = training_entry(self.config, step - self.done[0], self._tokens_seen() - self.done[1])
         if self.done[0]:
             entry["start"] = "the run above, with other settings"
@@ -374,7 +373,7 @@ class RunCheckpoints(CheckpointManager):
         return [*self.history, entry]
 
     def _finish_saving(self) -> bool:
-        """Waits for the save that is under way; returns whether it succeeded, on all ranks the same."""
+        """Waits for a save in progress; returns whether it succeeded, the same on all ranks."""
         future, self.save_future = self.save_future, None
         if future is None or future.exception() is None:
             return True
@@ -382,7 +381,7 @@ class RunCheckpoints(CheckpointManager):
         return False
 
     def _report(self, step: int, future: Future[Any]) -> None:
-        """Called by the thread that saves: an hour may pass until the next save asks."""
+        """Logs a failed save, from the saving thread: the next save may be an hour away."""
         if (error := future.exception()) is not None:
             logger.error(f"{self._failure(step, error)} The run goes on, and stops if the next save fails too.")
 
@@ -392,7 +391,7 @@ class RunCheckpoints(CheckpointManager):
         else:
             causes = [repr(error)]
         room = newest = ""
-        with suppress(OSError):  # of a disk that can't be asked
+        with suppress(OSError):  # the disk can't be queried
             free = shutil.disk_usage(self.config.job.dump_folder).free
             room = f" ({free / GIB:.1f} GiB free there; a quota may allow less)"
             steps = complete_steps(Path(self.folder))
@@ -400,7 +399,7 @@ class RunCheckpoints(CheckpointManager):
         return f"step {step} could not be saved in {self.folder}{room}: {'; '.join(causes)}.{newest}"
 
     def _discard_failed(self, step: int) -> None:
-        """A disk that is full has room again for the next."""
+        """Deletes a failed save, so that a full disk has room for the next."""
         checkpoint = Path(self._create_checkpoint_id(step))
         if dist.get_rank() == 0:
             with suppress(OSError):
@@ -408,14 +407,14 @@ class RunCheckpoints(CheckpointManager):
                     delete(checkpoint)
 
     def _purge_stale_checkpoints(self) -> None:
-        """Deletes all but the newest `keep_latest_k` complete checkpoints; one that is being saved does not count.
+        """Deletes all but the newest `keep_latest_k` complete checkpoints; a save in progress does not count.
 
-        torchtitan counts it, and what is damaged or was interrupted. It also leaves a folder with `.metadata` and
-        without the rest when a run is killed while it deletes: here such a folder looks like an interrupted save at once.
+        torchtitan counts it, as well as damaged and interrupted ones. If a run is killed while torchtitan deletes, the folder
+        keeps `.metadata` but not the rest; here it first becomes an interrupted save.
         """
         if self.keep_latest_k == 0 or dist.get_rank() != 0:
             return
-        # The new one is complete: what goes wrong here, on this rank alone, is no failure to save it.
+        # The new checkpoint is complete: an error here, on this rank alone, does not make the save fail.
         try:
             stale = complete_steps(Path(self.folder))[: -self.keep_latest_k]
         except OSError as error:
@@ -438,7 +437,7 @@ class RunCheckpoints(CheckpointManager):
         return folder if folder is not None and is_complete(folder) else None
 
     def close(self) -> None:
-        """Waits for a save that is under way, then ends the threads."""
+        """Waits for a save in progress, then ends the threads."""
         if getattr(self, "save_future", None) is not None:
             self._finish_saving()
         super().close()

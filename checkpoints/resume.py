@@ -1,4 +1,4 @@
-"""Checks which settings have changed when a run resumes, and refuses those that must not."""
+"""Checks which settings changed when a run resumes, and refuses changes that must not happen."""
 
 import dataclasses
 import json
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from farsight.checkpoints.cards.model import CONFIG, adapter_entry, read_history
+from farsight.checkpoints.dcp import load
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import ConfigError, to_dict
 from farsight.configs.schema import JobConfig
+from farsight.data.loader import ORDER_KEY
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.model.position.layers import select_layers
 
@@ -21,11 +23,11 @@ logger = logging.getLogger("farsight")
 _NUMBERS = re.compile(
     r"optimizer\.(?!name$|implementation$).*|lr_scheduler\..*|garfa\.(lr|weight_decay|warmup_ratio|min_lr_factor)"
 )
-"""The optimizer's options and its schedule's. Its name has a check of its own, and its implementation is a matter of speed."""
+"""Options of the optimizer and its schedule. The optimizer's name is checked separately; its implementation only affects speed."""
 
 
 def refuse_another_model(saved: ModelConfig, ours: ModelConfig, where: str) -> None:
-    """What weights depend on may not change: their shapes, and which head has which scope."""
+    """Refuses other shapes of weights, and another assignment of scopes to heads."""
     theirs = dataclasses.replace(saved.architecture, depth_init=ours.architecture.depth_init)
     if changed := _changed(_flat(to_dict(theirs), "architecture"), _flat(to_dict(ours.architecture), "architecture")):
         raise ConfigError("\n  ".join([f"{where} holds another architecture:", *changed]))
@@ -38,7 +40,7 @@ def refuse_another_model(saved: ModelConfig, ours: ModelConfig, where: str) -> N
 
 
 def refuse_other_layers(checkpoint: Path, config: JobConfig, base: str | None) -> None:
-    """An optimizer's state goes on only where all that trains now was trained before.
+    """Refuses to train layers, adapters or a base that the checkpoint's optimizer state does not belong to.
 
     Args:
         base: in fine-tuning, the fingerprint of the base.
@@ -52,24 +54,24 @@ def refuse_other_layers(checkpoint: Path, config: JobConfig, base: str | None) -
         )
     if base is not None and entry.get("base") != base:
         raise ConfigError(
-            f"{checkpoint} was trained beside {entry.get('start')}, and base_model.path = {config.base_model.path!r} "  # type: ignore[attr-defined]  # fine-tuning's
-            "holds other weights: name the former, or start a new run (job.dump_folder)."
+            f"{checkpoint} was trained on {entry.get('start')}, and base_model.path = {config.base_model.path!r} "  # type: ignore[attr-defined]  # fine-tuning's
+            "holds other weights: set it back, or start a new run (job.dump_folder)."
         )
     before = entry.get("layers", "all")
     ours, n_layers = trained_layers(config), config.architecture.n_layers
     if before != "all" and not (ours is not None and {*ours} <= select_layers(before, n_layers)):
         raise ConfigError(
-            f"{checkpoint} holds optimizer state of layers {before} alone, and training.layers = "
+            f"{checkpoint} only holds optimizer state of layers {before}, and training.layers = "
             f"{config.training.layers!r} asks for others: set it to {before!r}, or start a new run from the "
             "model directory."
         )
 
 
 def refuse_other_optimizer(checkpoint: Path, config: JobConfig) -> dict[str, Any]:
-    """Raises where the optimizer has another name: its moments would mean something else.
+    """Refuses another kind of optimizer: the saved moments would mean something else.
 
     Returns:
-        The settings that the checkpoint was saved under, as nested dicts; empty where it does not say.
+        The settings that the checkpoint was saved under, as nested dicts; empty if it does not record them.
     """
     try:
         job = tomllib.loads(json.loads((checkpoint / CONFIG).read_text(encoding="utf-8")).get("job", ""))
@@ -85,17 +87,17 @@ def refuse_other_optimizer(checkpoint: Path, config: JobConfig) -> dict[str, Any
 
 
 def refuse_other_settings(checkpoint: Path, config: JobConfig, saved: ModelConfig) -> None:
-    """Positions and the optimizer's numbers change only where `checkpoint.accept_changes` says so.
+    """Refuses changed positions and optimizer settings unless `checkpoint.accept_changes` allows them.
 
     Args:
-        saved: the model's config as the checkpoint has it.
+        saved: the model's config in the checkpoint.
     """
     compared = {"position": (_flat(to_dict(saved.position), "position"), _flat(to_dict(config.position), "position"))}
-    if isinstance(config, FinetuneConfig):  # in pre-training it is training.seq_len, which the data's order depends on
+    if isinstance(config, FinetuneConfig):  # in pre-training it is training.seq_len, which the order of data covers
         for side, length in zip(compared["position"], (saved.trained_length, config.model_length), strict=True):
             side["trained_length"] = length
     if job := refuse_other_optimizer(checkpoint, config):
-        # What an earlier version did not save had its default.
+        # Settings that an earlier version did not save had their defaults.
         theirs = _numbers(to_dict(type(config)())) | _numbers(job)
         compared["optimizer"] = theirs, _numbers(to_dict(config))
     for kind, (theirs, ours) in compared.items():
@@ -113,6 +115,13 @@ def refuse_other_settings(checkpoint: Path, config: JobConfig, saved: ModelConfi
         )
 
 
+def saved_order(checkpoint: Path) -> dict[str, Any]:
+    """The order of data that a checkpoint was saved under; the data loader's `check_order` compares it with its own."""
+    saved = {"dataloader": {ORDER_KEY: ""}}
+    load(saved, checkpoint, no_dist=True)
+    return json.loads(saved["dataloader"][ORDER_KEY])
+
+
 def _another_run(checkpoint: Path, config: JobConfig) -> str:
     if isinstance(config, FinetuneConfig):
         return "a new run (job.dump_folder)"
@@ -124,7 +133,7 @@ def _numbers(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """The settings that differ, with both values."""
+    """Describes the settings that differ, with both values."""
     return [
         f"{name} = {_shown(theirs, name)} there, {_shown(ours, name)} here"
         for name in sorted({*theirs, *ours})
@@ -133,7 +142,7 @@ def _changed(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} → {"a.b": 1}; tables in a list by their numbers."""
+    """{"a": {"b": 1}} → {"a.b": 1}; tables in lists are keyed by index."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         name = f"{prefix}.{key}" if prefix else key

@@ -1,4 +1,4 @@
-"""The `step-N` folders of a run: which are complete, and deleting what a save of ours left, and nothing else."""
+"""The `step-N` folders of a run: finds complete ones, and deletes only what Farsight's saves left."""
 
 import logging
 import re
@@ -7,19 +7,19 @@ from pathlib import Path
 
 from farsight.checkpoints.checksums import MANIFEST
 from farsight.checkpoints.dcp import COMPLETE, UNFINISHED
-from farsight.checkpoints.intact import is_complete
+from farsight.checkpoints.intact.check import is_complete
 
 logger = logging.getLogger("farsight")
 
 OURS = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|checksums\.json|farsight\.json")
-"""The files that a save leaves, finished or not. A folder with any others is never deleted."""
+"""The files of a save, finished or not. A folder with any other file is never deleted."""
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
-    """The checkpoint folders, complete or not, by step, in order; `step-6-hf` or a file `step-7` is none.
+    """The checkpoint folders, complete or not, by step, in order; `step-6-hf` or a file `step-7` don't count.
 
     Raises:
-        OSError: that can't be told now.
+        OSError: the folder can't be read now.
     """
     names = ((path, re.fullmatch(r"step-(0|[1-9]\d*)", path.name)) for path in folder.glob("step-*"))
     return dict(sorted((int(match[1]), path) for path, match in names if match and path.is_dir()))
@@ -29,13 +29,13 @@ def complete_steps(folder: Path) -> list[int]:
     """The steps with a complete checkpoint, in order.
 
     Raises:
-        OSError: that can't be told now.
+        OSError: the folder can't be read now.
     """
     return [step for step, path in step_folders(folder).items() if is_complete(path)]
 
 
 def holds_only_ours(step: Path) -> bool:
-    """Whether a step folder holds nothing but what a save leaves; a log line says what else it holds."""
+    """Whether a step folder holds only files of a save; logs what else it holds."""
     if step.is_symlink():
         logger.warning(f"{step} is not deleted: it is a link.")
         return False
@@ -47,7 +47,7 @@ def holds_only_ours(step: Path) -> bool:
 
 
 def discard_incomplete(folder: Path) -> None:
-    """Removes what interrupted saves left, and the folder itself if nothing else is in it.
+    """Removes the remains of interrupted saves, and the folder itself if it is then empty.
 
     Raises:
         OSError: something can't be removed.
@@ -66,7 +66,7 @@ def discard_incomplete(folder: Path) -> None:
 
 
 def retire(step: Path) -> None:
-    """Makes a complete checkpoint an unfinished one, at once; the rest can then be deleted slowly.
+    """Marks a complete checkpoint as unfinished, atomically; its files can then be deleted slowly.
 
     Raises:
         OSError: it can't be changed, and is still complete.
@@ -76,7 +76,7 @@ def retire(step: Path) -> None:
 
 
 def delete(step: Path) -> None:
-    """Deletes an unfinished checkpoint. What a kill leaves of it looks like an interrupted save.
+    """Deletes an unfinished checkpoint. If killed meanwhile, the rest looks like an interrupted save.
 
     Raises:
         OSError: it can't be deleted.
@@ -86,7 +86,7 @@ def delete(step: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Renames step-N to damaged-N, or to damaged-N.2 and so on, a name that torchtitan takes for no checkpoint."""
+    """Renames step-N to damaged-N, or damaged-N.2 and so on, which torchtitan does not take for a checkpoint."""
     number, kept = 1, checkpoint.with_name(checkpoint.name.replace("step", "damaged"))
     while kept.exists():
         number += 1
@@ -94,11 +94,11 @@ def set_aside(checkpoint: Path) -> Path:
     return checkpoint.rename(kept)
 
 
-def set_aside_before(folder: Path) -> list[str]:
-    """The names of checkpoints that were renamed: by `set_aside`, or by hand.
+def earlier_set_aside(folder: Path) -> list[str]:
+    """The names of checkpoints that were renamed, by `set_aside` or by hand.
 
     Raises:
-        OSError: that can't be told now.
+        OSError: the folder can't be read now.
     """
     if not folder.is_dir():
         return []

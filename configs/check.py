@@ -1,8 +1,8 @@
 """Settings that fit their types and still cannot be used: out of range, at odds with each other, or of no effect here."""
 
 import dataclasses
-import functools
 import math
+from operator import attrgetter
 from pathlib import Path
 
 from farsight.configs.metrics import check_plasticity
@@ -41,7 +41,7 @@ def check(config: JobConfig) -> None:
 
 def _check_folders(config: JobConfig) -> None:
     for name in _FOLDERS:
-        folder = functools.reduce(getattr, name.split("."), config)
+        folder = attrgetter(name)(config)
         if Path(folder).is_absolute() or ".." in Path(folder).parts or not Path(folder).parts:
             raise ConfigError(f"{name} = {folder!r} must name a folder inside the run folder, without '..'.")
 
@@ -108,7 +108,7 @@ _UNSUPPORTED = {
 def _check_unsupported(config: JobConfig) -> None:
     plain = JobConfig()
     for name, instead in _UNSUPPORTED.items():
-        value, default = (functools.reduce(getattr, name.split("."), c) for c in (config, plain))
+        value, default = map(attrgetter(name), (config, plain))
         if value != default:
             shown = f" = {value!r}" if not dataclasses.is_dataclass(value) else ""
             raise ConfigError(f"{name}{shown} is not supported: {instead}.")
@@ -255,7 +255,7 @@ def _check_engine(config: JobConfig) -> None:
                 )
         return
     for name, instead in _NOT_WITH_DEEPSPEED.items():
-        value, default = (functools.reduce(getattr, name.split("."), c) for c in (config, plain))
+        value, default = map(attrgetter(name), (config, plain))
         if value != default:
             raise ConfigError(f'{name} = {value!r} does not go with engine = "deepspeed": {instead}.')
     if z.offload_parameters and z.zero_stage != 3:

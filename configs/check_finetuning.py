@@ -1,6 +1,6 @@
 """Settings of a fine-tuning run that fit their types and still cannot be used."""
 
-import functools
+from operator import attrgetter
 
 from farsight.configs.check import ConfigError, model_parallel_ranks
 from farsight.configs.finetuning import PROJECTIONS, FinetuneConfig
@@ -30,7 +30,7 @@ def check_base(config: FinetuneConfig, ranks: int) -> None:
     """
     plain, b, t = JobConfig(), config.base_model, config.training
     for name, instead in _UNSUPPORTED.items():
-        value, default = (functools.reduce(getattr, name.split("."), c) for c in (config, plain))
+        value, default = map(attrgetter(name), (config, plain))
         if value != default:
             raise ConfigError(f"{name} = {value!r} is not for fine-tuning: {instead}.")
     if not (config.lora.enable or config.garfa.enable or t.layers):

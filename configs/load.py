@@ -1,11 +1,15 @@
-"""TOML and command line → a checked `JobConfig`.
+"""Reads TOML files and command-line options into a checked `JobConfig`.
 
-Precedence: command line > TOML file > the file its `base` names > `configs/sizes/<model.flavor>.toml` > defaults.
-Every value is checked against its field's type, and an unknown key is answered with the nearest known one:
-torchtitan's own manager lets a wrongly typed TOML value through, and names no neighbour.
+Precedence: command line > with --tiny, the file's `[tiny]` table > TOML file > the file its `base` names >
+`configs/sizes/<model.flavor>.toml` > defaults. Every value is checked against its field's type, and an error about an unknown
+key suggests the nearest known one; torchtitan's own manager accepts TOML values of the wrong type.
 """
 
 import dataclasses
+import functools
+import glob
+import os
+import sys
 import tomllib
 import types
 import typing
@@ -23,11 +27,14 @@ from farsight.ranges import FINITE, Range
 T = TypeVar("T")
 C = TypeVar("C", bound=JobConfig)
 
-SIZES = Path(__file__).parent / "sizes"
+CONFIGS = Path(__file__).resolve().parent
+SIZES = CONFIGS / "sizes"
+ROOT = CONFIGS.parent
+"""The checkout or the installed package: shipped configs and examples are below it."""
 
 
 class _Raw(str):
-    """A command-line value: text, read as whatever type its field has."""
+    """A command-line value: text that is still to be converted to its field's type."""
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────
@@ -37,21 +44,42 @@ def load_config(arguments: Sequence[str], cls: type[C] = JobConfig) -> C:  # typ
     """Reads the file named by `--job.config_file` and the other `--section.key value` options.
 
     Args:
-        cls: the sections there are: `JobConfig`'s, or with fine-tuning's beside them `FinetuneConfig`'s.
+        cls: the config class, `JobConfig` or `FinetuneConfig`.
 
     Raises:
         ConfigError: unknown key, wrong type, missing file, or settings that contradict each other.
     """
-    options = parse_options(arguments)
-    config_file = options.get("job", {}).get("config_file")
-    values = read_toml(Path(config_file)) if config_file else {}
+    values = read_arguments(arguments)
     if "stages" in values:
-        raise ConfigError(f"{config_file} is a recipe of several stages: farsight recipe {config_file}")
-    return build_config(merge(values, options), cls)
+        file = values["job"]["config_file"]
+        raise ConfigError(f"{file} is a recipe of several stages: farsight recipe {file}")
+    return build_config(values, cls)
+
+
+def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
+    """The settings of the file named by `--job.config_file`, with the other options laid over them; unchecked.
+
+    Raises:
+        ConfigError: the file can't be read, or the options can't be parsed.
+    """
+    options = parse_options(arguments)
+    tiny, job = pop_tiny(options), options.get("job", {})
+    if not job.get("config_file"):
+        if tiny:
+            raise ConfigError("--tiny shrinks a config file: name one with --job.config_file.")
+        return options
+    path = find_config(Path(job["config_file"]))
+    job["config_file"] = _Raw(path)
+    return merge(read_toml(path, tiny), options)
+
+
+def pop_tiny(options: dict[str, Any]) -> bool:
+    """Removes `--tiny` from parsed options; returns whether it was given."""
+    return _convert(bool, options.pop("tiny", False), "tiny")
 
 
 def build_config(values: dict[str, Any], cls: type[C] = JobConfig) -> C:  # type: ignore[assignment]  # as above
-    """A nested dict of settings → a checked `JobConfig`, with the size that `model.flavor` names filled in."""
+    """Builds and checks a config from nested dicts; `model.flavor` fills in the architecture."""
     model = values.get("model")
     flavor = model.get("flavor") if isinstance(model, dict) else None
     if isinstance(flavor, str) and flavor:
@@ -62,7 +90,7 @@ def build_config(values: dict[str, Any], cls: type[C] = JobConfig) -> C:  # type
 
 
 def _filled_in(config: C) -> C:
-    """Replaces the zeros and blanks that stand for "as elsewhere" by what they stand for."""
+    """Replaces zeros and empty strings that mean "same as another setting" by that setting's value."""
     config.training.steps = training_steps(config)
     config.training.tokens = 0.0
     config.validation.seq_len = config.validation.seq_len or config.training.seq_len
@@ -73,7 +101,11 @@ def _filled_in(config: C) -> C:
 
 
 def size_file(flavor: str) -> Path:
-    """The TOML file of a model size."""
+    """The TOML file of a model size.
+
+    Raises:
+        ConfigError: there is no such size.
+    """
     path = SIZES / f"{flavor}.toml"
     if not path.is_file():
         known = sorted(p.stem for p in SIZES.glob("*.toml"))
@@ -81,44 +113,105 @@ def size_file(flavor: str) -> Path:
     return path
 
 
-def read_toml(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A TOML file merged over what its top-level `base` names: a path relative to it, or a list of them, later over
-    earlier.
+def find_config(path: Path, folder: Path = Path()) -> Path:
+    """Finds a config file: in `folder`, or else among the shipped ones.
 
-    Args:
-        above: the files that led here by their `base`.
+    A shipped config is found by its path below the package (`configs/tiny.toml`, `finetune/ablation_a`) or by its name alone
+    (`scope_llama3_8b`). A path through a folder `configs` that is not there counts as a name: shipped files may move.
 
     Raises:
-        ConfigError: a file that is missing, can't be read, is no TOML, or is its own base.
+        ConfigError: there is none.
     """
+    there = folder / path
+    if there.exists():
+        return there
+    name = path.name.removesuffix(".toml")
+    if path.parent.name == "tiny" and name in shipped_configs():
+        raise ConfigError(f"There is no config file {there}. Name {name} and add --tiny.")
+    for shipped in (ROOT / path, CONFIGS / path.with_name(f"{name}.toml")):
+        if shipped.is_file():
+            return _taken(there, shipped)
+    if name in shipped_configs() and (path.parent == Path() or "configs" in path.parts):
+        return _taken(there, shipped_configs()[name])
+    siblings = [str(p) for p in there.parent.glob("*.toml")]
+    hint = nearest(str(there), siblings, say_known=False) or nearest(name, shipped_configs(), say_known=False)
+    raise ConfigError(f"There is no config file {there}.{hint or nearest(str(there), siblings)}")
+
+
+@functools.cache
+def shipped_configs() -> dict[str, Path]:
+    """The configs that come with Farsight, by name: those that can be run, without sizes and shared parts."""
+    paths = sorted(CONFIGS.rglob("*.toml"), key=lambda path: (-len(path.parts), path))
+    return {path.stem: path for path in paths if not {"sizes", "parts"} & {*path.parts}}
+
+
+@functools.cache
+def _taken(asked: Path, shipped: Path) -> Path:
+    """Says once, on the first rank's stderr, which file stands in for the one that was asked for."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"{asked}: taking {shipped}", file=sys.stderr)
+    return shipped
+
+
+def read_toml(path: Path, tiny: bool = False) -> dict[str, Any]:
+    """A TOML file merged over its bases: those that its top-level `base` names, a path relative to it or a list of them, later
+    over earlier.
+
+    Args:
+        tiny: lay the `[tiny]` table over it, which has a `base` of its own. Its entries for stages that the file lacks are ignored.
+
+    Raises:
+        ConfigError: a file that is missing, unreadable, not TOML or its own base, or `tiny` without a `[tiny]` table.
+    """
+    values = _read(path, ())
+    overlay = values.pop("tiny", None)
+    if not tiny:
+        return values
+    if overlay is None:
+        raise ConfigError(f"{path} has no [tiny] table: --tiny does not apply to it.")
+    stages = overlay.get("stages", {})
+    there = {str(number) for number in range(len(values.get("stages", [])))}
+    return merge(values, {**overlay, "stages": {n: s for n, s in stages.items() if n in there}} if stages else overlay)
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """`above`: the files whose `base` led here."""
     if path.resolve() in above:
         raise ConfigError(f"{path} is its own base: {' → '.join(p.name for p in (*above, path))}. Remove one of them.")
     try:
-        # Windows' editors begin UTF-8 with a byte-order mark, which TOML does not know.
+        # Windows editors put a byte-order mark before UTF-8, which TOML does not allow.
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
-        siblings = [str(p) for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        raise ConfigError(f"There is no config file {path}.{nearest(str(path), siblings)}") from None
+        raise ConfigError(f"There is no config file {path}.") from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:  # tomllib's own, undecodable text, numbers of thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    if not isinstance(tiny := values.get("tiny", {}), dict):
+        raise ConfigError(f"{path}: tiny = {tiny!r} must be a table, [tiny].")
+    if tiny:
+        values["tiny"] = _over_bases(tiny, path, above)
+    return _over_bases(values, path, above)
+
+
+def _over_bases(values: dict[str, Any], path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    """A table of the file at `path`, merged over the files that its `base` names."""
     bases = values.pop("base", [])
     bases = [bases] if isinstance(bases, str) else bases
     if not isinstance(bases, list) or not all(isinstance(base, str) for base in bases):
         raise ConfigError(f"{path}: base = {bases!r} must name TOML files by paths relative to this one.")
     below: dict[str, Any] = {}
     for base in bases:
-        below = merge(below, read_toml(path.parent / base, (*above, path.resolve())))
+        below = merge(below, _read(find_config(Path(base), path.parent), (*above, path.resolve())))
     return merge(below, values)
 
 
 def merge(below: dict[str, Any], above: dict[str, Any], section: str = "") -> dict[str, Any]:
-    """`above` over `below`, table by table; a table that names another `kind` replaces the one below it, of which it keeps
-    the RoPE base alone: weights turn with theta, whatever scales it.
+    """Merges `above` over `below`, table by table. A table of another `kind` replaces the one below it, except for the RoPE base:
+    theta belongs to the weights, whatever scaling is applied to it.
 
     Args:
-        section: the name before the tables' own, for messages.
+        section: prefix of the option's name in messages.
     """
     merged = dict(below)
     for key, value in above.items():
@@ -136,14 +229,14 @@ def merge(below: dict[str, Any], above: dict[str, Any], section: str = "") -> di
 
 
 def _with_theta(rotary: dict[str, Any], other: Any) -> dict[str, Any]:
-    """A table with the RoPE base of another one, where it names none and rotates."""
+    """`rotary` with `other`'s RoPE base, unless it sets one itself or does not rotate."""
     if isinstance(other, dict) and "theta" in other and rotary.get("kind") != "none":
         return {"theta": other["theta"], **rotary}
     return rotary
 
 
 def _rules_with_theta(values: dict[str, Any]) -> dict[str, Any]:
-    """Settings in which `position.rules` that rotate keep the RoPE base of `position.rotary`, unless they name their own."""
+    """Settings whose `position.rules` have the RoPE base of `position.rotary` where they rotate and set none."""
     position = values.get("position")
     if not isinstance(position, dict) or not isinstance(position.get("rules"), list):
         return values
@@ -157,7 +250,7 @@ def _rules_with_theta(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _merge_items(key: str, items: list[Any], changes: dict[str, Any]) -> list[Any]:
-    """`--data.sources.1.weight 2`: changes to single items of a list, by index."""
+    """Changes single items of a list by index, as in `--data.sources.1.weight 2`."""
     items = list(items)
     for index, change in changes.items():
         if not index.isdigit() or int(index) >= len(items):
@@ -171,7 +264,7 @@ def _merge_items(key: str, items: list[Any], changes: dict[str, Any]) -> list[An
 
 
 def parse_options(arguments: Sequence[str]) -> dict[str, Any]:
-    """`--a.b value`, `--a.b=value`, `--a.flag`, `--a.no_flag`, `--c value` → {"a": {"b": …}, "c": …}."""
+    """Parses `--a.b value`, `--a.b=value`, `--a.flag`, `--a.no_flag` and `--c value` into {"a": {"b": …}, "c": …}."""
     options: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
@@ -203,7 +296,11 @@ def parse_options(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def from_dict(cls: type[T], values: Any, where: str = "") -> T:
-    """Builds dataclass `cls` from a dict, checking every name and type, all the way down."""
+    """Builds dataclass `cls` from nested dicts and checks every name and type.
+
+    Raises:
+        ConfigError: an unknown key, or a value of the wrong type or out of range.
+    """
     prefix = f"{where}." if where else ""
     if not isinstance(values, dict):
         raise ConfigError(f"{where} = {values!r} must be a table with the keys {', '.join(field_names(cls))}.")
@@ -254,6 +351,8 @@ def _convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
     if hint is Any or origin is dict or hint is dict:
         return value
     value = _convert_scalar(hint, value, where)
+    if hint is str:
+        return _shipped_file(value)
     return _in_range(value, FINITE, where) if hint in (int, float) else value
 
 
@@ -268,21 +367,29 @@ def _convert_scalar(hint: type, value: Any, where: str) -> Any:
         try:
             if hint is bool:
                 return {"true": True, "false": False}[value.lower()]
-            # 2e9 and 500_000 are how people write token counts.
+            # People write token counts as 2e9 or 500_000.
             written_out = hint is not int or value.lstrip("+-").isdigit()
             return hint(value) if written_out or not float(value).is_integer() else int(float(value))
         except (KeyError, ValueError, OverflowError):
             raise ConfigError(f"{where} = {value} must be {_TYPE_NAMES[hint]}.") from None
     if hint is float and type(value) is int:
         return float(_in_range(value, FINITE, where))
-    # type() and not isinstance(): True is an int to Python, and not to a person.
+    # type() instead of isinstance(), to which True is an int.
     if type(value) is not hint:
         raise ConfigError(f"{where} = {_shown(value)} must be {_TYPE_NAMES.get(hint, hint)}.")
     return value
 
 
+def _shipped_file(value: str) -> str:
+    """Relative paths of shipped files (`examples/…`, `configs/…`) lead into the package where they do not exist here."""
+    shipped = str(ROOT / value)
+    if value.startswith(("examples/", "configs/")) and not glob.glob(value) and glob.glob(shipped):
+        return shipped
+    return value
+
+
 def _convert_first(hints: tuple[Any, ...], value: Any, where: str) -> Any:
-    """A union of plain types (`float | int`): the first that takes the value."""
+    """Converts to the first type of a union (`float | int`) that accepts the value."""
     for position, hint in enumerate(hints):
         try:
             return _convert(hint, value, where)
@@ -306,7 +413,7 @@ def _convert_kind(kinds: list[Any], value: Any, where: str, default: Any) -> Any
 
 
 def _inline(value: Any, where: str) -> Any:
-    """A command-line value for a table: TOML's inline form."""
+    """Parses a table given on the command line, in TOML's inline form."""
     if not isinstance(value, _Raw):
         return value
     try:

@@ -1,19 +1,23 @@
-"""What a run reports, and how often."""
+"""The config section on what a run reports, and what its plasticity settings have to fulfil."""
 
 from dataclasses import dataclass
-
-import torchtitan.config as titan
 
 from farsight.ranges import Count, Positive, Size
 
 
 @dataclass
-class Metrics(titan.Metrics):
-    enable_tensorboard: bool = True
+class Metrics:
+    """What a run reports, and how often."""
+
     log_freq: Size = 10
+    """Steps between logged steps."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard events beside metrics.jsonl."""
+    save_tb_folder: str = "tb"
+    """Folder for TensorBoard events, inside the run folder."""
     plasticity_freq: Count = 0
-    """Steps between measurements of positional bias and attention plasticity (docs/analysis/live.md); one more comes before
-    the first step and one after the last. 0 measures nothing."""
+    """Steps between measurements of positional bias and attention plasticity (docs/analysis/live.md); one more
+    comes before the first step and one after the last. 0 measures nothing."""
     plasticity_heads: Size = 4
     """Query heads of each layer that are measured, the same ones each time."""
     plasticity_sequences: Size = 8
@@ -22,6 +26,10 @@ class Metrics(titan.Metrics):
     """Into how many of equal width these sequences are cut, 8 or more."""
     plasticity_tokens: Positive = 4.0
     """Tokens kept of each bucket and sequence, in expectation."""
+    # torchtitan reads these; `configs/check.py` refuses other values.
+    disable_color_printing: bool = False
+    save_for_all_ranks: bool = False
+    enable_wandb: bool = False
 
 
 LEAST_BUCKETS = 8

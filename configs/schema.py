@@ -9,25 +9,32 @@ A number's range is declared with its type (`farsight/ranges.py`).
 Units: lengths and scopes are tokens; layers and heads count from 0.
 """
 
+import dataclasses
+import json
+import logging
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
-import torchtitan.config as titan
-
+from farsight.configs.checkpointing import Checkpoint as Checkpoint
 from farsight.configs.metrics import Metrics as Metrics
+from farsight.configs.parallelism import Comm as Comm
+from farsight.configs.parallelism import DeepSpeed as DeepSpeed
+from farsight.configs.parallelism import Parallelism as Parallelism
+from farsight.configs.titan import Experimental as Experimental
+from farsight.configs.titan import FaultTolerance as FaultTolerance
+from farsight.configs.titan import MemoryEstimation as MemoryEstimation
+from farsight.configs.titan import Quantize as Quantize
 from farsight.configs.training import ActivationCheckpoint as ActivationCheckpoint
 from farsight.configs.training import Attention as Attention
-from farsight.configs.training import Checkpoint as Checkpoint
-from farsight.configs.training import Comm as Comm
 from farsight.configs.training import Compile as Compile
 from farsight.configs.training import Debug as Debug
-from farsight.configs.training import DeepSpeed as DeepSpeed
 from farsight.configs.training import Job as Job
 from farsight.configs.training import Loss as Loss
 from farsight.configs.training import LRScheduler as LRScheduler
 from farsight.configs.training import Model as Model
 from farsight.configs.training import Optimizer as Optimizer
-from farsight.configs.training import Parallelism as Parallelism
 from farsight.configs.training import Profiling as Profiling
 from farsight.configs.training import Training as Training
 from farsight.configs.training import Validation as Validation
@@ -60,6 +67,9 @@ class Architecture:
     """Use the embedding matrix as the output head."""
     depth_init: bool = True
     """Scale output projections' initial std by 1/sqrt(2·(layer+1)); false uses 1/sqrt(2·n_layers) for all."""
+
+
+logger = logging.getLogger("farsight")
 
 
 # ── What rotates: one class a kind ────────────────────────────────────────────────────────────────────
@@ -369,25 +379,29 @@ class Data:
 
 
 @dataclass
-class JobConfig(titan.JobConfig):
+class JobConfig:
     """torchtitan's sections with our defaults, and ours beside them."""
 
-    engine: Literal["torchtitan", "deepspeed"] = "torchtitan"
-    """What shares out the model and steps: torchtitan (every layout of [parallelism]) or DeepSpeed (ZeRO 1 to 3)."""
     job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
+    metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    comm: Comm = field(default_factory=Comm)
-    profiling: Profiling = field(default_factory=Profiling)
     training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    metrics: Metrics = field(default_factory=Metrics)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    quantize: Quantize = field(default_factory=Quantize)
+    comm: Comm = field(default_factory=Comm)
+    memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
+    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
+    experimental: Experimental = field(default_factory=Experimental)
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
-    compile: Compile = field(default_factory=Compile)
-    parallelism: Parallelism = field(default_factory=Parallelism)
+    engine: Literal["torchtitan", "deepspeed"] = "torchtitan"
+    """What shares out the model and steps: torchtitan (every layout of [parallelism]) or DeepSpeed (ZeRO 1 to 3)."""
     architecture: Architecture = field(default_factory=Architecture)
     position: Position = field(default_factory=Position)
     attention: Attention = field(default_factory=Attention)
@@ -405,3 +419,13 @@ class JobConfig(titan.JobConfig):
     def warmup_steps(self) -> int:
         """Steps in which the learning rate rises."""
         return self.lr_scheduler.warmup_steps
+
+    def maybe_log(self) -> None:
+        """Prints the config, or writes it as JSON, where [job] asks for it; torchtitan's trainer calls this."""
+        text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
+        if self.job.print_config:
+            logger.info(text)
+        if self.job.save_config_file is not None and os.environ.get("RANK", "0") == "0":
+            path = Path(self.job.dump_folder) / self.job.save_config_file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text + "\n", encoding="utf-8")

@@ -1,17 +1,147 @@
-"""Config sections of a training run: torchtitan's with our defaults and ranges, and those that it lacks."""
+"""Config sections of a training run, under torchtitan's names where the meaning is the same."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
-import torchtitan.config as titan
+from farsight.configs.titan import DataLoader
+from farsight.ranges import Count, NonNegative, PartialShare, Positive, Share, Size, SizeOrAuto
 
-from farsight.ranges import Count, NonNegative, PartialShare, Positive, Range, Share, Size, SizeOrAuto
+
+@dataclass
+class Job:
+    """The run itself: its config file and its folder."""
+
+    config_file: str | None = None
+    """TOML file to read; command-line options win over it."""
+    dump_folder: str = ""
+    """Run folder: everything the run writes goes here. Empty: runs/<config file's name>."""
+    description: str = "Farsight"
+    """What the log and the run's files call it."""
+    print_config: bool = False
+    """Print the whole config at the start."""
+    save_config_file: str | None = None
+    """Also write the config as JSON to this file of the run folder."""
+    # torchtitan reads these; they have no effect, or `configs/check.py` refuses other values.
+    custom_config_module: str = ""
 
 
-@dataclass(frozen=True)
-class Loss:
-    chunk_tokens: Count = 0
-    """Tokens whose logits exist at once; 0 picks a chunk of about 32M logits."""
+@dataclass
+class Model:
+    """The model's size, and what converts its layers."""
+
+    flavor: str = ""
+    """A size: the name of a file in configs/sizes/. Empty takes [architecture] as it stands."""
+    hf_assets_path: str = ""
+    """Not used: the tokenizer is named in [tokenizer], weights to start from in [checkpoint] initial_load_path."""
+    converters: list[str] = field(default_factory=list)
+    """["quantize.linear.float8"] computes the blocks' linear layers in float8 (GPUs of compute capability 8.9 or
+    more, with the package torchao); [quantize.linear.float8] says how they are scaled. Head, embedding and norms
+    stay as they are."""
+    print_after_conversion: bool = False
+    """Print the model after `converters` have changed it."""
+    # torchtitan reads these; `configs/check.py` refuses other values.
+    name: str = "farsight"
+    tokenizer_path: str | None = None
+
+
+@dataclass
+class Training:
+    """Batches, steps and precision."""
+
+    local_batch_size: Size = 8
+    """Sequences on a rank at a time."""
+    global_batch_size: SizeOrAuto = -1
+    """Sequences in an optimizer step, over all ranks and accumulated passes; -1 takes local_batch_size on every
+    data-parallel rank."""
+    seq_len: Size = 2048
+    """Tokens of a sequence."""
+    max_norm: Positive = 1.0
+    """Gradients are clipped to this norm."""
+    steps: Size = 10000
+    """Optimizer steps."""
+    enable_cpu_offload: bool = False
+    """FSDP keeps parameters, gradients and optimizer state in host memory."""
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    """Type of parameters, gradients and optimizer state. "bfloat16" keeps no fp32 copy of the weights."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type in which layers compute, by FSDP or by autocast."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Type in which FSDP sums gradients."""
+    gc_freq: Size = 50
+    """Steps between Python garbage collections, which all ranks do together."""
+    gc_debug: bool = False
+    """Collect garbage at every step and report reference cycles that hold GPU tensors."""
+    tokens: NonNegative = 0.0
+    """Length of training in tokens; sets `steps` from the global batch size and sequence length. 0 uses `steps`."""
+    layers: str = ""
+    """Train these layers alone ("0:8", "-8:", as in position.rules); all other parameters stay as they started."""
+    # torchtitan reads these; `configs/check.py` refuses other values.
+    dataset: str = "c4_test"
+    dataset_path: str | None = None
+    dataloader: DataLoader = field(default_factory=DataLoader)
+
+
+@dataclass
+class Optimizer:
+    """AdamW or Adam over all weights that train."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    lr: Positive = 0.0008
+    """Learning rate after warm-up."""
+    beta1: PartialShare = 0.9
+    """Decay of the first moment's running mean."""
+    beta2: PartialShare = 0.95
+    """Decay of the second moment's running mean; torchtitan's default, where PyTorch's is 0.999."""
+    eps: Positive = 1e-08
+    """Added to the root of the second moment."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled with AdamW, part of the gradient with Adam."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """How PyTorch steps: "fused" is the fastest on GPUs, "for-loop" the slowest."""
+    # torchtitan reads these; `configs/check.py` refuses other values.
+    early_step_in_backward: bool = False
+
+
+@dataclass
+class LRScheduler:
+    """The learning rate over the steps: warm-up, a constant stretch, decay."""
+
+    warmup_steps: Count = 200
+    """Steps in which the rate rises from 0."""
+    total_steps: Size | None = None
+    """Length of the schedule in steps; None takes training.steps. A longer one leaves the decay unfinished."""
+    decay_ratio: Share | None = None
+    """Share of the steps in which the rate decays, at the end; it is constant before. None decays right after
+    warm-up."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Share = 0.0
+    """Share of optimizer.lr at which the decay ends."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    """Which activations are recomputed in the backward pass."""
+
+    mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
+    """"full" recomputes whole blocks, "selective" part of them, "memory_budget" leaves the choice to
+    torch.compile."""
+    selective_ac_option: str = "2"
+    """With "selective": "op" recomputes all but expensive operations, a number every n-th block."""
+    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=lambda: ["moe.router.gate"])
+    """With "op": modules whose matrix products are recomputed all the same."""
+    early_stop: bool = False
+    """Stop recomputing as soon as all needed activations are there."""
+    memory_budget: Share = 0.5
+    """With "memory_budget": 0 keeps what "full" would keep, 1 all that the compiled forward pass keeps."""
+    visualize_memory_budget_pareto: bool = False
+    """Draw time over memory for all budgets into the run folder."""
+    preserve_rng_state: bool = True
+    """Recompute with the same random numbers; it takes time."""
+    determinism_check: str = "default"
+    """How PyTorch compares recomputed tensors: "default" or "none"."""
+    debug: bool = False
+    """Record what is recomputed; slow."""
 
 
 @dataclass(frozen=True)
@@ -21,157 +151,73 @@ class Attention:
     FlexAttention) a GPU to train, "flash" a GPU, bf16 or fp16, and the package flash-attn."""
 
 
-@dataclass
-class Job(titan.Job):
-    config_file: str | None = None
-    """TOML file to read; command-line options win over it."""
-    dump_folder: str = ""
-    """Run folder: everything the run writes goes here. Empty: runs/<config file's name>."""
-    description: str = "Farsight"
+@dataclass(frozen=True)
+class Loss:
+    chunk_tokens: Count = 0
+    """Tokens whose logits exist at once; 0 picks a chunk of about 32M logits."""
 
 
 @dataclass
-class Model(titan.Model):
-    name: str = "farsight"
-    flavor: str = ""
-    """A size: the name of a file in configs/sizes/. Empty takes [architecture] as it stands."""
-    hf_assets_path: str = ""
-    """Not used: the tokenizer is named in [tokenizer], weights to start from in [checkpoint] initial_load_path."""
-    converters: list[str] = field(default_factory=list)
-    """["quantize.linear.float8"] computes the blocks' linear layers in float8 (GPUs of compute capability 8.9 or more, with
-    the package torchao); [quantize.linear.float8] says how they are scaled. Head, embedding and norms stay as they are."""
+class Validation:
+    """The loss of held-out documents, measured while training goes on."""
 
-
-@dataclass
-class Optimizer(titan.Optimizer):
-    """AdamW or Adam over all weights that train."""
-
-    name: Literal["AdamW", "Adam"] = "AdamW"  # type: ignore[assignment]  # torchtitan takes any string
-    lr: Positive = 8e-4
-    beta1: PartialShare = 0.9
-    beta2: PartialShare = 0.95
-    """Decay of the second moment's running mean; torchtitan's default, where PyTorch's is 0.999."""
-    eps: Positive = 1e-8
-    weight_decay: NonNegative = 0.1
-
-
-@dataclass
-class LRScheduler(titan.LRScheduler):
-    """The learning rate over the steps: warm-up, a constant stretch, decay."""
-
-    warmup_steps: Count = 200
-    total_steps: Size | None = None
-    decay_ratio: Share | None = None
-    min_lr_factor: Share = 0.0
-
-
-@dataclass
-class ActivationCheckpoint(titan.ActivationCheckpoint):
-    """Which activations are recomputed in the backward pass."""
-
-    memory_budget: Share = 0.5
-
-
-@dataclass
-class Comm(titan.Comm):
-    """Timeouts of collectives."""
-
-    init_timeout_seconds: Size = 300
-    train_timeout_seconds: Size = 100
-    trace_buf_size: Count = 20000
-
-
-@dataclass
-class Profiling(titan.Profiling):
-    """Traces of steps and of memory."""
-
-    profile_freq: Size = 10
-    profiler_active: Size = 1
-    profiler_warmup: Count = 3
-
-
-@dataclass
-class Checkpoint(titan.Checkpoint):
-    load_step: Annotated[int, Range(least=0, also=-1)] = -1
     enable: bool = True
-    last_save_model_only: bool = False
-    """The last checkpoint keeps the optimizer too, so that a finished run can be continued."""
-    keep_latest_k: Count = 2
-    interval: Size = 500
-    verify: bool = True
-    """Compare every file with its checksums before a checkpoint is used; false looks at sizes alone."""
-    accept_changes: tuple[Literal["position", "optimizer"], ...] = ()
-    """What may differ from the checkpoint that the run resumes from: "position" (anything in [position]), "optimizer" (numbers
-    in [optimizer], [lr_scheduler] and fine-tuning's [garfa]). Otherwise such changes are refused."""
-
-
-@dataclass
-class Training(titan.Training):
-    local_batch_size: Size = 8
-    global_batch_size: SizeOrAuto = -1
-    seq_len: Size = 2048
-    max_norm: Positive = 1.0
-    steps: Size = 10000
-    gc_freq: Size = 50
-    tokens: NonNegative = 0.0
-    """Length of training in tokens; sets `steps` from the global batch size and sequence length. 0 uses `steps`."""
-    layers: str = ""
-    """Train these layers alone ("0:8", "-8:", as in position.rules); all other parameters stay as they started."""
-
-
-@dataclass
-class Validation(titan.Validation):
-    enable: bool = True
-    freq: Size = 500
-    """Steps between validations; one more comes before the first step and one after the last."""
-    steps: SizeOrAuto = 10
-    """Batches of held-out documents, the same ones each time."""
+    """Measure the loss of held-out documents."""
     local_batch_size: Count = 0
     """0 takes training.local_batch_size."""
     seq_len: Count = 0
     """0 takes training.seq_len."""
+    freq: Size = 500
+    """Steps between validations; one more comes before the first step and one after the last."""
+    steps: SizeOrAuto = 10
+    """Batches of held-out documents, the same ones each time."""
+    # torchtitan reads these; `configs/check.py` refuses other values.
+    dataset: str = "c4_validation"
+    dataset_path: str | None = None
+    dataloader: DataLoader = field(default_factory=DataLoader)
 
 
 @dataclass
-class Parallelism(titan.Parallelism):
-    data_parallel_replicate_degree: Size = 1
-    data_parallel_shard_degree: SizeOrAuto = -1
-    tensor_parallel_degree: Size = 1
-    context_parallel_degree: Size = 1
-    pipeline_parallel_degree: Size = 1
-    pipeline_parallel_microbatch_size: Size = 1
-    pipeline_parallel_schedule: Literal[
-        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
-    ] = "1F1B"  # type: ignore[assignment]  # torchtitan takes any string
-    """Order in which micro-batches pass through the stages. "1F1B" has one stage a rank; the interleaved ones several, and
-    less idle time; the zero-bubble ones fill it with weight gradients ("ZBVZeroBubble": two stages a rank, the first and
-    the last on the same)."""
-    pipeline_parallel_stages_per_rank: Count = 0
-    """Stages on each rank; 0 takes 1, or 2 where the schedule interleaves. Layers are split over stages by their FLOPs."""
-    context_parallel_load_balancer: Literal["zigzag", "contiguous"] = "zigzag"  # type: ignore[assignment]  # torchtitan's values name its own kernels
-    """How sequences are cut over context-parallel ranks: "zigzag" gives each a span from the front and one from the back,
-    so that all have equally much before theirs; "contiguous" one span, and a little less to exchange."""
+class Compile:
+    """torch.compile."""
 
-
-@dataclass
-class Compile(titan.job_config.Compile):
+    enable: bool = False
+    """Compile the model with torch.compile."""
     components: list[str] = field(default_factory=lambda: ["model"])
     """What `torch.compile` takes; "model" compiles block by block."""
-
-
-@dataclass(frozen=True)
-class DeepSpeed:
-    """What `engine = "deepspeed"` shares out; precision, clipping, batches and the optimizer are torchtitan's sections."""
-
-    zero_stage: Literal[1, 2, 3] = 2
-    """ZeRO (Rajbhandari et al., 2020): ranks share out the optimizer's state (1), gradients too (2), parameters too (3)."""
-    offload_optimizer: bool = False
-    """Keep the optimizer's state and fp32 weights in host memory, and step there."""
-    offload_parameters: bool = False
-    """Keep the parameters in host memory; stage 3 only."""
+    backend: str = "inductor"
+    """torch.compile's backend."""
 
 
 @dataclass
-class Debug(titan.Debug):
+class Profiling:
+    """Traces of steps and of memory."""
+
+    enable_profiling: bool = False
+    """Trace steps with PyTorch's profiler."""
+    save_traces_folder: str = "profile_traces"
+    """Folder for traces, inside the run folder."""
+    profile_freq: Size = 10
+    """Steps from one trace to the next."""
+    profiler_active: Size = 1
+    """Steps in a trace."""
+    profiler_warmup: Count = 3
+    """Steps that the profiler runs before each trace without keeping them."""
+    enable_memory_snapshot: bool = False
+    """Write snapshots of the GPU's memory."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder for snapshots, inside the run folder."""
+
+
+@dataclass
+class Debug:
+    """Seeds and determinism."""
+
     seed: Count | None = 0
     """Seeds the initial weights."""
+    deterministic: bool = False
+    """Use deterministic algorithms where there are any."""
+    deterministic_warn_only: bool = False
+    """Warn of operations that have none, instead of failing."""
+    # torchtitan reads these; they have no effect, or `configs/check.py` refuses other values.
+    moe_force_load_balance: bool = False

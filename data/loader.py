@@ -1,9 +1,8 @@
-"""Global batches whose order depends on the seed and the global batch size alone.
+"""Global batches of packed documents; their order depends only on the seed and the global batch size.
 
-A global batch has G rows, the *lanes*. Lane j is an independent run of documents, packed into rows, that no other lane
-shares; step n's row j is the n-th row of lane j. Data-parallel rank r of W owns lanes r·G/W … (r+1)·G/W - 1 and reads
-nothing else. So the batches are the same on any number of ranks, and since the state is kept lane by lane, a run can be
-resumed on another number of them.
+A global batch has G rows, the *lanes*. Each lane is an independent stream of documents, packed into rows; row j of step n is
+the n-th row of lane j. Data-parallel rank r of W owns lanes r·G/W … (r+1)·G/W - 1 and reads nothing else. So the batches are
+the same on any number of ranks, and since the state is saved per lane, a run can resume on another number of ranks.
 """
 
 import json
@@ -12,13 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 
-from farsight.checkpoints.dcp import load
 from farsight.configs import schema
 from farsight.data.mixture import MixedSource, Mixture
 from farsight.data.packing import Packer, Rows
@@ -34,26 +31,26 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 _MICRO_BATCHES_AHEAD = 2
 ORDER_KEY = "order"
-"""Of a loader's state: JSON of all that the order of its batches depends on."""
+"""Key of a loader's state: JSON of everything that the order of its batches depends on."""
 _FILES = "the files of "
-"""Begins the keys of the order under which a source's files are identified."""
+"""Prefix of the keys that identify a source's files."""
 _NOT_IDENTITY = ("path", "data_dir", "data_files")
-"""Fields that may change at a resume: data that was moved is the same data."""
+"""Fields that may change between save and resume: moved data is the same data."""
 
 
 class ReadAheadLoader(BaseDataLoader, ABC):
-    """Micro-batches that a thread makes ready. Iterating again goes on after the last whole step that was delivered, and
-    ends the older iteration."""
+    """A loader whose micro-batches are prepared by a thread. Iterating again continues after the last complete step that was
+    delivered, and ends the older iteration."""
 
     _running: Prefetch[tuple[Batch, Any]] | None = None
 
     @abstractmethod
     def _from_here(self) -> Iterator[tuple[Batch, Any]]:
-        """Micro-batches from the present place on; with the last of each step the place after it, else None."""
+        """Micro-batches from the current position on; the last of each step with the position after it, others with None."""
 
     @abstractmethod
     def _delivered(self, place: Any) -> None:
-        """A whole step was delivered."""
+        """Called when a complete step was delivered; `place` is the position after it."""
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
@@ -65,7 +62,7 @@ class ReadAheadLoader(BaseDataLoader, ABC):
                 yield batch
         finally:
             running.close()
-        raise RuntimeError("this iteration of the loader was ended by a newer one; go on with that.")
+        raise RuntimeError("this iteration of the loader was ended by a newer one; use that one.")
 
     def close(self) -> None:
         """Stops the background thread. Iterating again starts another."""
@@ -78,8 +75,8 @@ class Loader(ReadAheadLoader):
     """The endless micro-batches of one data-parallel rank.
 
     Yields ({"input": int64 [b, L], "positions": int64 [b, L], "document_starts": int32 [b, L]}, labels: int64 [b, L]),
-    G/(W·b) of them a step; labels are IGNORE (-100) after the last token of a document. Iterating again goes on
-    after the last whole step that was delivered, and ends the older iteration.
+    G/(W·b) of them per step; labels are IGNORE (-100) after the last token of a document. Iterating again continues
+    after the last complete step that was delivered, and ends the older iteration.
     """
 
     def __init__(
@@ -95,9 +92,9 @@ class Loader(ReadAheadLoader):
         dp_world_size: int,
         split: Split = "train",
     ):
-        """`vocab_size`: of the model; ids beyond it are refused. `global_batch_size` G and `micro_batch_size` b: rows.
+        """`vocab_size`: the model's; larger ids are refused. `global_batch_size` G and `micro_batch_size` b: in rows.
 
-        Raises `DataError` (a ValueError) for sizes that don't divide, and for data that can't be read.
+        Raises `DataError` for sizes that don't divide, and for data that can't be read.
         """
         if seq_len < 1:
             raise DataError(f"training.seq_len = {seq_len}; set at least 1.")
@@ -106,7 +103,7 @@ class Loader(ReadAheadLoader):
         self._micro_batch_size = micro_batch_size
         self._global_batch_size = global_batch_size
         self._config = config
-        self._reports_passes = split == "train"  # a few held-out documents are passed over again and again
+        self._reports_passes = split == "train"  # the few held-out documents are read many times
         self._sources = open_sources(config, split)
         self._mixed = [
             MixedSource(share, source, tokenizer, vocab_size)
@@ -126,12 +123,12 @@ class Loader(ReadAheadLoader):
 
     @property
     def epochs(self) -> list[int]:
-        """Passes begun over each source, in the order of `data.sources`, less one; of this rank's lanes."""
+        """Completed passes over each source, in the order of `data.sources`; the most of any of this rank's lanes."""
         return list(self._epochs)
 
     @property
     def skipped(self) -> dict[str, dict[str, int]]:
-        """Rows that could not be read, by source and reason; of this rank's lanes, since the start of the process."""
+        """Rows that could not be read, by source and reason; counted over this rank's lanes since the process started."""
         return {
             f"data.sources[{i}], {source.name}": dict(source.skipped)
             for i, source in enumerate(self._sources)
@@ -149,18 +146,18 @@ class Loader(ReadAheadLoader):
         self._lane_states = {}
 
     def state_dict(self) -> dict[str, str]:
-        """Where each of this rank's lanes stands after the last whole step that was delivered.
+        """The position of each of this rank's lanes after the last complete step that was delivered.
 
-        A step that is under way (gradient accumulation) counts as not begun. Keys are lanes, so that ranks save
-        disjoint parts of one checkpoint and any number of ranks finds its own in it.
+        A step in progress (gradient accumulation) counts as not begun. Keys are lanes, so ranks save disjoint parts of
+        one checkpoint, and any number of ranks can load their own lanes from it.
         """
         lanes = {_lane_key(lane): self._lane_states.get(lane, "") for lane in self._lane_ids}
         return {ORDER_KEY: json.dumps(self._order)} | lanes
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after the step of the state; an empty one starts from the first batch.
+        """Continues after the state's step; an empty state starts from the first batch.
 
-        Raises `DataError`, naming both values, if the state is of another order of data.
+        Raises `DataError`, naming both values, if the state has another order of data.
         """
         if not state_dict:
             self.rewind()
@@ -170,15 +167,15 @@ class Loader(ReadAheadLoader):
         self.close()
         self._lane_states = {lane: state for lane, state in states.items() if state}
 
-    def check_checkpoint(self, directory: str | Path) -> None:
-        """Raises `DataError` if the checkpoint (a DCP directory) was written under another order of data.
+    def check_order(self, saved: dict[str, Any]) -> None:
+        """Raises `DataError` unless the order of data that a checkpoint was saved under is this loader's.
 
-        To be called before loading: a checkpoint of fewer lanes stops the load itself, with no more than a missing key.
+        Call it before loading: where the checkpoint has fewer lanes, loading fails with nothing but a missing key.
         """
-        refuse_other_order(saved_order(directory), self._order)
+        refuse_other_order(saved, self._order)
 
     def _produce(self, states: dict[int, str]) -> Iterator[tuple[Batch, dict[int, str] | None]]:
-        """Micro-batches from the given states on; with the last of each step, the lanes' states after it."""
+        """Micro-batches from the given states on; the last one of each step comes with the lanes' states after it."""
         lanes = [
             _Lane(self._mixed, self._config, lane, self._global_batch_size, states.get(lane)) for lane in self._lane_ids
         ]
@@ -194,7 +191,7 @@ class Loader(ReadAheadLoader):
             self._report_passes(_passes(lanes))
 
     def _report_shared(self) -> None:
-        """Says which sources have fewer documents than the batch has rows, and warns where even their parts are too short."""
+        """Logs which sources have fewer documents than the batch has rows, and warns if even their parts are too short."""
         for i, mixed in enumerate(self._mixed):
             rows = mixed.source.rows_if_fewer(self._global_batch_size)
             if rows is None:
@@ -217,19 +214,19 @@ class Loader(ReadAheadLoader):
 
 
 class ValidationLoader(BaseDataLoader):
-    """The same first `steps` global batches of the held-out documents, at every iteration.
+    """The first `steps` global batches of the held-out documents, the same at every iteration.
 
-    Batches are kept after the first time, so that they are read and tokenised once.
+    The batches are kept in memory, so documents are read and tokenised once. Yields as `Loader` does.
     """
 
     def __init__(self, loader: Loader, steps: int):
-        """`loader`: of the "validation" split. `steps`: global batches."""
+        """`loader`: a loader of the "validation" split. `steps`: number of global batches."""
         self._loader = loader
         self._micro_batches = steps * loader.micro_batches_per_step
         self._kept: list[Batch] = []
 
     def __len__(self) -> int:
-        """Micro-batches that an iteration yields on this rank."""
+        """Micro-batches per iteration on this rank."""
         return self._micro_batches
 
     def __iter__(self) -> Iterator[Batch]:
@@ -248,7 +245,7 @@ class ValidationLoader(BaseDataLoader):
 
 
 def build_loader(job_config: schema.JobConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int) -> Loader:
-    """The training loader of a config, for one data-parallel rank."""
+    """The training loader of a config for one data-parallel rank; the trainer's spec builds its data with it."""
     return Loader(
         job_config.data,
         tokenizer,
@@ -264,15 +261,15 @@ def build_loader(job_config: schema.JobConfig, tokenizer: Tokenizer, dp_rank: in
 def build_validation_loader(
     job_config: schema.JobConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int
 ) -> ValidationLoader:
-    """The validation loader of a config, for one data-parallel rank.
+    """The validation loader of a config for one data-parallel rank.
 
-    A validation step is a global batch as large as training's, so that the batches don't depend on the number of ranks.
-    Micro-batches are `validation.local_batch_size` rows, or fewer where that doesn't divide a rank's share.
+    A validation step is a global batch as large as in training, so the batches don't depend on the number of ranks.
+    Micro-batches have `validation.local_batch_size` rows, or fewer if that doesn't divide a rank's share.
     """
     steps = job_config.validation.steps
     if steps < 1:
         raise DataError(
-            f"validation.steps = {steps}: held-out documents are packed without end; set the number of batches."
+            f"validation.steps = {steps}: held-out documents are packed endlessly; set the number of batches."
         )
     batch_size = global_batch_size(job_config, dp_world_size)
     rows = max(1, batch_size // dp_world_size)
@@ -308,12 +305,12 @@ class _Lane:
 
 
 def _passes(lanes: list[_Lane]) -> list[int]:
-    """The furthest pass that any of the lanes has begun, for each source."""
+    """The latest pass that any lane has begun, for each source."""
     return [max(epochs) for epochs in zip(*(lane.mixture.epochs for lane in lanes), strict=True)]
 
 
 def rows_of_rank(global_batch_size: int, micro_batch_size: int, dp_rank: int, dp_world_size: int) -> range:
-    """The rows of each global batch that a data-parallel rank has. Raises `DataError` for sizes that don't divide."""
+    """The rows of each global batch that belong to a data-parallel rank. Raises `DataError` for sizes that don't divide."""
     if min(global_batch_size, micro_batch_size) < 1 or global_batch_size % (micro_batch_size * dp_world_size):
         raise DataError(
             f"a global batch of {global_batch_size} rows can't be cut into micro-batches of {micro_batch_size} on "
@@ -325,13 +322,13 @@ def rows_of_rank(global_batch_size: int, micro_batch_size: int, dp_rank: int, dp
 
 
 def global_batch_size(job_config: schema.JobConfig, dp_world_size: int) -> int:
-    """Rows of an optimizer step: what is asked for, or one micro-batch on each rank."""
+    """Rows per optimizer step: as configured, or one micro-batch per rank."""
     asked = job_config.training.global_batch_size
     return asked if asked > 0 else job_config.training.local_batch_size * dp_world_size
 
 
 def to_batch(rows: Rows) -> Batch:
-    """What a loader yields of some rows; the tensors share the rows' memory."""
+    """A loader's batch of some rows [b, L], as the trainer takes it; the tensors share the rows' memory."""
     inputs = {
         "input": torch.from_numpy(rows.inputs),
         "positions": torch.from_numpy(rows.positions),
@@ -347,7 +344,7 @@ def _lane_key(lane: int) -> str:
 def _describe_order(
     config: schema.Data, tokenizer: Tokenizer, sources: list[DocumentSource], global_batch_size: int, seq_len: int
 ) -> dict[str, Any]:
-    """All that the order of batches depends on, flat, by the name under which it is set."""
+    """Everything that the order of batches depends on: a flat dict, keyed by the names of the settings."""
     order: dict[str, Any] = {
         "training.global_batch_size": global_batch_size,
         "training.seq_len": seq_len,
@@ -366,19 +363,12 @@ def _describe_order(
 
 
 def source_settings(source: Any) -> dict[str, Any]:
-    """The settings of a source (a dataclass of the config) on which the order of data depends."""
+    """The settings of a source (a dataclass of the config) that affect the order of data."""
     return {key: value for key, value in asdict(source).items() if key not in _NOT_IDENTITY}
 
 
-def saved_order(directory: str | Path) -> dict[str, Any]:
-    """The order of data under which a checkpoint (a DCP directory) was written."""
-    saved = {"dataloader": {ORDER_KEY: ""}}
-    load(saved, Path(directory), no_dist=True)
-    return json.loads(saved["dataloader"][ORDER_KEY])
-
-
 def refuse_other_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises `DataError`, naming both values, where a checkpoint's order of data is not the present one."""
+    """Raises `DataError`, naming both values, where a checkpoint's order of data differs from the current one."""
     differences = list(_differences(saved, now))
     if differences:
         raise DataError(
@@ -392,7 +382,7 @@ def _differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     for key in saved | now:
         if key.startswith(_FILES):
             if key not in saved:
-                logger.info("the checkpoint does not record %s: whether they are still the same is not known", key)
+                logger.info("the checkpoint does not record %s: whether they have changed is not known", key)
             elif key in now and (change := difference(saved[key], now[key])):
                 yield f"{key}: {change}"
         elif saved.get(key) != now.get(key):

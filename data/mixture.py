@@ -1,8 +1,8 @@
-"""Mixing sources by weight, and the length filters, for one lane.
+"""Mixes the documents of several sources by weight, and applies the length filters, for one lane.
 
 A weight is a share of *tokens*, not of documents: a lane takes its next document from the source that is furthest
-behind its share. Every lane keeps its own account, and starts as if in the middle of things: each source begins with a
-part of a document to its credit, another part in each lane. So the first global batches are mixed like all later ones.
+behind its share. Every lane counts separately and starts as if in mid-stream: each source begins with credit for a fraction
+of a document, which differs between lanes. So the first global batches are mixed like all later ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,14 @@ from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.progress import progress
 
 _TYPICAL_TEXT = "The order of documents depends on the seed alone: for i in range(3): return words[i]"
-"""Its tokens a byte stand for a tokenizer's; the order of documents depends on it, so it must never change."""
+"""Gives a tokenizer's tokens per byte. The order of documents depends on it, so it must never change."""
 _CREDIT = 0x637265646974
 _PARTS = 0x7061727473
-"""Set the random numbers of credits and of shared documents apart from the others of the same seed."""
+"""Separate the random draws for credits and for shared documents from others of the same seed."""
 
 
 class MixedSource:
-    """A source with its weight and filters; the lanes of a loader share it."""
+    """A source with its weight and filters; all lanes of a loader share one."""
 
     def __init__(self, config: schema.Source, source: DocumentSource, tokenizer: Tokenizer, vocab_size: int):
         self.weight = config.weight
@@ -39,12 +39,12 @@ class MixedSource:
         self._shared: SharedDocuments | None = None
 
     def typical_tokens(self, lanes: int) -> float:
-        """Tokens that a lane draws at once of a document that passes the filters, very roughly."""
+        """Very rough number of tokens in one draw of a lane from this source."""
         rows = self.source.rows_if_fewer(lanes)
         return self._document_tokens * (1 if rows is None else rows / lanes)
 
     def lane(self, lane: int, lanes: int, seed: int) -> DocumentLane:
-        """Reading position of lane `lane` of `lanes`, at the start; `seed` deals out the parts of documents that are shared."""
+        """A new reading position for lane `lane` of `lanes`; `seed` deals out the parts of shared documents."""
         rows = self.source.rows_if_fewer(lanes)
         if rows is None:
             return self.source.lane(lane, lanes)
@@ -53,11 +53,11 @@ class MixedSource:
         return self._shared.lane(lane)
 
     def tokens(self, document: Document) -> np.ndarray | None:
-        """[bos] text [eos] of a document, int64; None if the length filters leave it out.
+        """[bos] text [eos] of a document, int64 [n]; None if the length filters exclude it.
 
-        Of a piece of a document, bos and eos are where the document has them, and no filter asks about it again.
+        A piece of a document has bos and eos only where the document begins and ends, and is not filtered again.
 
-        Raises `DataError` for an id that is not in the model's vocabulary.
+        Raises `DataError` for an id outside the model's vocabulary.
         """
         text = self._text_tokens(document)
         if text is None or not len(text):
@@ -69,7 +69,7 @@ class MixedSource:
         return ids
 
     def _text_tokens(self, document: Document) -> np.ndarray | None:
-        """Tokens of a text; None if it is a whole document that the filters leave out."""
+        """Tokens of a document's text; None if it is a whole document that the filters exclude."""
         least, most = self._config.min_tokens, self._config.max_tokens
         if document.whole:
             bound = self._tokenizer.most_tokens(document.size)
@@ -84,7 +84,7 @@ class MixedSource:
         return text
 
     def _passes(self, document: Document) -> bool:
-        """Whether a whole document passes the filters; it is tokenised only where there are any."""
+        """Whether a whole document passes the filters; only tokenised if there are any."""
         filtered = self._config.min_tokens or self._config.max_tokens
         return not filtered or self._text_tokens(document) is not None
 
@@ -115,7 +115,7 @@ class MixedSource:
 
 
 def check_vocabulary(ids: np.ndarray, vocab_size: int, tokenizer: Tokenizer, key: str) -> None:
-    """Raises `DataError`, which begins with `key`, if a model of `vocab_size` tokens does not have one of the ids."""
+    """Raises `DataError` if one of the ids [n] is outside a model's vocabulary; `key` names the document in the message."""
     if ids.min() < 0 or ids.max() >= vocab_size:
         wrong = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise DataError(
@@ -125,7 +125,7 @@ def check_vocabulary(ids: np.ndarray, vocab_size: int, tokenizer: Tokenizer, key
 
 
 class Mixture:
-    """The endless sequence of one lane's documents."""
+    """The endless sequence of one lane's documents; `state` and `load_state` save and restore the position."""
 
     def __init__(self, sources: Sequence[MixedSource], seed: int, lane: int, lanes: int):
         self._sources = sources
@@ -138,11 +138,11 @@ class Mixture:
 
     @property
     def epochs(self) -> list[int]:
-        """Passes that the lane has begun over each source, less one."""
+        """Completed passes over each source."""
         return [reader.epoch for reader in self._readers]
 
     def draw(self) -> np.ndarray:
-        """Tokens of the next document: int64, special tokens included."""
+        """Tokens of the next document: int64 [n], special tokens included."""
         choice = min(range(len(self._sources)), key=self._progress)
         mixed, reader = self._sources[choice], self._readers[choice]
         drawn, readers = self._drawn.copy(), [r.state() for r in self._readers]
@@ -167,16 +167,17 @@ class Mixture:
         return tokens
 
     def _try(self, source: int) -> tuple[list[int], np.ndarray | None]:
-        """The next row's place and tokens; none, where it is passed over."""
+        """The next row's position and tokens; no tokens if the row is skipped."""
         place = self._readers[source].state()
         document = self._readers[source].read()
         return place, None if document is None else self._sources[source].tokens(document)
 
     def state(self) -> dict[str, Any]:
-        """Where to go on so that `draw` gives the document drawn last once more; JSON values only."""
+        """A state (JSON values only) from which `draw` returns the last drawn document again."""
         return self._before_last
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Continues from a state of `state`."""
         self._drawn = list(state["drawn"])
         for reader, place in zip(self._readers, state["readers"], strict=True):
             reader.load_state(place)
@@ -190,7 +191,10 @@ class Mixture:
 
 
 def sample_texts(config: schema.Data, max_bytes: int, split: Split = "train") -> Iterator[str]:
-    """Texts of one side of the mixture, by weight in bytes, until there are `max_bytes` or each source was read once."""
+    """Texts of one split, mixed by weight in bytes, until `max_bytes` are read or every source is exhausted.
+
+    Tokenizers are trained on it.
+    """
     sources = open_sources(config, split)
     readers = {i: source.lane(0, 1) for i, source in enumerate(sources)}
     given = [0.0] * len(sources)

@@ -1,4 +1,4 @@
-"""The order in which a source's documents are read: seeded permutations that need no memory.
+"""Seeded permutations that need no memory: the order in which a source's documents are read.
 
 Everything here is plain integer arithmetic, so that the order stays the same on every machine and under every
 version of Python and NumPy: a run resumed years later must go on with the same documents.
@@ -15,7 +15,7 @@ _EPOCHS_KEPT = 4
 
 
 def hash64(*values: int) -> int:
-    """A 64-bit hash of a sequence of integers (the splitmix64 finaliser, chained)."""
+    """A 64-bit hash of a sequence of integers (chained splitmix64 finalisers): every random draw of the data comes from it."""
     state = _GOLDEN
     for value in values:
         state = _mix(state ^ _mix((value + _GOLDEN) & _MASK_64))
@@ -25,8 +25,8 @@ def hash64(*values: int) -> int:
 def shuffled(index: int, size: int, seed: int) -> int:
     """Where a seeded permutation of 0 … size-1 sends `index`, without building the permutation.
 
-    A Feistel network permutes the smallest even-bit range that holds `size`; results outside 0 … size-1 go round
-    again, which keeps it a permutation and takes fewer than four turns on average.
+    A Feistel network permutes the smallest even-bit range that holds `size`; results outside 0 … size-1 are permuted
+    again, which keeps it a permutation and takes fewer than four rounds on average.
     """
     assert 0 <= index < size
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -41,21 +41,21 @@ def shuffled(index: int, size: int, seed: int) -> int:
 
 
 def permutation(size: int, seed: int) -> np.ndarray:
-    """The numbers 0 … size-1 (int64) in the order of their hashes: a seeded shuffle of all of them at once."""
+    """The numbers 0 … size-1 in the order of their hashes, int64 [size]: a whole seeded shuffle at once."""
     keys = _mix_array(np.arange(size, dtype=np.uint64) ^ np.uint64(hash64(seed)))
     return np.argsort(keys, kind="stable")
 
 
 class EpochOrder:
-    """The endless sequence of a source's rows: each epoch holds every row once, in an order of its own.
+    """The endless sequence of a source's rows: each epoch has every row once, in an order of its own.
 
-    Rows come in blocks (a Parquet row group) that are expensive to open. Blocks are shuffled, and the rows within
-    each, so that readers that walk the sequence together need the same few blocks at a time. A source whose rows
-    are cheap to reach is one block, and its order is a full shuffle.
+    Rows come in blocks (Parquet row groups) that are expensive to open. Blocks are shuffled, and so are the rows within
+    each, so readers that advance together need the same few blocks at a time. A source whose rows are cheap to reach
+    is a single block, and its order a full shuffle.
     """
 
     def __init__(self, block_sizes: Sequence[int], seed: int):
-        """`block_sizes`: rows of each block, none of them 0. `seed`: any integer."""
+        """`block_sizes`: rows of each block, none of them 0."""
         assert min(block_sizes, default=0) > 0
         self._sizes = np.asarray(block_sizes, dtype=np.int64)
         self._first_rows = np.concatenate([[0], np.cumsum(self._sizes)])
@@ -94,7 +94,7 @@ def _mix(value: int) -> int:
 
 
 def _mix_array(values: np.ndarray) -> np.ndarray:
-    """`_mix` of each, uint64."""
+    """`_mix` of each element, uint64."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

@@ -1,8 +1,8 @@
-"""Packing: documents of any length into rows of exactly L tokens.
+"""Packs documents of any length into rows of exactly L tokens.
 
-A lane's documents, one after the other, are one endless run of tokens; a row is the next L of it. Nothing is dropped
-and nothing is padded: a document that does not fit in what is left of a row goes on in the next. The label of a token
-is the token after it in its document, also across the end of a row, so that every transition is trained exactly once.
+A lane's concatenated documents are one endless stream of tokens, and a row is the next L of them. Nothing is dropped or
+padded: a document that does not fit into the rest of a row continues in the next. A token's label is the next token of its
+document, even across the end of a row, so every transition is trained exactly once.
 
     documents      a b c d e | f g |            L = 4
     inputs         a b c d     e f g …
@@ -19,24 +19,25 @@ import numpy as np
 from farsight.data.sources.documents import DataError
 
 IGNORE = -100
-"""Label that the loss leaves out, as in PyTorch."""
+"""Label that the loss ignores, as in PyTorch."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """B rows of L tokens. All arrays are [B, L]."""
+    """B rows of L tokens, as loaders fill them before `to_batch`. All arrays are [B, L]."""
 
     inputs: np.ndarray
     """int64 token ids."""
     labels: np.ndarray
     """int64 token ids, or IGNORE after the last token of a document."""
     positions: np.ndarray
-    """int64, 0 at the first token of each document, or of the piece of it that is in this row."""
+    """int64, counted from the start of each document, or of its piece in this row."""
     document_starts: np.ndarray
-    """int32, where in the row the document of a token (or its piece) starts."""
+    """int32, index in the row at which the token's document (or its piece) starts."""
 
     @classmethod
     def empty(cls, rows: int, seq_len: int) -> "Rows":
+        """Uninitialised arrays [rows, seq_len], to be filled row by row."""
         shape = (rows, seq_len)
         return cls(
             np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int32)
@@ -44,21 +45,21 @@ class Rows:
 
 
 class Packer:
-    """Cuts one lane's documents into rows."""
+    """Packs one lane's documents into rows; `fill` writes the next row, `offset` is the state to save."""
 
     def __init__(self, draw: Callable[[], np.ndarray], mask_documents: bool):
-        """`draw`: the tokens of the lane's next document, at least one, special tokens included.
+        """`draw`: returns the lane's next document, int64 [n ≥ 1], special tokens included.
 
-        `mask_documents`: false makes a row one document: labels go on across document ends and positions never restart.
+        `mask_documents`: if false, a row counts as one document: labels cross document ends, positions don't restart.
         """
         self._draw = draw
         self._mask_documents = mask_documents
         self._document = np.empty(0, np.int64)
         self.offset = 0
-        """Tokens of the document drawn last that have been packed."""
+        """Number of tokens of the last drawn document that have been packed."""
 
     def resume(self, offset: int) -> None:
-        """Draws a document and takes its first `offset` tokens as packed."""
+        """Draws a document and skips its first `offset` tokens, which were packed before."""
         self._document = self._draw()
         if offset > len(self._document):
             raise DataError(
@@ -68,7 +69,7 @@ class Packer:
         self.offset = offset
 
     def fill(self, rows: Rows, row: int) -> None:
-        """Packs the next row into row `row` of `rows`."""
+        """Writes the next L tokens into row `row` of `rows`."""
         inputs, labels = rows.inputs[row], rows.labels[row]
         positions, starts = rows.positions[row], rows.document_starts[row]
         filled, length = 0, len(inputs)
@@ -89,7 +90,7 @@ class Packer:
             starts[:] = 0
 
     def _next_document(self) -> np.ndarray:
-        """The document that the next token is of; `offset` is where in it."""
+        """The document of the next token, which is at `offset` in it."""
         if self.offset == len(self._document):
             self.resume(0)
         return self._document

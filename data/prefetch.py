@@ -13,10 +13,10 @@ _JOIN_SECONDS = 5.0
 
 
 class Prefetch(Generic[Item]):
-    """Iterates over `items`, which a thread runs up to `depth` items ahead. The order is that of `items`.
+    """Iterates over `items` in order, while a thread runs up to `depth` items ahead; loaders prepare batches with it.
 
-    An exception of the iterator is raised to the consumer, with its traceback, after the items before it. `close` stops
-    the thread; so do the end of the process and the loss of the last reference.
+    An exception in the iterator is re-raised in the consumer, with its traceback, after the items before it. `close` stops
+    the thread; so does the end of the process, or losing the last reference.
     """
 
     def __init__(self, items: Iterator[Item], depth: int):
@@ -44,7 +44,7 @@ class Prefetch(Generic[Item]):
 
 
 def _run(items: Iterator[Item], ready: "queue.Queue", stop: threading.Event) -> None:
-    # A function, not a method: a thread that held the object would keep it from being collected.
+    # A function, not a method: a reference from the thread would keep the object from being collected.
     try:
         for item in items:
             if not _put(ready, (item, None), stop):
@@ -55,7 +55,7 @@ def _run(items: Iterator[Item], ready: "queue.Queue", stop: threading.Event) -> 
 
 
 def _put(ready: "queue.Queue", entry: tuple, stop: threading.Event) -> bool:
-    """Waits for a free place; False when stopped."""
+    """Waits for a free slot; False when stopped."""
     while not stop.is_set():
         try:
             ready.put(entry, timeout=_POLL_SECONDS)

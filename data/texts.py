@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import zstandard
 from torch import Tensor
 
 from farsight.configs.check import ConfigError
@@ -19,15 +18,15 @@ from farsight.progress import progress
 
 
 def read_texts(path: Path, field: str = "text") -> list[str]:
-    """The texts of a file: of .jsonl those under `field`, one a line; of .parquet the column `field`; any other file is one text.
+    """The texts of a file: `field` of each line of a .jsonl, the column `field` of a .parquet; any other file is one text.
 
-    Files whose names end with .gz, .bz2, .xz or .zst as well are decompressed.
+    Files that also end with .gz, .bz2, .xz or .zst are decompressed. Evaluations and analyses read their --data with it.
 
     Raises:
-        ConfigError: no such file, not UTF-8, damaged, or a line or row that has no such text.
+        ConfigError: no such file, not UTF-8, damaged, or a line or row without such a text.
     """
     if not path.is_file():
-        raise ConfigError(f"{path} is no regular file." if path.exists() else f"There is no file {path}.")
+        raise ConfigError(f"{path} is not a regular file." if path.exists() else f"There is no file {path}.")
     kind = _kind(path)
     if kind == ".parquet":
         if kind != path.suffix:
@@ -43,12 +42,12 @@ def has_fields(path: Path) -> bool:
 
 
 def _kind(path: Path) -> str:
-    """The ending of a file's name, before that of its compression."""
+    """A file's suffix, not counting that of its compression."""
     return Path(path.stem).suffix if path.suffix in _UNPACK else path.suffix
 
 
 def encode_file(path: Path, tokenizer: Tokenizer, field: str = "text") -> list[Tensor]:
-    """int64 ids [n] of each document of a file, without special tokens."""
+    """Token ids, int64 [n], of each document of a file, without special tokens; the tools feed them to a model."""
     texts = read_texts(path, field)
     found = []
     with progress(
@@ -61,12 +60,17 @@ def encode_file(path: Path, tokenizer: Tokenizer, field: str = "text") -> list[T
 
 
 def _unpack_zst(raw: bytes) -> bytes:
+    import zstandard
+
     parts = []
-    while raw:  # frame by frame: the library's files take one that was cut off for the end
+    while raw:  # frame by frame: the library takes a truncated frame for the end of the file
         frame = zstandard.ZstdDecompressor().decompressobj()
-        parts.append(frame.decompress(raw))
+        try:
+            parts.append(frame.decompress(raw))
+        except zstandard.ZstdError as error:
+            raise ValueError(error) from error
         if not frame.eof:
-            raise EOFError("it ends in the midst of a frame")
+            raise EOFError("it ends in the middle of a frame")
         raw = frame.unused_data
     return b"".join(parts)
 
@@ -77,7 +81,7 @@ _UNPACK: dict[str, Callable[[bytes], bytes]] = {
     ".xz": lzma.decompress,
     ".zst": _unpack_zst,
 }
-_DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+_DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
 
 
 def _read(path: Path) -> bytes:
@@ -100,7 +104,7 @@ def _decode(path: Path, raw: bytes) -> str:
 
 
 def _lines(path: Path, text: str, field: str) -> Iterator[str]:
-    # Not splitlines: inside a string, JSON allows other line separators than this one.
+    # Not splitlines: JSON strings may contain other line separators.
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
@@ -112,9 +116,9 @@ def _lines(path: Path, text: str, field: str) -> Iterator[str]:
             yield value[field]
             continue
         if text.lstrip().startswith("["):
-            raise ConfigError(f"{path} is a JSON array: write its elements one a line (jq -c '.[]' '{path}' does so).")
+            raise ConfigError(f"{path} is a JSON array: write one element per line (jq -c '.[]' '{path}' does so).")
         there = f"; it has {', '.join(value) or 'none'}" if isinstance(value, dict) else ""
-        raise ConfigError(f'{path}, line {number}: not an object with a "{field}" that is a text{there}.')
+        raise ConfigError(f'{path}, line {number}: not an object whose "{field}" is a text{there}.')
 
 
 def _column(path: Path, field: str) -> Iterator[str]:

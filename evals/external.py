@@ -1,11 +1,11 @@
-"""Results of other harnesses as the tables and JSON of `farsight harness`.
+"""Results of other harnesses, in the table and JSON format of `farsight harness`.
 
     farsight external HELMET/output/my_model --json F
     farsight external LOFT/outputs LongBench-Pro/output/my_model/*_summary.json
 
 Reads what HELMET, LOFT and LongBench-Pro write, and what L-Eval prints (docs/evaluate.md says how to run each of them, and where
-their results lie). A folder is searched for files of these kinds; other files in it are passed over. Figures are shares of
-1, whatever the harness counts in.
+they put their results). A folder is searched for files of these kinds; other files are skipped. Figures range from 0 to 1, whatever
+the harness's own scale.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 from farsight.cli import command
 from farsight.configs.check import ConfigError
 from farsight.configs.json_files import fields_of, read_object
-from farsight.evals.harness.harness import table
+from farsight.evals.harness.table import table
 from farsight.files import write_text
 from farsight.outputs import check_outputs
 
@@ -37,7 +37,7 @@ KINDS = """\
 
 @dataclass(frozen=True)
 class Figure:
-    """A task's figure."""
+    """One task's result."""
 
     name: str
     metric: str
@@ -45,11 +45,10 @@ class Figure:
     source: Path
     n: int | None = None
     group: str = ""
-    """Whose mean it counts in."""
+    """Group whose mean includes it."""
 
 
-# Which of its metrics HELMET reports of a data set, the category it counts in, and what its figures are out of; by what is in
-# the data set's name.
+# Category and reported metrics of HELMET's data sets, by a part of the data set's name.
 _HELMET: dict[str, tuple[str, tuple[str, ...]]] = {
     "json_kv": ("Recall", ("substring_exact_match",)),
     "ruler_niah": ("Recall", ("ruler_recall",)),
@@ -70,13 +69,13 @@ _HELMET: dict[str, tuple[str, tuple[str, ...]]] = {
     "alce_qampari": ("Cite", ("qampari_rec_top5", "citation_rec", "citation_prec")),
 }
 _HELMET_RECALL = ("ruler_niah_mk_2", "ruler_niah_mk_3", "ruler_niah_mv")
-"""Those of RULER's needles that count in HELMET's Recall."""
+"""RULER's needle tasks that count in HELMET's Recall."""
 _HELMET_FULL = {"gpt-4-score": 3.0, "gpt-4-f1": 1.0}
 _HELMET_COLUMNS = {"Recall": 4, "RAG": 4, "ICL": 5, "Cite": 6, "Re-rank": 1, "LongQA": 3, "Summ": 2}
 _HELMET_NAME = re.compile(r"(?P<rest>.+)_in(?P<length>\d+)_size.*?\.json(?:\.score)?$")
 _GPT4 = "-gpt4eval_o.json"
 
-# The primary metrics of LOFT's README, where they differ from their task's.
+# LOFT's primary metrics by task (its README), and those of retrieval data sets that differ.
 _LOFT = {"retrieval": "recall@1", "mm": "recall@1", "rag": "subspan_em", "sql": "exec_acc", "icl": "em"}
 _LOFT_RETRIEVAL = {"hotpotqa": "mrecall@2", "musique": "mrecall@5", "qampari": "mrecall@5", "quest": "mrecall@3"}
 
@@ -85,10 +84,10 @@ _LEVAL_AVERAGE = re.compile(r"^average score of .*: (?P<value>[\d.]+)$", re.MULT
 
 
 def read(paths: Iterable[Path]) -> list[Figure]:
-    """The figures of result files, and of those that folders hold.
+    """The figures in result files and folders of them.
 
     Raises:
-        ConfigError: no such file, one of no known kind, one that holds no figure, or two that give the same.
+        ConfigError: a missing file, one of unknown kind or without figures, or two files with the same figure.
     """
     figures: dict[str, Figure] = {}
     for path in paths:
@@ -108,11 +107,11 @@ def read(paths: Iterable[Path]) -> list[Figure]:
 
 
 def _result_files(folder: Path) -> Iterator[Path]:
-    """The result files in a folder; of those that HELMET writes of one run, the one that has the final figures."""
+    """The result files in a folder; of the files that HELMET writes for one run, the one with the final figures."""
     for path in sorted(folder.rglob("*")):
         if not path.is_file() or _kind_of(path) is None:
             continue
-        alce = "alce" in path.name  # whose figures are in the .score alone
+        alce = "alce" in path.name  # ALCE's figures are only in the .score file
         if path.suffix == ".score":
             superseded = not alce and path.with_suffix("").is_file()
         else:
@@ -123,7 +122,7 @@ def _result_files(folder: Path) -> Iterator[Path]:
 
 
 def _kind_of(path: Path) -> str | None:
-    """Which harness wrote a file; None for any other file."""
+    """The harness that wrote a file; None for other files."""
     if path.suffix not in (".json", ".score", ".txt"):
         return None
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -143,10 +142,10 @@ def _kind_of(path: Path) -> str | None:
 
 
 def read_file(path: Path) -> list[Figure]:
-    """The figures of one file.
+    """The figures in one file.
 
     Raises:
-        ConfigError: a file of no known kind, or of a task whose figure is not known.
+        ConfigError: a file of unknown kind, or an unknown task.
     """
     with fields_of(path):
         match _kind_of(path):
@@ -192,7 +191,7 @@ def _helmet(path: Path) -> list[Figure]:
 
 
 def _helmet_task(path: Path, content: dict[str, Any]) -> tuple[str, str]:
-    """The data set and the length of a run: from its arguments, which a .score has in the file beside it, or from its name."""
+    """Data set and length of a run: from its arguments (a .score file has them in the file beside it) or from its name."""
     beside = path.with_suffix("")
     if path.suffix == ".score" and beside.is_file():
         content = read_object(beside)
@@ -205,7 +204,7 @@ def _helmet_task(path: Path, content: dict[str, Any]) -> tuple[str, str]:
 
 
 def _loft(path: Path) -> list[Figure]:
-    """Of `outputs/TASK/DATASET/LENGTH/SPLIT_predictions_metrics.json`, as LOFT's own script lays it out."""
+    """The figure in `outputs/TASK/DATASET/LENGTH/SPLIT_predictions_metrics.json`, the layout of LOFT's own script."""
     if len(path.absolute().parts) < 5 or path.absolute().parts[-4] not in _LOFT:
         raise ConfigError(
             f"{path}: where TASK/DATASET/LENGTH/{path.name} is expected, TASK one of {', '.join(_LOFT)}, there is no such path."
@@ -238,7 +237,7 @@ def _longbench_pro(path: Path) -> list[Figure]:
 
 
 def _leval(path: Path) -> list[Figure]:
-    """Of what `auto_eval.py` prints: which file it read, then its metrics as Python writes a dictionary."""
+    """The figure in the output of `auto_eval.py`: the file that it read, then its metrics as a Python dictionary."""
     text = path.read_text(encoding="utf-8", errors="replace")
     file = _LEVAL_FILE.search(text)
     if file is None:
@@ -252,20 +251,20 @@ def _leval(path: Path) -> list[Figure]:
         if start >= 0 and "'LEval_score'" in line:
             try:
                 metrics = ast.literal_eval(line[start:])
-            except (ValueError, SyntaxError):  # nan, which is no literal
+            except (ValueError, SyntaxError):  # nan is not a literal
                 raise ConfigError(f"{path}: {line[start:]} is no line of metrics that are numbers.") from None
     if not metrics:
         raise ConfigError(f"{path} lacks the line of metrics ({{'exact_match': …, 'LEval_score': …}}) of auto_eval.py.")
-    average = _LEVAL_AVERAGE.search(text)  # of the parts of a task that has several
+    average = _LEVAL_AVERAGE.search(text)  # over the parts of a task that has several
     value = float(average["value"]) if average else metrics["LEval_score"]
     metric = metrics["display_keys"][0].partition("/")[0]
     return [Figure(f"leval/{task}", metric, value / 100, path, int(file["n"]), f"leval/{metric}")]
 
 
 def figures_of(found: Sequence[Figure]) -> dict[str, Any]:
-    """As `farsight harness` writes them: {"results": {task: …}, "means": {group: mean}}.
+    """The figures as `farsight harness` writes them: {"results": {task: …}, "means": {group: mean}}.
 
-    The mean of one of HELMET's categories is there when all of its columns are, and HELMET's own when all categories are.
+    A HELMET category has a mean only if all its columns are present, and HELMET only if all its categories have one.
     """
     groups: dict[str, list[float]] = {}
     for figure in found:

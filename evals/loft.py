@@ -1,11 +1,11 @@
-"""Answers to LOFT's prompts, as its `run_evaluation.py` takes them: LOFT's own inference knows Gemini alone.
+"""Answers LOFT's prompts, in the format of its `run_evaluation.py`: LOFT's own inference supports only Gemini.
 
     farsight loft MODEL_DIR --prompts PROMPTS.csv --out outputs/rag/nq/128k/test_predictions.jsonl
     farsight loft MODEL_DIR --prompts PROMPTS.csv --corpus data/retrieval/nq/128k/corpus.jsonl --out …
 
-PROMPTS.csv is what LOFT's `dump_prompts.py --output_format=csv` writes, questions of one turn. The answer is the list in the
-first line of what the model writes that has one ("Final Answer: ['Spain']"). In retrieval the list holds numbers of the
-corpus' documents, in its order: --corpus gives their names.
+PROMPTS.csv is written by LOFT's `dump_prompts.py --output_format=csv`, for questions of one turn. The answer is the first list that
+the model writes on a line ("Final Answer: ['Spain']"). In retrieval the list holds numbers of the corpus's documents, in the
+corpus's order; --corpus gives their names.
 """
 
 import argparse
@@ -19,17 +19,16 @@ from typing import Any
 from farsight.cli import command, positive
 from farsight.configs.check import ConfigError
 from farsight.files import write_text
-from farsight.inference.generate import generate, warn_of_long_prompts
-from farsight.inference.model_options import add_model_options, load
+from farsight.inference.model_options import add_model_options
 from farsight.outputs import check_outputs
 from farsight.progress import progress
 
 
 def read_prompts(path: Path) -> dict[str, str]:
-    """Prompts by the identifier of their question.
+    """Prompts by question identifier.
 
     Raises:
-        ConfigError: no such file, or none that `dump_prompts.py` wrote.
+        ConfigError: no such file, or not a file of `dump_prompts.py`.
     """
     if not path.is_file():
         raise ConfigError(f"--prompts {path}: there is no such file.")
@@ -47,7 +46,7 @@ def read_prompts(path: Path) -> dict[str, str]:
 
 
 def read_corpus(path: Path) -> list[str]:
-    """Names of a corpus' documents in its order.
+    """Names of a corpus's documents, in order.
 
     Raises:
         ConfigError: no such file, or a line without a "pid".
@@ -65,10 +64,10 @@ def read_corpus(path: Path) -> list[str]:
 
 
 def answers_in(text: str, corpus: Sequence[str] | None = None) -> list[Any]:
-    """The answers that a text gives: the list in its first line that has one, empty where there is none.
+    """The list in the first line of a text that has one; empty if there is none.
 
     Args:
-        corpus: names of documents; the answers are numbers of them, and others are dropped.
+        corpus: names of documents, by the numbers in the list; other numbers are dropped.
     """
     for line in text.replace("*", "").replace("`", "").splitlines():
         begin, end = line.find("["), line.rfind("]")
@@ -77,7 +76,7 @@ def answers_in(text: str, corpus: Sequence[str] | None = None) -> list[Any]:
         try:
             answers = ast.literal_eval(line[begin : end + 1])
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            # Apostrophes in names, words without quotes, and whatever else a model writes between brackets.
+            # Apostrophes in names, unquoted words, and anything else that a model may write between brackets.
             words = (word.strip().strip("'\"") for word in line[begin + 1 : end].split(","))
             answers = [word for word in words if word]
         if isinstance(answers, tuple):  # "[1], [2]"
@@ -85,14 +84,14 @@ def answers_in(text: str, corpus: Sequence[str] | None = None) -> list[Any]:
         answers = [_plain(answer) for answer in answers if answer is not ...]
         if corpus is None:
             return answers
-        most = len(str(len(corpus)))  # digits; a number of thousands is none of a document, and int() refuses it
+        most = len(str(len(corpus)))  # digits: int() refuses numbers of thousands of digits
         numbers = [int(str(answer)) for answer in answers if str(answer).isdecimal() and len(str(answer)) <= most]
         return [corpus[number] for number in numbers if number < len(corpus)]
     return []
 
 
 def _plain(answer: Any) -> Any:
-    """As JSON can hold it: a set, say, as it was written."""
+    """The answer if JSON can represent it, otherwise (a set, for example) its text."""
     try:
         json.dumps(answer)
     except TypeError:
@@ -107,15 +106,21 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("model_dir", type=Path)
     parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="CSV of dump_prompts.py")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="predictions, a line a question")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="predictions, one line for each question"
+    )
     parser.add_argument("--corpus", type=Path, metavar="FILE", help="corpus.jsonl, for retrieval")
     parser.add_argument(
-        "--max-new-tokens", type=positive, default=1024, help="of an answer with its reasoning (%(default)s)"
+        "--max-new-tokens", type=positive, default=1024, help="in an answer with its reasoning (%(default)s)"
     )
-    parser.add_argument("--batch-size", type=positive, default=1, help="prompts that are read together (%(default)s)")
+    parser.add_argument("--batch-size", type=positive, default=1, help="prompts read together (%(default)s)")
     add_model_options(parser)
     options = parser.parse_args(arguments)
     check_outputs(parser, options, "out")
+
+    from farsight.inference.generate.completions import generate, warn_of_long_prompts
+    from farsight.inference.loading import load
+
     prompts = read_prompts(options.prompts)
     corpus = read_corpus(options.corpus) if options.corpus else None
     model = load(options.model_dir, options)
@@ -139,7 +144,7 @@ def main(arguments: list[str] | None = None) -> None:
         answered += bool(answers)
         row = {"qid": question, "num_turns": 1, "model_outputs": [answers], "metadata": {"text": completion.text}}
         lines.append(json.dumps(row, ensure_ascii=False) + "\n")
-    # Half of a surrogate pair, which UTF-8 does not have, is written as JSON's own escape of it.
+    # UTF-8 cannot encode half a surrogate pair: it is written as a JSON escape.
     write_text(options.out, "".join(lines).encode("utf-8", "backslashreplace").decode("utf-8"))
     print(f"{options.out}: {answered} of {len(prompts)} questions have an answer")
 

@@ -1,4 +1,4 @@
-"""Processes that share an evaluation's work, as torchrun starts them."""
+"""Processes started by torchrun that share an evaluation's work."""
 
 import os
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 @contextmanager
 def sharing_processes() -> Iterator[tuple[int, int]]:
-    """This process's rank and how many there are; they exchange a few figures, on the CPU."""
+    """Yields this process's rank and the number of processes. They exchange only a few figures, so on the CPU."""
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
         yield 0, 1

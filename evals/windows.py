@@ -1,17 +1,21 @@
-"""Which windows of documents perplexity is measured on, and which of their tokens count."""
+"""The windows of documents that perplexity is measured on, and which of their tokens count."""
+
+from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TARGETS = 256
-"""Tokens at the end of each window that count."""
+"""How many tokens at the end of each window count."""
 
 
 def first_target(length: int) -> int:
-    """Of a window whose last 256 tokens count; nothing predicts its first."""
+    """The first token that counts in a window whose last 256 do; a window's first token is never predicted."""
     return max(1, length - TARGETS)
 
 
@@ -19,26 +23,26 @@ def first_target(length: int) -> int:
 class Windows:
     """Which windows of the documents are measured, and how.
 
-    The work is shared by `world` processes, of which this is number `rank`; all of them get all figures.
+    `world` processes share the work, this one being number `rank`; every process gets all figures.
     """
 
     limit: int = 0
-    """At most this many a length; 0 takes all."""
+    """Most windows of each length; 0 takes all."""
     final: bool = False
-    """Only the last window of each document that is as long as the longest length."""
+    """Take only the last window of each document, of those at least as long as the longest length."""
     buckets: int = 0
-    """Also by position, in this many parts of equal size and as many of equal ratio; 0 leaves that out."""
+    """Measure by position too, in this many parts of equal size and as many of equal ratio; 0 does not."""
     stride: int = 0
-    """Windows slide by so many tokens; 0 has them lie side by side."""
+    """Tokens that a window slides by; 0 places windows side by side."""
     rank: int = 0
     world: int = 1
 
     def of(self, documents: Sequence[Tensor], length: int) -> list[Tensor]:
-        """[length] ids each; the last sliding window of a document may be shorter."""
+        """The windows, ids [length] each; a document's last sliding window may be shorter."""
         return [row for row, _ in self.with_first_targets(documents, length)]
 
     def with_first_targets(self, documents: Sequence[Tensor], length: int) -> list[tuple[Tensor, int]]:
-        """The windows, each with the first of its tokens that counts."""
+        """The windows, each with the first token that counts in it."""
         if self.stride:
             found = self._sliding(documents, length)
         elif self.final:
@@ -63,15 +67,15 @@ class Windows:
                 first = length - self.stride
 
     def parts(self, length: int) -> list[tuple[int, int]]:
-        """By position: first target and the one after the last of each part; those of equal size, then of equal ratio."""
+        """Start and stop of each part by position: the parts of equal size, then those of equal ratio."""
         return [*itertools.pairwise(self.edges(length)), *itertools.pairwise(self.log_edges(length))]
 
     def edges(self, length: int) -> list[int]:
-        """Of the parts of equal size, as tokens before the target, and one."""
+        """Edges of the parts of equal size, as indices of targets in a window."""
         return [1 + round(i * (length - 1) / self.buckets) for i in range(self.buckets + 1)] if self.buckets else []
 
     def log_edges(self, length: int) -> list[int]:
-        """Of the parts of equal ratio; fewer where some would be empty."""
+        """Edges of the parts of equal ratio; parts that would be empty are left out."""
         return sorted({round(length ** (i / self.buckets)) for i in range(self.buckets + 1)}) if self.buckets else []
 
 

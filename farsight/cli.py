@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
 from farsight.errors import UserError
+from farsight.extras import how_to_install
 from farsight.ranges import Range
 
 P = ParamSpec("P")
@@ -72,6 +73,8 @@ def explain(error: BaseException) -> str | None:
     """Returns the sentence that explains an error to the user, or None if the error is a bug in Farsight."""
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return how_to_install(error)
     if isinstance(error, OSError) and error.strerror:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror}."

@@ -18,3 +18,11 @@ def nearest(name: str, known: Collection[str], say_known: bool = True) -> str:
     if match:
         return f" Did you mean {match[0]!r}?"
     return f" Known: {', '.join(known)}." if say_known and known else ""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint could not be written."""
+
+
+class Interrupted(Exception):  # noqa: N818  it is how a run may end, and no error
+    """A signal asked the run to stop, and its state is saved."""

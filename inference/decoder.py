@@ -1,11 +1,11 @@
-"""A model that reads prompts in chunks and then goes on token by token, with a cache.
+"""Reads prompts in chunks, then decodes token by token, with a cache.
 
     decoder = Decoder(model, config)
     rows = decoder.start([len(prompt)], new_tokens=100)
     logits_BV = decoder.logits(rows.read(prompt_BL))[:, -1]
 
-Positions, scopes that grow and RoPE that depends on the length are set once, for the length that the sequence may reach,
-before its first token is read: what is kept stays right.
+Anything that depends on the sequence length (growing scopes, length-dependent RoPE) is set before the first token is read, for
+the length that the sequence may reach, so cached keys stay valid.
 
 Shape suffixes: B batch, L tokens, D model, V vocabulary.
 """
@@ -20,39 +20,37 @@ from farsight.configs.schema import NoRotary
 from farsight.inference.extend import Extension
 from farsight.inference.finite import check_finite
 from farsight.inference.kv_cache import Batch, LayerCache, dense_bytes, rolling_layers
+from farsight.inference.model_options import CHUNK
 from farsight.model.build import ModelConfig
 from farsight.model.llama import Llama
 from farsight.model.position.rope import rope_frequencies
 
-CHUNK = 1024
-"""Tokens of a prompt that are read at once."""
-
 
 @dataclass
 class Usage:
-    """What generating has taken so far."""
+    """Tokens, time and cache memory that generation has used so far."""
 
     tokens_read: int = 0
-    """Of prompts, padding left out."""
+    """In prompts, without padding."""
     seconds_reading: float = 0.0
     tokens_written: int = 0
-    """After the first of each row, which reading the prompt gives."""
+    """Without the first of each row, which comes from reading the prompt."""
     seconds_writing: float = 0.0
     cache_bytes: int = 0
-    """Of the largest batch."""
+    """Cache of the largest batch."""
     dense_cache_bytes: int = 0
-    """What it would have been if every head kept every token."""
+    """The same if every head kept every token."""
 
 
 class Decoder:
-    """A model with what it needs to read and to go on.
+    """A model that can read and continue sequences.
 
     Args:
-        model: in evaluation mode; its weights stay as they are, its positions are set for the rows that are read.
-        config: the model's, as `extension.change` left it.
-        extension: training-free way to read further than the model was trained, which keeps and turns keys itself.
-        chunk: tokens of a prompt that are read at once. It changes memory and speed, and nothing else.
-        name: for errors.
+        model: in evaluation mode; its weights are left alone, its positions are set for the rows that are read.
+        config: the model's, as returned by `extension.change`.
+        extension: training-free context extension, which may keep and rotate keys itself.
+        chunk: tokens of a prompt read at once; affects only memory and speed.
+        name: used in error messages.
     """
 
     def __init__(
@@ -70,22 +68,22 @@ class Decoder:
 
     @property
     def turns_own_keys(self) -> bool:
-        """Whether the extension keeps and turns keys itself, and does not just change the model's positions."""
+        """Whether the extension keeps and rotates keys itself, rather than only changing the model's positions."""
         if self.extension is None:
             return False
         one_token = Batch((0,), 1, 1, torch.device("cpu"), torch.float32)
         return self.extension.caches(self.model, self.config, one_token) is not None
 
     def start(self, lengths: Sequence[int], new_tokens: int = 0) -> "Rows":
-        """Makes the caches for rows of these lengths, which may each grow by `new_tokens`."""
+        """Allocates caches for rows of these lengths, each of which may grow by `new_tokens`."""
         return Rows(self, lengths, new_tokens)
 
     def alike(self, rows: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        """The rows in groups whose positions are the same, so that reading them together changes none.
+        """Groups rows that get the same positions, so that reading a group together changes no row's result.
 
         Args:
-            rows: their numbers.
-            lengths: that each of them may reach.
+            rows: the rows' numbers.
+            lengths: the length that each row may reach.
         """
         groups: dict[tuple, list[int]] = {}
         for row, length in zip(rows, lengths, strict=True):
@@ -98,10 +96,10 @@ class Decoder:
 
     @torch.no_grad()
     def logits(self, h_BLD: Tensor) -> Tensor:
-        """fp32 [B, L, V] of what `Rows.read` returned.
+        """Logits of the hidden states that `Rows.read` returned, fp32 [B, L, V].
 
         Raises:
-            ConfigError: logits that are not finite, as a damaged model gives them.
+            ConfigError: logits that are not finite, as from a damaged model.
         """
         logits_BLV = self.model.head(h_BLD).float()
         check_finite(logits_BLV, self.model, self.name)
@@ -109,7 +107,7 @@ class Decoder:
 
     @torch.no_grad()
     def hidden_states(self, tokens_L: Tensor, progress: Callable[[int], object] | None = None) -> Tensor:
-        """[L, D] of one sequence, every token read as a prompt's."""
+        """Hidden states of one sequence read as a prompt, [L, D]."""
         rows = self.start([len(tokens_L)])
         parts = []
         for h_BLD in rows.chunks(tokens_L[None]):
@@ -120,10 +118,10 @@ class Decoder:
 
 
 class Rows:
-    """Sequences that are read together, padded on the left to the same length, and their caches.
+    """Sequences read together, left-padded to one length, with their caches.
 
     Attributes:
-        batch: what the caches were made for.
+        batch: shape and dtype that the caches were allocated for.
         tokens: columns read so far.
     """
 
@@ -133,7 +131,7 @@ class Rows:
         self.layers = decoder.config.layers(self.length)
         self._place()
         weight = next(model.parameters())
-        # Products run in the dtype of the norms, which 4-bit weights leave alone.
+        # With 4-bit weights, products run in the dtype of the norms, which are not quantized.
         dtype = model.norm.weight.dtype if model.norm is not None else weight.dtype
         starts = tuple(longest - length for length in lengths)
         self.batch = Batch(starts, longest, self.length, weight.device, dtype)
@@ -144,7 +142,7 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, values and whatever else is kept for these rows."""
+        """Bytes of keys, values and anything else kept for these rows."""
         return sum(cache.nbytes for cache in self.caches.values())
 
     @property
@@ -153,16 +151,13 @@ class Rows:
         return dense_bytes(self.decoder.model, self.batch)
 
     def _place(self) -> None:
-        """Sets the model's positions for these rows, should others have been read in between."""
+        """Sets the model's positions for these rows again, in case others were read in between."""
         if self.decoder.model.positions is not self.layers:
             self.decoder.model.set_position(self.layers, self.length)
 
     @torch.no_grad()
     def read(self, tokens_BL: Tensor) -> Tensor:
-        """Hidden states of the next tokens, [B, L, D]: one token a row, or a chunk of a prompt.
-
-        Where rows are padded, padding holds any token.
-        """
+        """Hidden states of the next tokens, [B, L, D]: one token a row, or a chunk of a prompt. Padding may hold any token."""
         self._place()
         L = tokens_BL.shape[1]
         if self.tokens + L > self.length:

@@ -1,4 +1,4 @@
-"""Logits that are not finite, and the weights that they come from."""
+"""Rejects logits that are not finite, naming the weights that cause them."""
 
 from torch import Tensor
 
@@ -9,19 +9,19 @@ from farsight.model.llama import Llama
 
 
 def check_finite(values: Tensor, model: Llama, name: str) -> None:
-    """Refuses what a broken model has computed. Weights are looked at only then.
+    """Checks what a model has computed; only if that is not finite, its weights too.
 
     Args:
-        values: logits or hidden states, or anything computed from them.
-        name: of the model, for the message.
+        values: logits, hidden states, or anything computed from them.
+        name: the model's name, for the message.
 
     Raises:
-        ConfigError: naming the first tensor that is not finite.
+        ConfigError: values are not finite; the message names the first such tensor of the weights.
     """
     if is_finite(values):
         return
     for key, parameter in model.named_parameters():
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # of all ranks
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # gathers all ranks' parts
         if not is_finite(whole.detach()):
             raise ConfigError(
                 f"{name} gives logits that are infinite or not a number: so are values of its tensor {readable_name(key)}. "

@@ -1,4 +1,4 @@
-"""What a layer keeps of the tokens it has read: the cache as the attention layers of a model know it.
+"""Key-value caches, behind the interface that attention layers call.
 
 Shape suffixes: B batch, L new tokens, N query heads, K key-value heads, H head dim.
 """
@@ -11,23 +11,23 @@ import torch
 from torch import Tensor
 
 from farsight.kernels.scoped_attention import RollingCache, scoped_decode, scoped_prefill
-from farsight.model.attention import Attention, KeysOnTheirWay
+from farsight.model.attention import Attention, PendingKV
 from farsight.model.llama import Llama
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows that are read together, padded on the left to the same length."""
+    """Rows read together, left-padded to the same length."""
 
     starts: tuple[int, ...]
-    """Index of each row's first token; padding lies before it."""
+    """Index of each row's first token; padding comes before it."""
     prompt: int
-    """Length of the prompts, padding included; what follows is decoded."""
+    """Length of the prompts, padding included; tokens after it are decoded."""
     most_tokens: int
-    """Length of the rows at the end, padding included."""
+    """Largest length of the rows, padding included."""
     device: torch.device
     dtype: torch.dtype
-    """Of keys and values."""
+    """Dtype of keys and values."""
 
     @property
     def starts_B(self) -> Tensor | None:
@@ -36,23 +36,23 @@ class Batch:
 
 
 class LayerCache(Protocol):
-    """A `model.attention.SequenceContext` that keeps keys and values from call to call."""
+    """A `model.attention.SequenceContext` that keeps keys and values between calls."""
 
     @property
     def rotates(self) -> bool:
-        """Whether it is given queries and keys before RoPE, and turns them itself."""
+        """Whether it receives queries and keys before RoPE, and rotates them itself."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds for the sequence."""
+        """Bytes held for the sequences."""
         ...
 
-    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> KeysOnTheirWay: ...
+    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> PendingKV: ...
 
 
 class RollingLayer:
-    """A layer with a rolling cache: each key-value head keeps what the widest of its query heads can still see."""
+    """A layer with a rolling cache: each key-value head keeps what the widest scope among its query heads still sees."""
 
     rotates = False
 
@@ -79,7 +79,7 @@ class RollingLayer:
         alibi_slopes_N: Tensor | None,
         backend: str,
     ) -> Tensor:
-        assert document_starts_BT is None  # rows hold a document each
+        assert document_starts_BT is None  # each row holds one document
         k_BLKH, v_BLKH = self.new
         del self.new
         seen, self.tokens = self.tokens, self.tokens + q_BLNH.shape[1]
@@ -88,16 +88,16 @@ class RollingLayer:
                 q_BLNH, k_BLKH, v_BLKH, self.cache, scopes_N, self.starts_B, alibi_slopes_N, backend, seen
             )
         self.cache.append(k_BLKH, v_BLKH)
-        # Padding sees itself, as in `scoped_prefill`.
+        # A padding token sees itself, as in `scoped_prefill`.
         starts_B = None if self.starts_B is None else self.starts_B.clamp_max(self.tokens - 1)
-        # The backends of training that do not decode leave the choice to the kernels.
+        # Training backends that cannot decode leave the choice to the kernels.
         decode = backend if backend in ("auto", "banded", "triton") else "auto"
         o_BNH = scoped_decode(q_BLNH[:, 0], self.cache, scopes_N, starts_B, alibi_slopes_N, backend=decode)
         return o_BNH[:, None]
 
 
 def rolling_layers(model: Llama, batch: Batch) -> dict[str, LayerCache]:
-    """A rolling cache for each layer of the model (a rank's part of its heads, under tensor parallelism)."""
+    """A rolling cache for each layer of the model; under tensor parallelism, for this rank's heads."""
     a = model.architecture
     group = a.n_heads // a.n_kv_heads
     return {
@@ -106,7 +106,7 @@ def rolling_layers(model: Llama, batch: Batch) -> dict[str, LayerCache]:
 
 
 def dense_bytes(model: Llama, batch: Batch) -> int:
-    """Bytes of a cache that keeps every token for every head of the rank."""
+    """Bytes of a cache that keeps every token for each of the rank's heads."""
     a = model.architecture
     group, element = a.n_heads // a.n_kv_heads, batch.dtype.itemsize
     heads = sum(len(attention.scopes) // group for _, attention in model.attentions())

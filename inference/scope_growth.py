@@ -1,4 +1,4 @@
-"""Scopes past the trained length: as they were trained, or growing with the sequence (`scope_max`)."""
+"""Grows scopes with the sequence past the trained length (`scope_max`), where they otherwise stay as trained."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ from farsight.model.build import ModelConfig
 
 
 def with_growing_scopes(config: ModelConfig) -> ModelConfig | None:
-    """The config with scopes that grow with the length; None where no layer has scopes that this changes."""
+    """The config with scopes that grow with the length; None if that changes no layer's scopes."""
 
     def growing(heads: Any) -> Any:
         return dataclasses.replace(heads, scope_max="length") if isinstance(heads, Scope) else heads

@@ -1,4 +1,4 @@
-"""Text as its tokens come: pieces that later tokens cannot change, up to a stop string."""
+"""Decodes tokens to text as they arrive: releases pieces that later tokens cannot change, up to a stop string."""
 
 from collections.abc import Collection, Sequence
 from typing import Literal
@@ -6,16 +6,16 @@ from typing import Literal
 from farsight.data.tokenizers.tokenizer import Tokenizer
 
 CONTEXT = 8
-"""Tokens of the prompt that are decoded with the first new ones: a tokenizer may drop a space at the start of a text."""
+"""Prompt tokens decoded together with the first new ones, since a tokenizer may drop a space at the start of a text."""
 
 
 class TextStream:
-    """What one row writes.
+    """The text of one row.
 
     Attributes:
-        tokens: drawn so far, up to the end.
-        text: certain so far; `finish` completes it.
-        ended: why there will be no more, or None.
+        tokens: tokens so far, the end token included.
+        text: text released so far; `finish` completes it.
+        ended: why the row has ended, or None.
     """
 
     def __init__(
@@ -30,13 +30,13 @@ class TextStream:
         self.known = [int(token) for token in prompt[-CONTEXT:]]
         self.read = len(self.known)
         self.before = 0
-        """First of the tokens that are decoded again with each new one."""
+        """Index of the first token that is decoded again with each new one."""
         self.tokens: list[int] = []
         self.text, self.pending = "", ""
         self.ended: Literal["end token", "stop string"] | None = None
 
     def push(self, token: int) -> str:
-        """Takes the next token; returns the text that it made certain, nothing once the row has ended."""
+        """Takes the next token; returns the text that it releases, nothing once the row has ended."""
         if self.ended:
             return ""
         self.tokens.append(token)
@@ -46,14 +46,14 @@ class TextStream:
         self.known.append(token)
         old = self.tokenizer.decode(self.known[self.before : self.read])
         new = self.tokenizer.decode(self.known[self.before :])
-        if len(new) <= len(old) or new.endswith("\ufffd"):  # a character of which more bytes are to come
+        if len(new) <= len(old) or new.endswith("\ufffd"):  # an incomplete character: more bytes are to come
             return ""
         self.before, self.read = self.read, len(self.known)
         self.pending += new[len(old) :]
         return self._release(everything=False)
 
     def finish(self) -> str:
-        """Releases what was held back."""
+        """Releases the rest of the text."""
         if self.ended:
             return ""
         old = self.tokenizer.decode(self.known[self.before : self.read])
@@ -65,7 +65,7 @@ class TextStream:
         if found:
             self.ended, piece, self.pending = "stop string", self.pending[: min(found)], ""
         else:
-            # The end of it may be the beginning of a stop string.
+            # The pending text may end with the beginning of a stop string.
             held = 0 if everything else max((_overlap(self.pending, stop) for stop in self.stop), default=0)
             cut = len(self.pending) - held
             piece, self.pending = self.pending[:cut], self.pending[cut:]
@@ -74,5 +74,5 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of the text that begins the stop string."""
+    """Length of the longest suffix of the text that is a prefix of the stop string."""
     return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)

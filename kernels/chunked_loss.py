@@ -1,7 +1,7 @@
-"""Cross-entropy of a language-model head without its logits: they exist for one chunk of tokens at a time.
+"""Cross-entropy of a language-model head that never holds all logits: they exist for one chunk of tokens at a time.
 
-At 128k tokens and a vocabulary of 128k, fp32 logits take 64 GiB and their gradient as much again. Here each chunk's
-logits become its loss and its gradients at once, in the forward pass; the backward only scales what was kept, one
+At 128k tokens and a vocabulary of 128k, fp32 logits take 64 GiB and their gradient as much again. Here the forward pass
+turns each chunk's logits into its loss and its gradients at once; the backward pass only scales the saved gradients, one
 [T, D] and one [V, D]. As in Liger-Kernel's fused linear cross-entropy (arXiv:2410.10989) and torchtune's chunked loss.
 
 Shape suffixes: T tokens, D model dim, V vocabulary.
@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 CHUNK_LOGITS = 32 * 2**20
-"""Logits of a chunk on an accelerator: 128 MiB in fp32, enough rows to fill it."""
+"""Logits per chunk on an accelerator: 128 MiB in fp32, enough rows to keep it busy."""
 CHUNK_LOGITS_CPU = 2**20
-"""On a CPU: what stays in cache between the matrix product and the softmax."""
+"""Logits per chunk on a CPU: they stay in cache between the matrix product and the softmax."""
 CHUNK_TOKENS_CPU = 256
-"""At least so many there: each chunk reads the whole weight. At V = 32,000 and D = 768, 32 tokens took 1.6 times as long."""
+"""Least tokens per chunk on a CPU: each chunk reads the whole weight. At V = 32,000, D = 768, 32 tokens took 1.6 times as long."""
 
 
 def chunked_cross_entropy(
@@ -33,24 +33,25 @@ def chunked_cross_entropy(
     Args:
         h_TD: hidden states [T, D]; bf16, fp16, fp32 or fp64.
         weight_VD: the output projection [V, D].
-        labels_T: integer token ids [T], 0 to V - 1, or `ignore_index` for tokens that do not count.
-        chunk_tokens: tokens whose logits exist at once; 0 picks 32M logits a chunk, on a CPU 1M (its cache) or 256 tokens.
+        labels_T: int32 or int64 token ids [T], 0 to V - 1, or `ignore_index` for tokens without loss.
+        chunk_tokens: tokens whose logits exist at once; 0 picks 32M logits per chunk, on a CPU 1M (its cache) but at least
+            256 tokens.
         ignore_index: the label of tokens without loss.
-        vocabulary_group: the ranks over which the vocabulary is divided: rank r holds the r-th of equal parts as its
-            `weight_VD`, and all are given the same tokens and labels. They exchange one number a token.
+        vocabulary_group: the ranks over which the vocabulary is sharded: rank r's `weight_VD` is the r-th of equal parts,
+            and all ranks are given the same tokens and labels. They exchange one number per token.
 
     Returns:
-        The sum, a scalar in fp32 (fp64 for fp64): divide it by the number of tokens that count. 0 if none does. With a
-        `vocabulary_group` all its ranks return the same; the gradient by `h_TD` is then the rank's part of a sum.
-        Softmax is fp32; matrix products are in the autocast dtype where autocast is on. Gradients of the weight are
-        summed in fp32. Not differentiable twice.
+        The sum, an fp32 scalar (fp64 for fp64), 0 if no token counts; divide it by the number of tokens that count. With
+        a `vocabulary_group` all ranks return the same value, and the gradient of `h_TD` is the rank's part of a sum.
+        Softmax is fp32; matrix products are in the autocast dtype if autocast is on. Weight gradients are summed in fp32.
+        Not twice differentiable.
 
     Raises:
         ValueError: on shapes or dtypes that do not fit, and on a CPU on labels outside the vocabulary.
     """
     if h_TD.dim() != 2 or weight_VD.dim() != 2 or h_TD.shape[1] != weight_VD.shape[1]:
         raise ValueError(
-            f"h_TD is {list(h_TD.shape)} and weight_VD {list(weight_VD.shape)}: pass [T, D] and [V, D] of one D"
+            f"h_TD is {list(h_TD.shape)} and weight_VD {list(weight_VD.shape)}: pass [T, D] and [V, D] with the same D"
         )
     if labels_T.shape != h_TD.shape[:1] or labels_T.dtype not in (torch.int32, torch.int64):
         raise ValueError(
@@ -68,7 +69,7 @@ def chunked_cross_entropy(
             f"h_TD is {h_TD.dtype} and weight_VD {weight_VD.dtype}: cast one to the other, or turn autocast on"
         )
     if not chunk_tokens:
-        # Of equal parts: all ranks of a group work on the same chunk at a time.
+        # The ranks of a group have equal shards and so pick the same chunks: they work on one chunk together.
         if device == "cpu":
             chunk_tokens = max(CHUNK_TOKENS_CPU, CHUNK_LOGITS_CPU // weight_VD.shape[0])
         else:
@@ -90,7 +91,10 @@ def loss_and_grads(
     grad_weight: bool,
     group_name: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, and its gradients by h and weight where asked for, else empty tensors."""
+    """The loss and its gradients with respect to h [T, D] and weight [V, D], or empty tensors where not requested.
+
+    The body of the operator behind `chunked_cross_entropy`; `dtype` is that of the matrix products.
+    """
     group = _resolve_process_group(group_name) if group_name else None  # type: ignore[arg-type]  # a name is a string
     parts, part = (1, 0) if group is None else (group.size(), group.rank())
     wide = torch.promote_types(dtype, torch.float32)
@@ -99,11 +103,11 @@ def loss_and_grads(
     dh_TD = torch.zeros((T, D) if grad_h else 0, dtype=h_TD.dtype, device=h_TD.device)
     dw_VD = torch.zeros((V, D) if grad_weight else 0, dtype=wide, device=h_TD.device)
     counts_T = labels_T != ignore_index
-    kept = None  # rows that count, where it is cheap to know them and some do not
+    kept = None  # the rows that count, if not all do and finding them needs no synchronisation
     if h_TD.device.type == "cpu":
         _check_labels(labels_T, counts_T, parts * V)
         kept = None if counts_T.all() else counts_T.nonzero().squeeze(-1)
-    else:  # without waiting for the answer
+    else:  # without waiting for the result
         torch._assert_async((~counts_T | ((labels_T >= 0) & (labels_T < parts * V))).all())
     rows = T if kept is None else len(kept)
 
@@ -138,7 +142,7 @@ def loss_and_grads(
 
 
 def _log_softmax_over_ranks(logits_TV: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Log-softmax, in place, of logits whose vocabulary is divided over the ranks."""
+    """Log-softmax, in place, of logits whose vocabulary is sharded over the ranks."""
     sums_T1 = logits_TV.logsumexp(dim=-1, keepdim=True)
     sums_PT1 = sums_T1.new_empty(group.size() * len(sums_T1), 1)
     dist.all_gather_into_tensor(sums_PT1, sums_T1, group=group)
@@ -177,5 +181,5 @@ def _check_labels(labels_T: Tensor, counts_T: Tensor, vocabulary: int) -> None:
         token = int(outside.nonzero()[0])
         raise ValueError(
             f"labels_T[{token}] is {int(labels_T[token])}, outside the vocabulary of {vocabulary}: "
-            "the tokenizer and the model's vocabulary size do not match, or ignore_index is another"
+            "the tokenizer and the model's vocabulary size do not match, or the labels use another ignore_index"
         )

@@ -1,10 +1,10 @@
-"""Rotation of queries or keys in which each head has frequencies of its own, with the gradient by those frequencies.
+"""Rotation of queries or keys with separate frequencies for each head, differentiable in those frequencies.
 
-Plain RoPE shares tables of cosines and sines among all heads and layers that rotate alike. Frequencies of each head's own
-would make them [L, K, H] a layer: in Triton they are computed where they are used, and no table is written.
+Plain RoPE shares tables of cosines and sines among all heads and layers that rotate alike. With per-head frequencies the
+tables would be [L, K, H] for each layer: the Triton kernels compute them where they are used, and never store a table.
 
-The pair (x1, x2) of half-split dimensions turns by angle = position · frequency. For a gradient g of the result, that by x is
-g turned back, and that by the angle the cross product x1·dx2 − x2·dx1; both are written out here.
+The pair (x1, x2) of half-split dimensions rotates by angle = position · frequency. The gradient dx is the result's gradient
+rotated back, and that of the angle is the cross product x1·dx2 − x2·dx1; both are written out here.
 
 Shape suffixes: B batch, L tokens, K heads, H head dim, F = H/2 frequencies.
 """
@@ -27,32 +27,32 @@ def rotate_heads(
     attention_factor: Tensor,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Turns head k's pair i at position m by m · inv_freq[k, i].
+    """Rotates pair i of head k at position m by the angle m · inv_freq[k, i].
 
-    Where the rows of `inv_freq_KF` are alike it equals RoPE by tables to the last bit on a CPU: products are taken in fp32
+    If all rows of `inv_freq_KF` are equal, the result equals table-based RoPE to the last bit on a CPU: products are fp32
     (fp64 for fp64 inputs), in the same order.
 
     Args:
         x_BLKH: queries or keys; bf16, fp16, fp32 or fp64.
-        positions_BL: integers from 0, exact up to 2^24; [1, L] where all sequences share their positions.
+        positions_BL: integers from 0, exact up to 2^24; [1, L] if all sequences share their positions.
         inv_freq_KF: radians per token of each head, fp32 (fp64 for fp64 inputs).
-        attention_factor: multiplies cosines and sines (YaRN's temperature); no dimensions, `inv_freq_KF`'s dtype. A tensor,
-            because a compiler makes a program for each number it is given.
-        backend: "triton" on GPUs, "torch" anywhere; "auto" is the first on CUDA devices, tried against the second once in a
-            process, and the second elsewhere.
+        attention_factor: multiplies cosines and sines (YaRN's temperature); a 0-dim tensor of `inv_freq_KF`'s dtype,
+            because torch.compile would compile a program for each Python number.
+        backend: "triton" (GPUs), "torch" (any device), or "auto": "triton" on CUDA devices, checked against "torch" once
+            per process, and "torch" elsewhere.
 
     Returns:
-        x's shape and dtype. Differentiable by x and `inv_freq_KF`; sums of the latter's gradient are fp32 and their order is
-        fixed.
+        The rotated heads, in x's shape and dtype. Differentiable in x and `inv_freq_KF`; the latter's gradient is summed in
+        fp32 in a fixed order.
 
     Raises:
-        ValueError: shapes that do not fit, or a backend that can't run there.
-        RuntimeError: the Triton kernels give wrong numbers on this machine.
+        ValueError: shapes that do not fit, or a backend that can't run here.
+        RuntimeError: the Triton kernels give wrong results on this machine.
     """
     (B, L, K, H), positions, frequencies = x_BLKH.shape, tuple(positions_BL.shape), tuple(inv_freq_KF.shape)
     if H % 2 or frequencies != (K, H // 2):
         raise ValueError(
-            f"x_BLKH is {[B, L, K, H]} and inv_freq_KF {list(frequencies)}: pass [heads, head dim / 2] of it"
+            f"x_BLKH is {[B, L, K, H]} and inv_freq_KF {list(frequencies)}: pass frequencies [heads, head dim / 2]"
         )
     if positions not in ((B, L), (1, L)):
         raise ValueError(f"x_BLKH is {[B, L, K, H]} and positions_BL {list(positions)}: pass [{B}, {L}] or [1, {L}]")
@@ -67,7 +67,7 @@ def rotate_heads(
 
 
 class _RotateHeads(torch.autograd.Function):
-    """Keeps x alone, and that only where frequencies are trained."""
+    """Saves x only if the frequencies need a gradient."""
 
     @staticmethod
     def forward(
@@ -96,7 +96,7 @@ class _RotateHeads(torch.autograd.Function):
 
 
 def _tables(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: Tensor) -> tuple[Tensor, Tensor]:
-    """[B or 1, L, K, H] each, as `model.rope.rope_tables` has them: sines are negative in the first half."""
+    """Cosines and sines, [B or 1, L, K, H] each, as in `model.position.rope.rope_tables`: sines negated in the first half."""
     wide = torch.promote_types(x.dtype, torch.float32)
     angles = positions[..., None, None].to(wide) * inv_freq
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
@@ -104,20 +104,20 @@ def _tables(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: Te
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In the tables' dtype. The operations of `model.rope.rotate`, for the same bits."""
+    """The rotation, in the tables' dtype, by the operations of `model.position.rope.rotate` for bit-identical results."""
     x = x.to(cos.dtype)
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 @torch.compiler.assume_constant_result
 def try_triton(device_type: str, dtype: str, head_dim: int) -> bool:
-    """Compares the Triton kernels with PyTorch's operators, once in a process for each dtype and head dim.
+    """Compares the Triton kernels with the PyTorch operators, once per process for each dtype and head dim.
 
     Returns:
-        True, since what is called while compiling has to return something.
+        True, since a function called while compiling has to return something.
 
     Raises:
-        RuntimeError: they are off by more than rounding.
+        RuntimeError: they differ by more than rounding.
     """
     return _tried(device_type, dtype, head_dim)
 
@@ -135,7 +135,7 @@ def _tried(device_type: str, dtype: str, head_dim: int) -> bool:
 
 
 def _error(device_type: str, dtype: str, head_dim: int) -> float:
-    """Largest error of the result and its gradients, in parts of the largest value."""
+    """Largest error of the result and its gradients, relative to the largest value."""
     generator = torch.Generator().manual_seed(0)
     kind = getattr(torch, dtype.removeprefix("torch."))
     x, dy = (torch.randn(2, 300, 3, head_dim, generator=generator).to(device_type, kind) for _ in range(2))

@@ -1,7 +1,7 @@
-"""`head_rotation.rotate_heads` in Triton: a program turns a block of tokens of one head, and keeps its angles to itself.
+"""`head_rotation.rotate_heads` in Triton: a program rotates a block of tokens of one head, and computes its own angles.
 
-The gradient by a frequency is a sum over all tokens: each program writes its part, and the parts are added in their order,
-so that a run can be repeated to the last bit.
+A frequency's gradient is a sum over all tokens: each program writes its partial sum, and these are added in a fixed order,
+so that runs repeat to the last bit.
 
 Names: b_ block, p_ pointer, o_ offset, m_ mask. Shape suffixes: B batch, L tokens, K heads, H head dim, F = H/2.
 """
@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_ELEMENTS = 2048
-"""Tokens times frequencies of a program: eight of each to a thread."""
+"""Tokens times frequencies of a program: eight per thread."""
 NUM_WARPS = 8
 
 
 @triton.jit
 def _angles(p_positions, p_inv_freq, p_factor, head, o_l, o_f, m_l, F: tl.constexpr, BLOCK_F: tl.constexpr):
-    """Positions [L], and cosines and sines [L, F] times the attention factor."""
+    """Positions [L], and cosines and sines [L, F] times the attention factor, all fp32."""
     b_position = tl.load(p_positions + o_l, mask=m_l, other=0).to(tl.float32)
     b_freq = tl.load(p_inv_freq + head * F + o_f, mask=o_f < F, other=0.0)
     factor = tl.load(p_factor)
@@ -27,8 +27,8 @@ def _angles(p_positions, p_inv_freq, p_factor, head, o_l, o_f, m_l, F: tl.conste
 
 
 @triton.jit
-def _turned(b_1, b_2, b_cos, b_sin):
-    """Both halves turned. Which product is rounded before the sum is said, and is as in PyTorch's addcmul."""
+def _rotated(b_1, b_2, b_cos, b_sin):
+    """Both halves, rotated. The explicit fma rounds the same product before the sum as PyTorch's addcmul."""
     return tl.fma(b_2, -b_sin, b_1 * b_cos), tl.fma(b_1, b_sin, b_2 * b_cos)
 
 
@@ -62,7 +62,7 @@ def rotate_kernel(
     p_x += batch * x_by_batch + head * x_by_head + o_l.to(tl.int64)[:, None] * x_by_token + o_f[None, :]
     b_x1 = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
     b_x2 = tl.load(p_x + F, mask=m_x, other=0.0).to(tl.float32)
-    b_y1, b_y2 = _turned(b_x1, b_x2, b_cos, b_sin)
+    b_y1, b_y2 = _rotated(b_x1, b_x2, b_cos, b_sin)
     p_y += batch * y_by_batch + head * y_by_head + o_l.to(tl.int64)[:, None] * y_by_token + o_f[None, :]
     tl.store(p_y, b_y1.to(p_y.dtype.element_ty), mask=m_x)
     tl.store(p_y + F, b_y2.to(p_y.dtype.element_ty), mask=m_x)
@@ -93,7 +93,7 @@ def rotate_backward_kernel(
     BLOCK_L: tl.constexpr,
     BY_FREQUENCY: tl.constexpr,
 ):
-    """The gradient turned back and, with BY_FREQUENCY, this program's part of the gradient by its head's frequencies.
+    """The gradient rotated back and, with BY_FREQUENCY, this program's part of the gradient of its head's frequencies.
 
     Grid and strides as in `rotate_kernel`; parts [blocks of tokens · B, K, F], fp32.
     """
@@ -107,7 +107,7 @@ def rotate_backward_kernel(
     p_dy += batch * dy_by_batch + head * dy_by_head + o_l.to(tl.int64)[:, None] * dy_by_token + o_f[None, :]
     b_dy1 = tl.load(p_dy, mask=m_x, other=0.0).to(tl.float32)
     b_dy2 = tl.load(p_dy + F, mask=m_x, other=0.0).to(tl.float32)
-    b_dx1, b_dx2 = _turned(b_dy1, b_dy2, b_cos, -b_sin)
+    b_dx1, b_dx2 = _rotated(b_dy1, b_dy2, b_cos, -b_sin)
     p_dx += batch * dx_by_batch + head * dx_by_head + o_l.to(tl.int64)[:, None] * dx_by_token + o_f[None, :]
     tl.store(p_dx, b_dx1.to(p_dx.dtype.element_ty), mask=m_x)
     tl.store(p_dx + F, b_dx2.to(p_dx.dtype.element_ty), mask=m_x)
@@ -125,13 +125,13 @@ INTERPRETED = not isinstance(rotate_kernel, triton.runtime.JITFunction)
 
 
 def block_sizes(head_dim: int) -> dict[str, int]:
-    """The block of a program, for heads of this size."""
+    """Block sizes of a program for a head dim, as the kernels' constants."""
     block_f = triton.next_power_of_2(head_dim // 2)
     return {"F": head_dim // 2, "BLOCK_F": block_f, "BLOCK_L": max(1, BLOCK_ELEMENTS // block_f)}
 
 
 def check_runs(x: Tensor) -> None:
-    """Raises ValueError unless the kernels take tensors of this dtype and device."""
+    """Raises ValueError unless the kernels support tensors of this dtype and device."""
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f'backend "triton" does not take {x.dtype}: use bfloat16, float16 or float32, or "torch"')
     if x.device.type == "cpu" and not INTERPRETED:
@@ -140,7 +140,7 @@ def check_runs(x: Tensor) -> None:
 
 @torch.library.custom_op("farsight::triton_rotate_heads", mutates_args=())
 def triton_rotate_heads(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: Tensor) -> Tensor:
-    """`rotate_heads` without its gradient."""
+    """The forward pass of `rotate_heads`, without autograd: x [B, L, K, H] rotated, in x's dtype."""
     x, y = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     blocks = block_sizes(x.shape[-1])
     rotate_kernel[_grid(x, blocks)](
@@ -159,7 +159,10 @@ def _(x, positions, inv_freq, attention_factor):
 def triton_rotate_heads_backward(
     dy: Tensor, x: Tensor | None, positions: Tensor, inv_freq: Tensor, attention_factor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient by x and, where x is given, the parts of that by the frequencies: [parts, K, F], else [0, K, F]."""
+    """The gradient of x, in dy's dtype, and the partial sums of that of the frequencies, fp32 [parts, K, F].
+
+    Without x there are no parts: [0, K, F].
+    """
     dy, dx = _rows(dy), torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     x_rows, blocks = dy if x is None else _rows(x), block_sizes(dy.shape[-1])
     parts = torch.empty(_parts(dy, x, blocks), dtype=torch.float32, device=dy.device)
@@ -187,10 +190,10 @@ def _parts(dy: Tensor, x: Tensor | None, blocks: dict[str, int]) -> tuple[int, i
 
 
 def _by_batch(positions: Tensor) -> int:
-    """Elements between the positions of two rows; none where all share them."""
+    """Stride between the positions of two rows; 0 if all rows share them."""
     return 0 if positions.shape[0] == 1 else positions.shape[1]
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Each head's row contiguous, which is all the kernels ask."""
+    """x with each head's row contiguous, which is all that the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()

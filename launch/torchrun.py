@@ -1,37 +1,46 @@
-"""torchrun, whose last line is one that a person can use: which rank ended the run, why, and with that rank's exit status.
+"""Starts training under PyTorch's torchrun, and says in the last line which rank ended the run, and why.
 
-farsight torchrun --standalone --nproc_per_node 8 train.py --job.config_file configs/X.toml
+    farsight torchrun --standalone --nproc_per_node 8 train.py --job.config_file configs/X.toml
+    farsight torchrun --nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 train.py …
+
+Options are torchrun's own (`torchrun --help` lists them); in place of `train.py` an installed package has `-m farsight.train`.
+The exit status is that of the rank which failed first.
 """
 
-import sys
-
-from farsight import process
-
-if __name__ == "__main__":
-    process.begin(what="torchrun")
+from __future__ import annotations
 
 import logging
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.run import parse_args
-from torch.distributed.run import run as torchrun
-
+from farsight import process
 from farsight.cli import command, refuse
 from farsight.process import EXIT_INTERRUPTED, Note, read_note
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] in ([], ["-h"], ["--help"]):
+        print(f"usage: farsight torchrun [torchrun's options] train.py …\n\n{__doc__}")
+        return 0
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.run import parse_args
+    from torch.distributed.run import run as torchrun
+
+    options = parse_args(given)
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # what it reports of ranks is said below
     with tempfile.TemporaryDirectory(prefix="farsight-ranks-") as folder:
@@ -76,4 +85,5 @@ def _say_first(ended: list[Note]) -> int:
 
 
 if __name__ == "__main__":
+    process.begin(what="torchrun")
     sys.exit(main())

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from farsight.configs.schema import Architecture
 from farsight.kernels.head_rotation import rotate_heads
 from farsight.kernels.scoped_attention.api import scoped_attention
-from farsight.model.adapt.garfa import HeadFrequencies, HeadRope
 from farsight.model.norm import RMSNorm
+from farsight.model.position.garfa import HeadFrequencies, HeadRope
 from farsight.model.position.layers import LayerPosition
 from farsight.model.position.rope import rotate
 
 
-class KeysOnTheirWay(Protocol):
-    """Keys and values of a sequence that several ranks hold."""
+class PendingKV(Protocol):
+    """Keys and values that are still being gathered: a layer asks for them, computes its queries, then attends."""
 
     def attend(
         self,
@@ -28,42 +28,51 @@ class KeysOnTheirWay(Protocol):
         document_starts_BT: Tensor | None,
         alibi_slopes_N: Tensor | None,
         backend: str,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Attention of this call's queries [B, L, N, H] over all the keys they see; arguments as in `scoped_attention`."""
+        ...
 
 
 class SequenceContext(Protocol):
-    """What more keys there are than the layer is given tokens of: on other ranks (`parallel.halo`), or kept from before
-    (`evals.kv_cache`)."""
+    """Keys beyond this call's tokens: on other ranks (`parallel.halo`), or cached from earlier calls (`inference.kv_cache`)."""
 
     @property
     def rotates(self) -> bool:
-        """Whether it turns queries and keys itself, and is given them as they are."""
+        """Whether it rotates queries and keys itself, and so is given them unrotated."""
         ...
 
-    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> KeysOnTheirWay: ...
+    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> PendingKV:
+        """Takes this call's keys and values [B, L, K, H] and starts gathering the others that its queries see.
+
+        Args:
+            scopes: of the rank's query heads, as numbers.
+        """
+        ...
 
 
 class Attention(nn.Module):
-    """Grouped-query attention in which every head has a scope of its own.
+    """Grouped-query attention in which every head has its own scope.
 
     Args:
         architecture: shapes; `qk_norm` adds RMSNorm over each head's queries and keys.
-        position: the layer's scopes and ALiBi slopes, in physical head order. (Its rotation arrives as tables,
-            because layers that rotate alike share them.)
-        backend: kernel, as `scoped_attention` takes it.
+        position: the layer's scopes and ALiBi slopes, in physical head order. (Its rotation is passed to `forward` as
+            tables, because layers that rotate alike share them.)
+        backend: attention kernel, as in `scoped_attention`.
     """
 
     scopes_N: Tensor
+    """int32 [N], the rank's heads."""
     slopes_N: Tensor | None
+    """fp32 [N], the rank's heads."""
     scopes: tuple[int, ...]
-    """The same as numbers."""
+    """`scopes_N` as numbers."""
     heads: slice
-    """Which of the layer's query heads the rank holds: a part of them under tensor parallelism."""
+    """The query heads that the rank holds: a part of the layer's under tensor parallelism."""
     context: SequenceContext | None = None
-    """Set where the layer is given a part of the sequence: the tokens of its rank, or those that follow what is kept."""
+    """Set where the layer sees only a part of the sequence: its rank's tokens, or those that follow a cache."""
     garfa: HeadFrequencies | None
-    """Turns each key/value head at a speed of its own. The model calls it: FSDP gathers its weights around a call, which
-    has to be outside of what is compiled."""
+    """Separate frequencies for each key/value head. The model calls it, not this layer: FSDP gathers its weights around the
+    call, which has to be outside the compiled block."""
 
     def __init__(self, architecture: Architecture, position: LayerPosition, backend: str) -> None:
         super().__init__()
@@ -82,7 +91,7 @@ class Attention(nn.Module):
         self.set_position(position)
 
     def hold_heads(self, begin: int, end: int) -> None:
-        """Takes the query heads [begin, end) of the layer for the rank's own; `set_position` then fills their buffers."""
+        """Keeps only the layer's query heads [begin, end) on this rank; `set_position` then fills their buffers."""
         self.heads = slice(begin, end)
         self.register_buffer("scopes_N", torch.empty(end - begin, dtype=torch.int32), persistent=False)
         slopes = torch.empty(end - begin, dtype=torch.float32) if self.has_slopes else None
@@ -94,7 +103,7 @@ class Attention(nn.Module):
         """Fills the buffers, which building on the meta device leaves empty.
 
         Args:
-            position: of the whole layer, whichever heads the rank holds.
+            position: that of the whole layer, whichever heads the rank holds.
         """
         self.scopes = tuple(position.scopes[self.heads])
         if self.scopes_N.is_meta:
@@ -113,17 +122,17 @@ class Attention(nn.Module):
         document_starts_BL: Tensor | None = None,
         head_rope: HeadRope | None = None,
     ) -> Tensor:
-        """Attends within each head's scope and each token's document.
+        """Attends within each head's scope and each token's document: [B, L, D], in x's dtype.
 
         Args:
-            rope: cosine and sine tables of this layer's rotation; None does not rotate.
-            document_starts_BL: index in the row at which each token's document starts; None is one document. Of the
-                whole sequence, also where ranks hold parts of it.
-            head_rope: turns keys, and queries if it says so, in place of `rope`.
+            rope: cosine and sine tables of this layer's rotation, fp32 [B or 1, L, H]; None does not rotate.
+            document_starts_BL: integers, the index in the row at which each token's document starts; None is one
+                document. It covers the whole sequence even where a rank holds a part of it.
+            head_rope: rotates keys, and queries if its `queries` is set, in place of `rope`.
         """
         if self.context is not None and self.context.rotates:
             rope = head_rope = None
-        # -1 and not N or K: under tensor parallelism a rank holds some of the heads.
+        # -1 instead of N or K: under tensor parallelism a rank holds only some heads.
         k_BLKH = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
         v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
         if self.k_norm is not None:
@@ -132,7 +141,7 @@ class Attention(nn.Module):
             k_BLKH = rotate_heads(k_BLKH, *head_rope[:3])
         elif rope is not None:
             k_BLKH = rotate(k_BLKH, *rope)
-        # Keys and values first: they travel while the queries are made.
+        # Keys and values first: the exchange overlaps with computing the queries.
         exchange = None if self.context is None else self.context.exchange(k_BLKH, v_BLKH, self.scopes)
         q_BLNH = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:

@@ -1,4 +1,4 @@
-"""Config → model, in one hop: every layer's position and attention is decided here."""
+"""From config to model in one step: every layer's position and attention is decided here."""
 
 import json
 from collections.abc import Collection
@@ -17,10 +17,10 @@ from farsight.model.position.layers import LayerPosition, resolve_layers, select
 FORMAT = 1
 """Version of `farsight.json`."""
 
-_MOST = {
+_LARGEST = {
     "vocab_size": 2**26, "dim": 2**20, "n_layers": 4096, "n_heads": 2**14, "n_kv_heads": 2**14, "head_dim": 2**14, "ffn_dim": 2**24,
 }  # fmt: skip
-"""Larger than any model. A shape beyond these is a damaged file's, and would take all memory before its tensors are looked at."""
+"""Larger than any model. A larger shape means a damaged file, and would exhaust memory before its tensors are even read."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,14 @@ class ModelConfig:
     architecture: Architecture
     position: Position
     trained_length: int
-    """Sequence length of the last training stage: SCOPE's longest scope follows it."""
+    """Sequence length of the last training stage, which sets SCOPE's longest scope."""
     attention: Attention = field(default_factory=Attention)
     loss: Loss = field(default_factory=Loss)
     init_seed: int = 0
 
     @classmethod
     def from_job(cls, job: JobConfig) -> "ModelConfig":
+        """The model part of a training config."""
         return cls(job.architecture, job.position, job.model_length, job.attention, job.loss, job.debug.seed or 0)
 
     @classmethod
@@ -44,7 +45,7 @@ class ModelConfig:
         """Reads `farsight.json`.
 
         Raises:
-            ConfigError: a damaged file, a version this code does not know, or fields that do not fit.
+            ConfigError: a damaged file, an unknown version, or unknown or malformed fields.
         """
         values = read_object(path)
         version = values.get("format")
@@ -54,16 +55,16 @@ class ModelConfig:
             return from_dict(cls, values["model"], f"{path}: model").checked(path)
 
     def checked(self, place: Path) -> "ModelConfig":
-        """This config, if a model of its sizes can exist.
+        """Returns this config if a model of its sizes can exist.
 
         Args:
-            place: the file that gives them, for the message.
+            place: the file it was read from, for the message.
 
         Raises:
-            ConfigError: sizes that are no model's.
+            ConfigError: impossible sizes.
         """
         a = self.architecture
-        for name, most in _MOST.items():
+        for name, most in _LARGEST.items():
             if not 1 <= getattr(a, name) <= most:
                 raise ConfigError(f"{place}: {name} = {getattr(a, name)} must be from 1 to {most:,}.")
         if a.n_heads % a.n_kv_heads:
@@ -77,12 +78,12 @@ class ModelConfig:
         return self
 
     def save(self, path: Path, **more: Any) -> None:
-        """Writes `farsight.json`; `more` (the training config, say) goes beside the model's own part."""
+        """Writes `farsight.json`; `more` (the training config, for example) is stored beside the model's own part."""
         values = {"format": FORMAT, "model": to_dict(self), **more}
         path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
     def layers(self, length: int | None = None) -> tuple[LayerPosition, ...]:
-        """Each layer's position for sequences of `length` tokens (the trained length when None).
+        """Each layer's position for sequences of `length` tokens; None is the trained length.
 
         Raises:
             ConfigError: position settings that do not fit the architecture.
@@ -106,7 +107,7 @@ def build_model(config: ModelConfig, length: int | None = None) -> Llama:
     """Builds the model on the current default device, weights uninitialised.
 
     Args:
-        length: sequence length the positions are set for; the trained length when None. `set_length` changes it.
+        length: sequence length that positions are set for; None is the trained length. `set_length` changes it.
 
     Raises:
         ConfigError: position settings that do not fit the architecture.
@@ -137,7 +138,7 @@ def trained_layers(job: JobConfig) -> tuple[int, ...] | None:
 
 
 def freeze_all_but(model: Llama, layers: Collection[int] | None) -> None:
-    """Leaves only these layers' parameters trainable (LASP 4.3), not the embedding, last norm and head; None all."""
+    """Leaves only these layers trainable (LASP 4.3), not the embedding, final norm and head; None freezes nothing."""
     if layers is None:
         return
     for name, parameter in model.named_parameters():
@@ -154,6 +155,6 @@ def set_length(model: Llama, config: ModelConfig, length: int) -> None:
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Parameters, counted on the meta device."""
+    """Number of parameters, counted on the meta device."""
     with torch.device("meta"):
         return sum(p.numel() for p in build_model(config).parameters())

@@ -1,8 +1,7 @@
-"""Exact FLOPs of a training step: matrix products by their shapes, attention by the pairs that heads really see.
+"""Exact FLOPs of a training step: matrix products by their shapes, attention by the query-key pairs that heads really see.
 
-torchtitan counts full attention for every head; with scopes that would flatter the MFU several times over. Only what
-training needs is counted: no weight gradients of frozen layers, no backward pass below the lowest trained one, and no
-recomputation.
+torchtitan counts full attention for every head; with scopes that would overstate the MFU several times. Only necessary work
+is counted: no weight gradients of frozen layers, no backward pass below the lowest trained layer, and no recomputation.
 """
 
 from collections.abc import Collection, Sequence
@@ -17,12 +16,12 @@ from farsight.model.position.layers import LayerPosition
 
 @dataclass(frozen=True)
 class Adapters:
-    """What trains beside frozen layers."""
+    """Adapters that train on top of frozen layers."""
 
     lowest: int
     """Layer at which the backward pass ends."""
     weights: int
-    """Of all adapters' matrices."""
+    """Number of weights in all adapters' matrices."""
 
 
 def batch_flops(
@@ -35,8 +34,8 @@ def batch_flops(
     """FLOPs of a batch, forward and backward.
 
     Args:
-        positions_BL: each token's distance from the start of its document.
-        trained_layers: None trains all parameters, or the adapters alone where there are any.
+        positions_BL: integers, each token's distance from the start of its document.
+        trained_layers: None trains all parameters, or only the adapters if there are any.
     """
     lowest = min(trained_layers) if trained_layers else 0
     if adapters is not None:
@@ -49,10 +48,10 @@ def batch_flops(
 def matmul_flops_per_token(
     architecture: Architecture, trained_layers: Collection[int] | None = None, adapters: Adapters | None = None
 ) -> int:
-    """FLOPs of one token's matrix products: 2 for each weight of a linear layer or the head in the forward pass, 2 for
-    its input's gradient, 2 for its own.
+    """FLOPs of one token's matrix products. Each weight of a linear layer or the head costs 2 in the forward pass, 2 for the
+    gradient of its input, and 2 for its own gradient.
 
-    The embedding is a look-up and counts nothing; a tied head counts as a head.
+    The embedding is a look-up and costs nothing; a tied head counts as a head.
     """
     a = architecture
     layer, head = layer_matmul_weights(a), a.dim * a.vocab_size
@@ -67,15 +66,15 @@ def matmul_flops_per_token(
 
 
 def layer_matmul_weights(architecture: Architecture) -> int:
-    """Weights of a layer's linear parts: projections and feed-forward."""
+    """Number of weights in a layer's linear parts: projections and feed-forward."""
     a = architecture
     return 2 * a.dim * a.head_dim * (a.n_heads + a.n_kv_heads) + 3 * a.dim * a.ffn_dim
 
 
 def batch_pairs(layers: Sequence[LayerPosition], positions_BL: Tensor) -> int:
-    """Query-key pairs that the heads of all layers see in a batch.
+    """Number of query-key pairs that the heads of all layers see in a batch.
 
     Args:
-        positions_BL: each token's distance from the start of its document.
+        positions_BL: integers, each token's distance from the start of its document.
     """
     return visible_pairs_at_positions((scope for layer in layers for scope in layer.scopes), positions_BL)

@@ -1,8 +1,8 @@
-"""Grafting: the first layers of one model in front of the other layers of another (Anchors First, Reason Later; Algorithm 1).
+"""Grafting: the first layers of one model in front of the remaining layers of another (Anchors First, Reason Later; Algorithm 1).
 
-The algorithm's two modes are one rule with the models exchanged: the front model gives the embedding and layers 0 … l − 1, the
-back model layers l … N − 1, the final norm and the output head. A layer's position goes with it. The paper's appendix A.3 has
-"at or prior to" l, Algorithm 1 has i < l: here it is i < l.
+The algorithm's two modes are the same rule with the models swapped: the front model gives the embedding and layers 0 … l − 1,
+the back model layers l … N − 1, the final norm and the output head. Each layer brings its own position settings. The paper's
+appendix A.3 says "at or prior to" l, Algorithm 1 says i < l: here it is i < l.
 """
 
 from collections import Counter
@@ -19,14 +19,14 @@ from farsight.model.position.lasp import apply_lasp
 from farsight.model.position.layers import LayerPosition, layer_selection, layer_settings
 
 _MAY_DIFFER = ("tie_embeddings", "depth_init")
-"""Of the architecture: the head is asked for apart, and how weights were initialised no longer matters."""
+"""Fields of the architecture that may differ: tied heads are handled separately, and initialisation no longer matters."""
 
 
 def source(name: str, layers: int, back: ModelConfig) -> tuple[bool, str]:
-    """Whether the front model gives a parameter of the graft, and its name in the model that does.
+    """Whether a parameter of the graft comes from the front model, and its name in the model it comes from.
 
-    Algorithm 1, lines 7–10: E and L^(i) for i < l of the front; L^(i) for i ≥ l, N and H of the back, whose head may be its
-    embedding.
+    Algorithm 1, lines 7–10: E and L^(i) for i < l from the front; L^(i) for i ≥ l, N and H from the back, whose head may be
+    its embedding.
     """
     part, _, rest = name.partition(".")
     if part == "layers":
@@ -43,15 +43,15 @@ def grafted_config(
     same_embeddings: Callable[[], bool],
     untie: bool = False,
 ) -> ModelConfig:
-    """The graft's config: its layers know position as those of the models that they are from, at every length.
+    """The graft's config: each layer keeps the position settings of the model it comes from, at every length.
 
-    Its trained length is the greater of the two. Scopes that follow the trained length get theirs as `s_max`. Scopes that
-    grow with the sequence do so past the trained length; where they would begin to too late, it is the lesser of the two.
+    Its trained length is the longer of the two; scopes that follow the other trained length get that as their `s_max`. Scopes
+    that grow with the sequence start past the trained length; where that would be too late, the shorter length is used.
 
     Args:
-        layers: l, those that the front model gives.
-        same_embeddings: whether the embeddings are equal; asked where both models use them as their heads.
-        untie: where they are not, give the graft a head of its own.
+        layers: l, the number of layers from the front model.
+        same_embeddings: whether the embeddings are equal; called only if both models use them as their heads.
+        untie: if they are not equal, give the graft a separate head.
 
     Raises:
         ConfigError: models that do not fit, tied embeddings that differ, or positions that one config can't express.
@@ -65,8 +65,8 @@ def grafted_config(
     if tied and not same_embeddings():
         if not untie:
             raise ConfigError(
-                "Both models use their embedding as output head, and the two embeddings differ: the graft's is the front "
-                "model's and its head the back model's, which is not one matrix. --untie writes them as two."
+                "Both models use their embedding as output head, and the two embeddings differ: the graft takes its embedding "
+                "from the front model and its head from the back model. --untie stores them as two matrices."
             )
         tied = False
     graft = replace(front, architecture=replace(front.architecture, tie_embeddings=tied))
@@ -78,18 +78,18 @@ def grafted_config(
             if all(found.layers(length) == positions for length, positions in expected.items()):
                 return found
     raise ConfigError(
-        f"Scopes that grow with the sequence (scope_max = 'length') do so past the trained length, of which a model has one, "
-        f"and these grow past {lengths[-1]:,} and {lengths[0]:,} tokens from an s_max of their own. Set scope_max = 'trained' "
-        "in the farsight.json of one of them, and graft that."
+        f"Scopes that grow with the sequence (scope_max = 'length') do so past the trained length. A model has only one, but "
+        f"these grow past {lengths[-1]:,} and {lengths[0]:,} tokens, each from its own s_max. Set scope_max = 'trained' "
+        "in the farsight.json of one of the models, and graft that."
     )
 
 
 def grafted_model(front: Llama, back: Llama, back_config: ModelConfig, config: ModelConfig, layers: int) -> Llama:
-    """The graft of two models in memory, of their own parameters: nothing is copied but the positions' buffers.
+    """The graft of two models in memory; it shares their parameters, and only has its own position buffers.
 
     Args:
-        back_config: of the back model.
-        config: the graft's, from `grafted_config` with these `layers`.
+        back_config: config of the back model.
+        config: the graft's config, from `grafted_config` with these `layers`.
     """
     with torch.device("meta"):
         model = build_model(config)
@@ -109,7 +109,7 @@ def grafted_model(front: Llama, back: Llama, back_config: ModelConfig, config: M
 
 
 def _unlike(front: ModelConfig, back: ModelConfig) -> list[str]:
-    """What differs and must not, each in words."""
+    """The differences that rule out a graft, in words."""
     pairs = {
         f"architecture.{field.name}": (getattr(front.architecture, field.name), getattr(back.architecture, field.name))
         for field in fields(front.architecture)
@@ -127,13 +127,13 @@ def _unlike(front: ModelConfig, back: ModelConfig) -> list[str]:
 def _resolved(
     front: ModelConfig, back: ModelConfig, layers: int, lengths: list[int]
 ) -> dict[int, tuple[LayerPosition, ...]]:
-    """What each layer of the graft has to know at these lengths."""
+    """The position that each layer of the graft must have at these lengths."""
     return {length: front.layers(length)[:layers] + back.layers(length)[layers:] for length in lengths}
 
 
 def _telling_lengths(*configs: ModelConfig) -> list[int]:
-    """Lengths of which two positions are equal at all lengths if they are at these: scopes change course at a trained length
-    or an s_max, and nowhere else."""
+    """Lengths such that two positions equal at these are equal at all lengths: scopes change their formula only at a trained
+    length or an s_max."""
     turns = {config.trained_length for config in configs}
     for config in configs:
         settings = layer_settings(config.position, config.architecture.n_layers)
@@ -142,12 +142,12 @@ def _telling_lengths(*configs: ModelConfig) -> list[int]:
 
 
 def _by_rules(front: ModelConfig, back: ModelConfig, layers: int, trained_length: int) -> Position:
-    """A position that has what most layers share for its own, and a rule for each other kind of layer.
+    """A position whose defaults are what most layers share, with a rule for each other kind of layer.
 
-    LASP's S(l) and B(l) become the numbers that they are at a layer, unless both models have the same LASP.
+    LASP's S(l) and B(l) are written out as numbers for each layer, unless both models have the same LASP.
 
     Raises:
-        ConfigError: GARFA of two kinds.
+        ConfigError: the models have different kinds of GARFA.
     """
     n = front.architecture.n_layers
     lasp = front.position.lasp if front.position.lasp == back.position.lasp else None
@@ -158,7 +158,7 @@ def _by_rules(front: ModelConfig, back: ModelConfig, layers: int, trained_length
         rotary = own.rotary
         if lasp is None and own.lasp is not None:
             rotary = apply_lasp(rotary, own.lasp, layer, n)
-        kinds.append((rotary, _with_own_longest(own.heads, config, trained_length), own.bias))
+        kinds.append((rotary, _with_fixed_longest(own.heads, config, trained_length), own.bias))
     shared = Counter(kinds).most_common(1)[0][0]
     rules = []
     for kind in dict.fromkeys(kinds):
@@ -176,8 +176,8 @@ def _by_rules(front: ModelConfig, back: ModelConfig, layers: int, trained_length
     return Position(front.position.embedding, shared[0], lasp, shared[1], shared[2], tuple(rules), garfa)
 
 
-def _with_own_longest(heads: Heads, config: ModelConfig, trained_length: int) -> Heads:
-    """SCOPE whose longest scope follows a trained length other than the graft's, with that length for its s_max."""
+def _with_fixed_longest(heads: Heads, config: ModelConfig, trained_length: int) -> Heads:
+    """The layer's heads; SCOPE that follows a trained length other than the graft's gets that length as its s_max."""
     if isinstance(heads, Scope) and not heads.s_max and config.trained_length != trained_length:
         return replace(heads, s_max=config.trained_length)
     return heads
@@ -194,7 +194,7 @@ def _garfa(front: ModelConfig, back: ModelConfig, layers: int) -> Garfa | None:
         (a, _), (b, _) = kept
         raise ConfigError(
             f"The front model's layers have GARFA of equation {a.equation} with queries = {str(a.queries).lower()}, the back "
-            f"model's of equation {b.equation} with queries = {str(b.queries).lower()}, and a model has one kind: merge one of "
-            "them again with --drop-garfa, or graft layers that have none."
+            f"model's of equation {b.equation} with queries = {str(b.queries).lower()}, but a model can only have one kind: "
+            "merge one of them again with --drop-garfa, or graft layers without GARFA."
         )
     return replace(kept[0][0], layers=tuple(e for _, entries in kept for e in entries)) if kept else None

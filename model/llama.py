@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks, norm, head. `model/build.py` decides what each layer is.
+"""The decoder: embedding, blocks, norm, head. `model/build.py` decides the settings of each layer.
 
 Shapes: B batch, L sequence, D model, V vocabulary, H head dimension.
 """
@@ -16,16 +16,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from farsight.configs.schema import Architecture, NoRotary
 from farsight.kernels.chunked_loss import chunked_cross_entropy
-from farsight.model.adapt.garfa import HeadRope
 from farsight.model.attention import Attention
 from farsight.model.norm import RMSNorm
+from farsight.model.position.garfa import HeadRope
 from farsight.model.position.layers import LayerPosition
 from farsight.model.position.rope import RopeFrequencies, rope_frequencies, rope_tables
 from farsight.model.position.sinusoidal import sinusoidal_embedding
 
 
 class _SwiGlu(torch.autograd.Function):
-    """silu(a) · b. Keeps a and b alone, a third less than autograd would: silu(a) costs little to compute again."""
+    """silu(a) · b. Saves only a and b, a third less than autograd would: silu(a) is cheap to recompute."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
@@ -48,6 +48,7 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, ffn_dim, bias=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
+        """[B, L, D], in x's dtype."""
         return self.w2(_SwiGlu.apply(self.w1(x_BLD), self.w3(x_BLD)))
 
 
@@ -68,7 +69,8 @@ class Block(nn.Module):
         document_starts_BL: Tensor | None = None,
         head_rope: HeadRope | None = None,
     ) -> Tensor:
-        # By name: tensor parallelism gathers what is given by place, and that is the tokens alone.
+        """[B, L, D], in x's dtype; the other arguments are `Attention.forward`'s."""
+        # As keyword arguments: tensor parallelism gathers positional arguments, and only the tokens need it.
         h_BLD = x_BLD + self.attention(
             self.attention_norm(x_BLD), rope=rope, document_starts_BL=document_starts_BL, head_rope=head_rope
         )
@@ -76,11 +78,11 @@ class Block(nn.Module):
 
 
 class OutputHead(nn.Module):
-    """Logits, or the summed loss without ever holding all logits.
+    """Computes logits, or the summed loss without ever holding all logits.
 
-    A module of its own, so that FSDP gathers the weight around this call. With tied embeddings it owns no weight and
-    is handed the embedding's. Under tensor parallelism ranks hold parts of the vocabulary, and are given their tokens'
-    hidden states.
+    It is a separate module so that FSDP gathers the weight around this call. With tied embeddings it owns no weight and
+    is given the embedding's. Under tensor parallelism each rank holds a part of the vocabulary, and is given the hidden
+    states of its own tokens.
     """
 
     def __init__(self, dim: int, vocab_size: int, chunk_tokens: int, tied: bool) -> None:
@@ -89,6 +91,11 @@ class OutputHead(nn.Module):
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, dim))
 
     def forward(self, h_BLD: Tensor, labels_BL: Tensor | None, tied_weight: Tensor | None = None) -> Tensor:
+        """Logits [B, L, V] in h's dtype; with labels (integers, -100 is ignored) the scalar sum of losses, fp32.
+
+        Args:
+            tied_weight: the embedding's weight [V, D], where the head has none.
+        """
         weight_VD = self.weight if tied_weight is None else tied_weight
         assert weight_VD is not None
         group = None
@@ -96,7 +103,7 @@ class OutputHead(nn.Module):
             assert isinstance(h_BLD, DTensor)
             mesh, weight_VD = weight_VD.device_mesh, weight_VD.to_local()
             group = mesh.get_group()
-            # Each rank's part of the vocabulary gives every token a part of its gradient.
+            # Each rank's part of the vocabulary contributes a part of every token's gradient.
             h_BLD = h_BLD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             if labels_BL is None:
                 logits = DTensor.from_local(F.linear(h_BLD, weight_VD), mesh, [Shard(-1)], run_check=False)
@@ -109,21 +116,21 @@ class OutputHead(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama-style decoder whose layers may each know position in their own way.
+    """A Llama-style decoder in which every layer may encode position in its own way.
 
     Args:
         architecture: shapes.
         layers: each layer's position, from `resolve_layers`.
-        sinusoidal: add a sinusoidal embedding to the tokens'.
+        sinusoidal: add a sinusoidal position embedding to the token embeddings.
         length: sequence length that length-dependent RoPE (dynamic NTK, LongRoPE) is set for.
-        backend: attention kernel.
-        chunk_tokens: tokens whose logits the loss holds at once; 0 picks.
+        backend: attention kernel, as in `scoped_attention`.
+        chunk_tokens: tokens whose logits the loss holds at once; 0 picks a number.
         init_seed: seeds `init_weights`.
     """
 
     rope_frequencies: Tensor
     token_shard: tuple[int, int] = (0, 1)
-    """Which of how many equal spans of the tokens the residual stream holds; more than one under tensor parallelism."""
+    """(i, n): the residual stream holds the i-th of n equal spans of the tokens; n > 1 under tensor parallelism."""
 
     def __init__(
         self,
@@ -140,15 +147,15 @@ class Llama(nn.Module):
         a = self.architecture = architecture
         self.sinusoidal, self.init_seed = sinusoidal, init_seed
         self.fill_parameter: Callable[[str, nn.Parameter], None] = self.init_parameter
-        """What `init_weights` fills each parameter by; fine-tuning reads them from a directory instead."""
-        # Pipeline stages set what they do not hold to None; the annotations say so.
+        """Called by `init_weights` for each parameter; fine-tuning replaces it to read weights from a directory."""
+        # Optional, because pipeline stages set the parts they do not hold to None.
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(a.vocab_size, a.dim)
-        # A ModuleDict keyed by layer number: a pipeline split would renumber a ModuleList.
+        # A ModuleDict keyed by layer number, since a pipeline split would renumber a ModuleList.
         self.layers = nn.ModuleDict({str(i): Block(a, layer, backend) for i, layer in enumerate(layers)})
         self.norm: RMSNorm | None = RMSNorm(a.dim, eps=a.norm_eps)
         self.output: OutputHead | None = OutputHead(a.dim, a.vocab_size, chunk_tokens, a.tie_embeddings)
 
-        # Layers that rotate alike share a row of frequencies, and so one pair of tables in each forward pass.
+        # Layers that rotate alike share a row of frequencies, and thus one pair of tables in each forward pass.
         self.rotaries = tuple(dict.fromkeys(p.rotary for p in layers if not isinstance(p.rotary, NoRotary)))
         self.rotary_of_layer = {
             str(i): None if isinstance(p.rotary, NoRotary) else self.rotaries.index(p.rotary)
@@ -169,7 +176,7 @@ class Llama(nn.Module):
             attention.set_position(self.positions[int(name)])
 
     def attentions(self) -> Iterator[tuple[str, Attention]]:
-        """Layer number and attention, whatever is wrapped around the blocks."""
+        """Each layer's number and attention module, whatever wraps the blocks."""
         for name, block in self.layers.items():
             yield name, cast(Attention, block.attention)
 
@@ -183,19 +190,20 @@ class Llama(nn.Module):
         """Logits, or with `labels` the sum of the tokens' losses.
 
         Args:
-            tokens: [B, L] ids, or [B, L, D] activations of the previous pipeline stage.
-            positions: [B, L] or [1, L]; None counts from 0.
-            document_starts: [B, L] row index at which each token's document starts; None is one document a row.
-            labels: [B, L] next tokens, -100 where there is nothing to predict.
+            tokens: int64 ids [B, L], or [B, L, D] activations of the previous pipeline stage.
+            positions: integers [B, L] or [1, L]; None counts from 0.
+            document_starts: integers [B, L], the index in the row at which each token's document starts; None is one
+                document per row.
+            labels: int64 [B, L], next tokens; -100 where there is nothing to predict.
 
         Returns:
-            [B, L, V] logits; a scalar with labels; [B, L, D] activations from a stage without the head.
+            [B, L, V] logits; an fp32 scalar with labels; [B, L, D] activations from a stage without the head.
         """
         h_BLD = self.hidden_states(tokens, positions, document_starts)
         return h_BLD if self.output is None else self.head(h_BLD, labels)
 
     def head(self, h_BLD: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits of hidden states, or with `labels` the sum of their losses."""
+        """Logits [B, L, V] of hidden states [B, L, D], or with `labels` [B, L] the sum of their losses."""
         assert self.output is not None
         tied = self.tok_embeddings.weight if self.output.weight is None and self.tok_embeddings is not None else None
         return self.output(h_BLD, labels, tied)
@@ -203,7 +211,7 @@ class Llama(nn.Module):
     def hidden_states(
         self, tokens: Tensor, positions: Tensor | None = None, document_starts: Tensor | None = None
     ) -> Tensor:
-        """[B, L, D]: what the head is given; arguments are `forward`'s."""
+        """The input of the head, [B, L, D]; arguments are `forward`'s."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         h_BLD = tokens
@@ -228,7 +236,7 @@ class Llama(nn.Module):
         return h_BLD
 
     def _head_rope(self, attention: Attention, row: int | None, positions: Tensor) -> HeadRope | None:
-        """What turns the heads of a layer with GARFA; None for the others."""
+        """The rotation of a layer with GARFA; None for other layers."""
         if attention.garfa is None:
             return None
         assert row is not None
@@ -240,8 +248,8 @@ class Llama(nn.Module):
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Initialises parameters and buffers in place.
 
-        Each parameter's numbers depend on `init_seed` and its name alone, so that every parallel layout starts from
-        the same weights. Linear layers: normal of std 0.02 truncated at 2; `wo` and `w2` divided by sqrt(2·layers)
+        Each parameter's values depend only on `init_seed` and its name, so that every parallel layout starts from the
+        same weights. Linear layers: normal with std 0.02, truncated at 2 std; `wo` and `w2` are divided by sqrt(2·layers)
         (by sqrt(2·(layer + 1)) with `depth_init`), so that the residual stream does not grow with depth.
         """
         for name, parameter in list(self.named_parameters()):
@@ -256,7 +264,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def init_parameter(self, name: str, parameter: Tensor) -> None:
-        """Fills a tensor with the initial values of the parameter of that name."""
+        """Fills a parameter, sharded or not, with the initial values that belong to its name."""
         if name.endswith("norm.weight"):
             nn.init.ones_(parameter)
         elif name.endswith("garfa.raw"):
@@ -279,11 +287,12 @@ class Llama(nn.Module):
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's name without what compilation and recomputation put into it."""
+    """A parameter's name without the prefixes that compilation and activation checkpointing add."""
     return re.sub(r"_orig_mod\.|_checkpoint_wrapped_module\.", "", name)
 
 
 def name_seed(seed: int, name: str) -> int:
+    """A seed for the parameter of that name: 56 bits that depend on nothing else."""
     return int.from_bytes(hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=7).digest(), "big")
 
 
@@ -295,9 +304,9 @@ def _fill(parameter: Tensor, std: float, seed: int) -> None:
 
 
 def copy_whole(parameter: Tensor, full: Tensor) -> None:
-    """Fills a parameter, or the rank's part of one, from the whole tensor."""
+    """Fills a parameter, or the rank's shard of one, from the full tensor."""
     if isinstance(parameter, DTensor):
-        # Every rank has the same full tensor and keeps its own part: nothing is sent.
+        # Every rank has the same full tensor and keeps its own shard: nothing is sent.
         mesh, placements = parameter.device_mesh, parameter.placements
         shape, offset = compute_local_shape_and_global_offset(full.shape, mesh, placements)
         own = tuple(slice(begin, begin + length) for begin, length in zip(offset, shape, strict=True))

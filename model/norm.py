@@ -1,4 +1,4 @@
-"""RMSNorm in its input's type."""
+"""RMSNorm in its input's dtype."""
 
 import torch
 import torch.nn.functional as F
@@ -6,11 +6,12 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.RMSNorm):
-    """PyTorch's, whose result has its input's type under autocast too: there PyTorch raises it to fp32 on GPUs.
+    """PyTorch's RMSNorm, but its output keeps the input's dtype under autocast, where PyTorch returns fp32 on GPUs.
 
-    It sums in fp32 either way.
+    Sums are fp32 either way.
     """
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., D] in x's dtype."""
         with torch.autocast(x.device.type, enabled=False):
             return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)

@@ -1,4 +1,4 @@
-"""A rank's part of a batch, and sums over the ranks that hold the others."""
+"""A rank's part of a batch, and loss sums over the ranks that hold the rest."""
 
 from typing import Any
 
@@ -13,7 +13,12 @@ from farsight.parallel.halo import Context
 def model_inputs(
     config: JobConfig, context: Context | None, input_dict: dict[str, Tensor], labels: Tensor
 ) -> dict[str, Any]:
-    """What the model is given of a batch: under context parallelism the rank's tokens, and all document starts."""
+    """The arguments of `Llama.forward` for a batch; under context parallelism the rank's tokens, but all document starts.
+
+    Args:
+        input_dict: "input" and "document_starts" [B, T], "positions" [B, T] or [1, T]; integers.
+        labels: int64 [B, T].
+    """
     inputs = {"tokens": input_dict["input"], "positions": input_dict["positions"], "labels": labels}
     if config.parallelism.pipeline_parallel_degree > 1:
         inputs["positions"] = inputs["positions"].expand(labels.shape)  # cut into micro-batches by rows
@@ -24,7 +29,7 @@ def model_inputs(
 
 
 def sum_of_losses(dims: ParallelDims, value: Tensor) -> Tensor:
-    """Sum over the ranks that hold different rows, different tokens of them, or other stages than the last (zeros)."""
+    """Sums a tensor, in place, over data, context and pipeline ranks; stages before the last contribute zeros."""
     if dims.dp_cp_enabled:
         dist.all_reduce(value, group=dims.get_mesh("loss").get_group())
     if dims.pp_enabled:

@@ -1,10 +1,10 @@
-"""Who holds which part of a sequence under context parallelism, and who needs which keys: plain integers, no tensors.
+"""Which rank holds which part of a sequence under context parallelism, and which keys it needs: plain integers, no tensors.
 
-A rank's queries see, in a key-value head whose widest query head has reach R, the R - 1 tokens before them. Of those the
-rank receives what others hold: a halo where R is short, everything before it where R is the whole sequence. All of it
-follows from (rank, ranks, tokens, scopes), so that every rank knows what all others send and receive.
+In a key-value head whose widest query head has reach R, a rank's queries see the R - 1 tokens before them. The rank receives
+those that other ranks hold: a halo if R is short, everything before its tokens if R is the whole sequence. All of it follows
+from (rank, ranks, tokens, scopes), so that every rank knows what all others send and receive.
 
-Words: a span is a range of tokens [begin, end); a rank's pieces are the spans of which it holds queries, keys and values.
+Terms: a span is a range of tokens [begin, end); a rank's pieces are the spans whose queries, keys and values it holds.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-Layout = Literal["contiguous", "zigzag"]
+SequenceLayout = Literal["contiguous", "zigzag"]
+"""How a sequence is divided over the ranks: see `pieces`."""
 Span = tuple[int, int]
 
 
-def pieces(rank: int, ranks: int, tokens: int, layout: Layout) -> tuple[Span, ...]:
+def pieces(rank: int, ranks: int, tokens: int, layout: SequenceLayout) -> tuple[Span, ...]:
     """The spans of a rank, in the order in which it holds them.
 
-    "contiguous" cuts the sequence into one span a rank. "zigzag" cuts it into two a rank and gives rank r the r-th from
-    the front and the r-th from the back, so that all have equally many tokens before theirs.
+    "contiguous" cuts the sequence into one span per rank. "zigzag" cuts it into two per rank and gives rank r the r-th from
+    the front and the r-th from the back, so that all ranks see equally many earlier tokens.
 
     Raises:
         ValueError: if the tokens do not divide.
@@ -36,7 +37,12 @@ def pieces(rank: int, ranks: int, tokens: int, layout: Layout) -> tuple[Span, ..
 
 
 def reaches(scopes: Sequence[int], kv_heads: int, tokens: int) -> tuple[int, ...]:
-    """Tokens that the widest query head of each key-value head sees, itself included."""
+    """Tokens that the widest query head of each key-value head sees, the query's own included, [K].
+
+    Args:
+        scopes: of all query heads.
+        tokens: length of the whole sequence, which bounds every reach.
+    """
     group = len(scopes) // kv_heads
     return tuple(min(tokens, max(scopes[head * group : (head + 1) * group])) for head in range(kv_heads))
 
@@ -48,7 +54,7 @@ def keys_seen(piece: Span, reach: int) -> Span:
 
 @dataclass(frozen=True)
 class Rows:
-    """Keys and values of one key-value head that one rank sends another."""
+    """Tokens [begin, end) of one key-value head, whose keys and values one rank sends to another."""
 
     kv_head: int
     begin: int
@@ -59,8 +65,10 @@ class Rows:
 
 
 @lru_cache(maxsize=256)
-def sent(source: int, target: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: Layout) -> tuple[Rows, ...]:
-    """What `source` sends `target`, in order: for each key-value head the spans it holds of those that `target` lacks."""
+def sent(
+    source: int, target: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: SequenceLayout
+) -> tuple[Rows, ...]:
+    """The rows that `source` sends to `target`, in order: for each key-value head, the spans it holds that `target` lacks."""
     if source == target:
         return ()
     own, others = pieces(source, ranks, tokens, layout), pieces(target, ranks, tokens, layout)
@@ -71,15 +79,15 @@ def sent(source: int, target: int, ranks: int, tokens: int, reach: tuple[int, ..
     return tuple(rows)
 
 
-def received_rows(rank: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: Layout) -> int:
-    """Tokens that a rank receives, summed over key-value heads."""
+def received_rows(rank: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: SequenceLayout) -> int:
+    """Number of tokens that a rank receives, summed over key-value heads."""
     return sum(len(rows) for source in range(ranks) for rows in sent(source, rank, ranks, tokens, reach, layout))
 
 
 def received_bytes(
-    rank: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: Layout, head_dim: int, itemsize: int
+    rank: int, ranks: int, tokens: int, reach: tuple[int, ...], layout: SequenceLayout, head_dim: int, itemsize: int
 ) -> int:
-    """Keys and values that a rank receives in the forward pass of one layer and one row; backward it sends as many."""
+    """Bytes of keys and values that a rank receives in one layer's forward pass over one row; backward it sends as many."""
     return 2 * head_dim * itemsize * received_rows(rank, ranks, tokens, reach, layout)
 
 
@@ -98,7 +106,7 @@ def union(spans: Iterable[Span]) -> list[Span]:
 
 
 def overlap(spans: Iterable[Span], others: Iterable[Span]) -> list[Span]:
-    """The tokens that are in both."""
+    """The tokens that are in both, as spans in order."""
     others = list(others)
     found = [(max(a, c), min(b, d)) for a, b in spans for c, d in others]
     return sorted((begin, end) for begin, end in found if begin < end)

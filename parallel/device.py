@@ -1,7 +1,7 @@
 """The device, on machines with and without an accelerator.
 
-torchtitan 0.2.2 takes "cuda" where there is no accelerator, and reads memory statistics that `torch.cpu` lacks; DeepSpeed
-compiles there what it does not need. This module is the one place that touches another library's names to put that right.
+Without one, torchtitan 0.2.2 assumes "cuda" and reads memory statistics that `torch.cpu` lacks, and DeepSpeed compiles
+kernels it does not need. This module is the only place that patches another library to fix that.
 """
 
 import ctypes
@@ -19,22 +19,22 @@ from torchtitan.tools import utils as titan_utils
 
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import JobConfig
+from farsight.units import GIB
 
-GIB = 1024**3
 A100_FLOPS = 312e12
-"""What torchtitan answers for a device that it does not know."""
+"""What torchtitan returns for a device that it does not know."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""glibc's malloc.h."""
+"""From glibc's malloc.h."""
 
 
 def prepare_device(keep_memory: bool = True) -> torch.device:
-    """Points torchtitan at the CPU where there is no accelerator, and fills in a single process's environment.
+    """Points torchtitan at the CPU if there is no accelerator, and sets the environment variables of a single process.
 
-    To be called before the trainer is built; calling it again changes nothing.
+    Call it before the trainer is built; further calls change nothing.
 
     Args:
-        keep_memory: on the CPU, have the C library keep what is freed for the next step.
+        keep_memory: on the CPU, have the C library keep freed memory for the next step.
 
     Returns:
         The device this process trains on.
@@ -42,12 +42,12 @@ def prepare_device(keep_memory: bool = True) -> torch.device:
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
     if os.environ["WORLD_SIZE"] == "1":
-        # Port 0: the system picks a free one, so that runs beside each other do not meet.
+        # Port 0: the system picks a free one, so that concurrent runs do not clash.
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
     if torch.accelerator.is_available():
         return torch.device(titan_utils.device_type, int(os.environ["LOCAL_RANK"]))
-    # Every torchtitan module has bound the names for itself, so each is told.
+    # Every torchtitan module has imported the names, so each has to be patched.
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.") and hasattr(module, "device_type"):
             module.device_type = "cpu"  # type: ignore[attr-defined]  # torchtitan's module attribute
@@ -59,7 +59,7 @@ def prepare_device(keep_memory: bool = True) -> torch.device:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Highest memory held so far: allocated by torch on an accelerator, resident in this process on the CPU."""
+    """Peak memory so far: allocated by torch on an accelerator, resident in this process on the CPU."""
     if device.type == "cpu":
         # Linux reports kilobytes here, macOS bytes.
         unit = 1 if sys.platform == "darwin" else 1024
@@ -68,7 +68,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak bf16 FLOP/s of the accelerator; None where no figure is known, as on a CPU."""
+    """Peak bf16 FLOP/s of the accelerator; None if unknown, as on a CPU."""
     if device.type == "cpu":
         return None
     name = titan_utils.device_module.get_device_name(device)
@@ -84,7 +84,7 @@ def default_device() -> torch.device:
 
 
 def import_deepspeed() -> types.ModuleType:
-    """DeepSpeed, told where there is no accelerator; imported by those runs alone that ask for it.
+    """Imports DeepSpeed, set up for the CPU if there is no accelerator; only runs that use it call this.
 
     Raises:
         ConfigError: it is not installed.
@@ -95,16 +95,16 @@ def import_deepspeed() -> types.ModuleType:
         import deepspeed
     except ImportError as error:
         raise ConfigError(
-            f'engine = "deepspeed" needs a package that is not here: pip install "deepspeed>=0.19,<0.20" ({error}).'
+            f'engine = "deepspeed" needs a package that is not installed: pip install "deepspeed>=0.19,<0.20" ({error}).'
         ) from error
     warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated")
-    # On a CPU it would compile an all-reduce of its own, which takes a compiler and minutes; gloo has one.
+    # On a CPU it would compile its own all-reduce, which needs a compiler and minutes; gloo has one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
 
 def check_float8(config: JobConfig) -> None:
-    """Refuses float8 layers where they can't be had.
+    """Refuses float8 layers where they are not available.
 
     Raises:
         ConfigError: the package or the GPU is missing.
@@ -113,18 +113,18 @@ def check_float8(config: JobConfig) -> None:
         return
     if find_spec("torchao") is None:
         raise ConfigError(
-            f"model.converters = {config.model.converters} needs a package that is not here: pip install torchao."
+            f"model.converters = {config.model.converters} needs a package that is not installed: pip install torchao."
         )
     emulated = config.quantize.linear.float8.emulate and not config.compile.enable
     if not titan_utils.has_cuda_capability(8, 9) and not emulated:
         raise ConfigError(
             f"model.converters = {config.model.converters} needs a GPU with float8 products (compute capability 8.9: L40, H100 "
-            "and later). quantize.linear.float8.emulate = true, with compile.enable = false, shows elsewhere what it does to losses, slowly."
+            "and later). On other machines quantize.linear.float8.emulate = true with compile.enable = false shows its effect on losses, slowly."
         )
 
 
 def wait_for_rank_zero() -> None:
-    """A barrier for work that rank 0 does alone and that may take hours: the usual groups' timeouts do not bound it."""
+    """A barrier for long work that only rank 0 does: it waits up to 12 hours, beyond the usual groups' timeouts."""
     if dist.get_world_size() > 1:
         group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
         dist.barrier(group)
@@ -132,19 +132,19 @@ def wait_for_rank_zero() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Has glibc reuse what a step frees instead of handing it back to the kernel.
+    """Makes glibc reuse the memory that a step frees instead of returning it to the kernel.
 
-    By glibc's own thresholds a step's large tensors are mapped and unmapped anew each time, and to zero their pages
-    takes longer than the SiLU that fills them. Does nothing under another C library.
+    With glibc's default thresholds a step's large tensors are mapped and unmapped every time, and zeroing their pages
+    takes longer than the SiLU that fills them. Does nothing with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    # Older versions refuse so large a first value; the second alone would only end their adapting.
+    # Older versions refuse such a large mmap threshold; the trim threshold alone would only turn off its dynamic adjustment.
     if mallopt is not None and mallopt(ctypes.c_int(M_MMAP_THRESHOLD), ctypes.c_int(GIB)):
         mallopt(ctypes.c_int(M_TRIM_THRESHOLD), ctypes.c_int(GIB))
 
 
 def _cpu_module() -> types.SimpleNamespace:
-    """`torch.cpu` with what torchtitan asks of a device module."""
+    """`torch.cpu` plus the functions that torchtitan expects of a device module."""
     functions = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("_")}
     missing = {
         "set_device": lambda device: None,
@@ -160,5 +160,5 @@ def _cpu_module() -> types.SimpleNamespace:
 
 
 def total_memory() -> int:
-    """Bytes of this machine's memory."""
+    """Physical memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,8 +1,8 @@
-"""Attention over a sequence that several ranks hold: the halo exchange, and the attention of a rank's own queries.
+"""Attention over a sequence that is split over ranks: the halo exchange, and the attention of a rank's own queries.
 
-Each rank packs what the plan of `context.py` has it send into one buffer, all ranks exchange in one all-to-all, and each
-key-value head's keys are put together from the rank's own and what it received. Autograd takes gradients back the way
-the keys came. Queries never move.
+Each rank packs the keys and values it has to send (`context.py`) into one buffer, all ranks exchange in one all-to-all, and
+each key-value head's keys are assembled from the rank's own and the received ones. Autograd sends gradients back the same
+way. Queries never move.
 
 Shape suffixes: B batch, L tokens that the rank holds, T tokens of the whole sequence, N query heads, K key-value heads,
 H head dim, R rows (one token of one key-value head), 2 keys and values.
@@ -22,36 +22,36 @@ from torchtitan.distributed import ParallelDims
 
 from farsight.configs.schema import JobConfig
 from farsight.kernels.scoped_attention import scoped_attention
-from farsight.parallel.context import Layout, Rows, keys_seen, pieces, reaches, sent
+from farsight.parallel.context import Rows, SequenceLayout, keys_seen, pieces, reaches, sent
 
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks over which sequences are cut, and how."""
+    """The ranks that sequences are split over, and how; a `model.attention.SequenceContext`."""
 
     group: dist.ProcessGroup
-    layout: Layout
+    layout: SequenceLayout
     rotates: ClassVar[bool] = False
 
     @classmethod
     def of(cls, dims: ParallelDims, config: JobConfig) -> "Context | None":
-        """None where sequences stay whole."""
+        """The context of a run; None if its sequences are not split."""
         if not dims.cp_enabled:
             return None
         return cls(dims.get_mesh("cp").get_group(), config.parallelism.context_parallel_load_balancer)
 
     def own(self, x_BT: Tensor) -> Tensor:
-        """The rank's part of what has one entry a token in its second dimension, in the order in which it holds it."""
+        """The rank's part [B, L, ...] of a tensor [B, T, ...], in the order in which the rank holds its tokens."""
         spans = pieces(self.group.rank(), self.group.size(), x_BT.shape[1], self.layout)
         return torch.cat([x_BT[:, begin:end] for begin, end in spans], dim=1)
 
     @torch.compiler.disable
     def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> "Exchange":
-        """Sends what other ranks need, and returns before what this rank needs has come.
+        """Sends the keys and values that other ranks need, and returns without waiting for those that this rank needs.
 
         Args:
             k_BLKH, v_BLKH: keys and values of the tokens that the rank holds.
-            scopes: of the query heads, as numbers.
+            scopes: scopes of the query heads, as numbers.
         """
         B, L, K, H = k_BLKH.shape
         rank, ranks = self.group.rank(), self.group.size()
@@ -65,15 +65,16 @@ class Context:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Keys and values on their way."""
+    """Keys and values in flight; a `model.attention.PendingKV`."""
 
     plan: "_Plan"
     own_R2BH: Tensor
     received_R2BH: Tensor
-    """Reading it waits for it."""
+    """Reading it waits for the transfer."""
 
     @property
     def received_bytes(self) -> int:
+        """Bytes that this rank receives in the forward pass."""
         return self.received_R2BH.nbytes
 
     @torch.compiler.disable
@@ -85,10 +86,10 @@ class Exchange:
         alibi_slopes_N: Tensor | None,
         backend: str,
     ) -> Tensor:
-        """Attention of the rank's queries over all that they see, on this rank or another: [B, L, N, H].
+        """Attention of the rank's queries over all keys that they see, on this rank or others: [B, L, N, H] in q's dtype.
 
         Args:
-            document_starts_BT: of the whole sequence; the others as `scoped_attention` takes them.
+            document_starts_BT: integers, of the whole sequence; the others are as in `scoped_attention`.
         """
         rows_R2BH = torch.cat((self.own_R2BH, self.received_R2BH))
         pieces_of_o = []
@@ -118,41 +119,48 @@ class Exchange:
 
 @dataclass(frozen=True)
 class _Part:
-    """Queries of one piece, of the query heads whose key-value heads need the same keys."""
+    """Queries of one piece, for the query heads whose key-value heads need the same keys: one attention call."""
 
     queries: slice
-    """Among the tokens that the rank holds."""
+    """Indexes among the tokens that the rank holds."""
     keys: slice
     """Tokens of the sequence."""
     q_offset: int
-    """Keys before the first query."""
+    """Number of keys before the first query."""
     heads: Tensor
+    """int64, the query heads."""
     kv_heads: int
-    """How many."""
+    """Number of key-value heads."""
     rows: Tensor
-    """[keys × kv_heads]: which of the rank's own and the received rows those keys are."""
+    """int64 [keys × kv_heads]: the indexes of those keys among the rank's own rows followed by the received ones."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """A rank's part of the plan, as indexes."""
+    """A rank's part of the exchange, as indexes."""
 
     send: Tensor
-    """[R]: the rank's own rows to send, by target."""
+    """int64 [R]: the rank's own rows to send, by target."""
     sent_splits: list[int]
     received_splits: list[int]
     pieces: list[tuple[list[_Part], Tensor | None]]
-    """For each piece its parts, and where in their outputs each head is; None where one part has all heads in order."""
+    """For each piece, its parts and the place of each head in their outputs; None if one part has all heads in order."""
 
 
 @lru_cache(maxsize=64)
 def _plan(
-    rank: int, ranks: int, tokens: int, reach: tuple[int, ...], kv_group: int, layout: Layout, device: torch.device
+    rank: int,
+    ranks: int,
+    tokens: int,
+    reach: tuple[int, ...],
+    kv_group: int,
+    layout: SequenceLayout,
+    device: torch.device,
 ) -> _Plan:
-    """Rows are numbered token by token, in each by key-value head: first the rank's own, then those received."""
+    """Numbers rows token by token, and by key-value head within a token: first the rank's own, then the received ones."""
     own, K = pieces(rank, ranks, tokens, layout), len(reach)
     firsts = [0, *accumulate(end - begin for begin, end in own)]
-    place = torch.full((tokens, K), -1)  # row of each token and key-value head; -1 is not here
+    place = torch.full((tokens, K), -1)  # row of each token and key-value head; -1 if it is not on this rank
     for (begin, end), first in zip(own, firsts, strict=False):
         place[begin:end] = torch.arange(first * K, (first + end - begin) * K).view(-1, K)
 

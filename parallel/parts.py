@@ -1,6 +1,6 @@
 """Saving and loading, in place, tensors of which each rank holds a run of consecutive elements.
 
-ZeRO cuts parameters and optimizer state that way. DCP knows rectangles: a run of a matrix's elements is up to three.
+ZeRO shards parameters and optimizer state that way. DCP handles rectangles: a run of a matrix's elements is up to three.
 """
 
 from typing import Any
@@ -29,19 +29,19 @@ def rectangles(shape: torch.Size, start: int, length: int) -> list[Rectangle]:
     return found
 
 
-class PartOfTensor(Tensor):
-    """The part of a tensor that this rank holds; for DCP, which asks such objects for their chunks, and for nothing else.
+class TensorShard(Tensor):
+    """The part of a tensor that this rank holds, for DCP, which asks such objects for their chunks; it can't be computed with.
 
     Args:
-        held: the elements from `start` on, flat; loading writes into it.
-        shape: of the whole tensor.
+        held: the elements from `start` on, flat, any dtype; loading writes into it.
+        shape: shape of the whole tensor.
     """
 
     chunks: dict[torch.Size, Tensor]
-    """By offsets."""
+    """Views of `held`, by their offsets in the whole tensor."""
 
     @staticmethod
-    def __new__(cls, held: Tensor, shape: torch.Size, start: int) -> "PartOfTensor":
+    def __new__(cls, held: Tensor, shape: torch.Size, start: int) -> "TensorShard":
         part = Tensor._make_wrapper_subclass(cls, shape, dtype=held.dtype, device=held.device)  # type: ignore[attr-defined]  # what torch's own subclasses call
         part.chunks, at = {}, 0
         for offsets, sizes in rectangles(shape, start, held.numel()):

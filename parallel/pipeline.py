@@ -1,7 +1,8 @@
-"""Pipeline parallelism: the model cut into stages, and the schedule in which micro-batches pass through them.
+"""Pipeline parallelism: the model is cut into stages, and micro-batches pass through them on a schedule.
 
-The schedules are PyTorch's (`torch.distributed.pipelining`). What is ours: stages are cut by cost (`parallel/stages.py`), and
-the last stage returns the sum of the losses itself, since labels, positions and document starts reach every stage.
+The schedules are PyTorch's (`torch.distributed.pipelining`). Two things are our own: stages are cut by cost
+(`parallel/stages.py`), and the last stage returns the sum of losses itself, since every stage is given labels, positions and
+document starts.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,10 +28,10 @@ from farsight.model.build import ModelConfig
 from farsight.parallel.stages import layers_of_stages, stage_costs
 
 
-class ShareOfLoss:
-    """The loss function that the engine calls: makes a sum of losses the share that it has of a mean.
+class LossShare:
+    """The loss function that the engine calls: turns a sum of losses into its share of the global mean.
 
-    The model has summed the losses already. `denominator` is set before each step, to the tokens of the global batch.
+    The model has already summed the losses. `denominator` is set before each step to the tokens of the global batch.
     """
 
     def __init__(self) -> None:
@@ -42,23 +43,27 @@ class ShareOfLoss:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A rank's end of the pipeline."""
+    """A rank's stages and their schedule."""
 
     schedule: _PipelineSchedule
     has_first: bool
     has_last: bool
 
     def train(self, inputs: dict[str, Any]) -> Tensor:
-        """Forward and backward of a batch, micro-batch by micro-batch: its loss, 0 on ranks without the last stage."""
+        """Forward and backward pass of a batch, by micro-batches: its loss, or 0 on ranks without the last stage.
+
+        Args:
+            inputs: from `batch.model_inputs`.
+        """
         return self._run(self.schedule.step, inputs)
 
     def evaluate(self, inputs: dict[str, Any]) -> Tensor:
-        """The loss of a batch of the same shape as those that are trained on."""
+        """The loss of a batch, which must have the shape of the training batches."""
         with _forward_only(self.schedule):
             return self._run(self.schedule.eval, inputs)
 
     def _run(self, run: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
-        """What is given by place reaches the first stage alone; what is given by name, every stage."""
+        """Positional arguments reach only the first stage, keyword arguments every stage."""
         named = {name: x for name, x in inputs.items() if name != "tokens"}
         losses: list[Tensor] = []
         run(
@@ -73,7 +78,7 @@ class Pipeline:
 
 @contextmanager
 def _forward_only(schedule: _PipelineSchedule) -> Iterator[None]:
-    """Leaves out what belongs to backward passes: where two stages in a row are one rank's, PyTorch's `eval` does not."""
+    """Removes the backward actions from a schedule: PyTorch's `eval` does not if a rank holds several stages."""
     if not isinstance(schedule, _PipelineScheduleRuntime):
         yield
         return
@@ -96,15 +101,15 @@ def pipeline(
     device: torch.device,
     model_args: Any,
     parallelize: ParallelizeFunction,
-    loss_fn: ShareOfLoss,
+    loss_fn: LossShare,
 ) -> tuple[_PipelineSchedule, list[nn.Module], bool, bool]:
-    """Cuts the model and prepares what this rank holds of it; torchtitan's signature.
+    """Cuts the model into stages and parallelises this rank's; torchtitan's signature.
 
     Returns:
         The schedule, the rank's parts of the model, and whether the first and the last stage are among them.
 
     Raises:
-        ConfigError: stages or micro-batches that the schedule can't have.
+        ConfigError: a number of stages or micro-batches that the schedule does not support.
     """
     names = modules_of_stages(config)
     stages, parts = pipeline_module_split(
@@ -120,7 +125,7 @@ def pipeline(
 
 
 def modules_of_stages(config: JobConfig) -> list[list[str]]:
-    """Names of the modules that each stage holds: the embedding comes first, norm and head last.
+    """Names of the modules that each stage holds: the embedding is in the first, norm and head in the last.
 
     Raises:
         ConfigError: more stages than layers.
@@ -132,7 +137,7 @@ def modules_of_stages(config: JobConfig) -> list[list[str]]:
 
 
 def layers_by_stage(config: JobConfig) -> tuple[range, ...]:
-    """Which layers each stage of a config's pipeline holds.
+    """The layers of each pipeline stage of a config.
 
     Raises:
         ConfigError: more stages than layers.
@@ -146,7 +151,7 @@ def layers_by_stage(config: JobConfig) -> tuple[range, ...]:
 
 
 def stage_count(config: JobConfig) -> int:
-    """Stages of all ranks together."""
+    """Number of stages, over all ranks."""
     p = config.parallelism
     single = issubclass(get_schedule_class(p.pipeline_parallel_schedule), PipelineScheduleSingle)
     return p.pipeline_parallel_degree * (p.pipeline_parallel_stages_per_rank or (1 if single else 2))

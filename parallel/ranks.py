@@ -1,4 +1,4 @@
-"""Work that one rank does for all, or that fails on all ranks where it fails on one."""
+"""Work that one rank does for all, and errors that are raised on all ranks when one fails."""
 
 import pickle
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from farsight.parallel.device import wait_for_rank_zero
 T = TypeVar("T")
 
 
-def on_rank_zero(work: Callable[[], T], for_hours: bool = False) -> T:
-    """Does work on rank 0 alone; what it returns or raises is returned or raised on every rank.
+def on_rank_zero(work: Callable[[], T], may_take_hours: bool = False) -> T:
+    """Runs `work` on rank 0 only; its result or error is returned or raised on every rank. Collective.
 
     Args:
-        for_hours: the work may take longer than a collective waits.
+        may_take_hours: the work may take longer than the timeout of a collective.
     """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -23,7 +23,7 @@ def on_rank_zero(work: Callable[[], T], for_hours: bool = False) -> T:
             outcome[0] = work()
         except Exception as error:
             outcome[1] = _portable(error)
-    if for_hours:
+    if may_take_hours:
         wait_for_rank_zero()
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(outcome)
@@ -33,7 +33,7 @@ def on_rank_zero(work: Callable[[], T], for_hours: bool = False) -> T:
 
 
 def _portable(error: Exception) -> Exception:
-    """The error, or one with its text where it can't travel between processes: then the others would wait for ever."""
+    """The error itself, or a RuntimeError with its text if it can't be pickled: other ranks would wait forever."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -41,18 +41,18 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def on_every_rank(work: Callable[[], T], for_hours: bool = False) -> list[T]:
-    """Does work on every rank and returns what each of them returned; the first error is raised on all.
+def on_every_rank(work: Callable[[], T], may_take_hours: bool = False) -> list[T]:
+    """Runs `work` on every rank and returns all results, by rank; the first error is raised on all. Collective.
 
     Args:
-        for_hours: the work may take longer than a collective waits.
+        may_take_hours: the work may take longer than the timeout of a collective.
     """
     own: list[Any] = [None, None]
     try:
         own[0] = work()
     except Exception as error:
         own[1] = _portable(error)
-    if for_hours:
+    if may_take_hours:
         wait_for_rank_zero()
     outcomes = [own] * dist.get_world_size()
     if dist.get_world_size() > 1:

@@ -1,7 +1,7 @@
 """Which layers each pipeline stage holds: plain numbers, the same on every rank.
 
 A pipeline is as fast as its costliest stage. Layers differ (a dense layer at 128k costs several times a scoped one) and
-the head is a product with the whole vocabulary, so stages are balanced by FLOPs and not by the number of layers.
+the head is a product with the whole vocabulary, so stages are balanced by FLOPs, not by the number of layers.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from farsight.model.flops import layer_matmul_weights
 
 
 def stage_costs(config: ModelConfig, tokens: int) -> tuple[list[float], float, float]:
-    """FLOPs that training takes for each token: of every layer, of the embedding (none: a look-up), and of the head.
+    """Training FLOPs per token: of each layer, of the embedding (0, a look-up), and of the head.
 
     Args:
-        tokens: of a sequence that is one document.
+        tokens: length of the sequence, taken as one document.
     """
     a = config.architecture
     matmul = 6 * layer_matmul_weights(a)
@@ -26,17 +26,17 @@ def stage_costs(config: ModelConfig, tokens: int) -> tuple[list[float], float, f
 
 
 def layers_of_stages(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[range, ...]:
-    """Contiguous runs of layers, one a stage, so that the costliest stage costs the least.
+    """Contiguous runs of layers, one per stage, that minimise the cost of the costliest stage.
 
-    Of the runs that do so, each stage in turn takes as many layers as it can.
+    Among equally good splits, each stage in turn takes as many layers as it can.
 
     Args:
-        costs: of each layer.
-        first: what stage 0 costs besides its layers: the embedding.
-        last: the same of the last stage: norm and head.
+        costs: cost of each layer.
+        first: cost of stage 0 besides its layers: the embedding.
+        last: cost of the last stage besides its layers: norm and head.
 
     Raises:
-        ValueError: more stages than layers, embedding and head allow. Only the first and the last may be without layers.
+        ValueError: too many stages: only the first and the last may have no layers.
     """
     n = len(costs)
     if stages < 1 or stages - 2 > n or (stages == 1 and n == 0):
@@ -48,11 +48,11 @@ def layers_of_stages(costs: Sequence[float], stages: int, first: float = 0.0, la
 
     @cache
     def best(stage: int, begin: int) -> tuple[float, int]:
-        """The least that the costliest of `stage` and those after it can cost, and where `stage` ends for it."""
+        """The lowest possible cost of the costliest stage from `stage` on, and where `stage` then ends."""
         if stage == stages - 1:
             return cost(stage, begin, n), n
         fewest = 0 if stage == 0 else 1
-        needed = max(0, stages - stage - 2)  # by the stages between this one and the last
+        needed = max(0, stages - stage - 2)  # one layer for each stage between this one and the last
         ends = range(begin + fewest, n - needed + 1)
         return min(
             ((max(cost(stage, begin, end), best(stage + 1, end)[0]), end) for end in ends), key=_least_then_longest

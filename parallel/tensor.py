@@ -1,11 +1,11 @@
-"""Tensor parallelism with sequence parallelism: which rank holds which part of every matrix, and what is exchanged where.
+"""Tensor parallelism with sequence parallelism: how each matrix is sharded, and what ranks exchange.
 
-Heads and hidden units are divided over the ranks, and the vocabulary in the embedding and the head. Between them, in the
-residual stream and the norms, each rank holds a span of the tokens. So a block gathers its tokens before attention and
-before the feed-forward, and scatters sums after each: what one all-reduce each would move, at a fraction of the memory.
-The loss is computed with the vocabulary divided (`kernels/chunked_loss.py`): whole logits exist nowhere.
+Heads and hidden units are sharded over the ranks, and so is the vocabulary in the embedding and the head. Between them, in
+the residual stream and the norms, each rank holds a span of the tokens. So a block all-gathers its tokens before attention
+and before the feed-forward, and reduce-scatters after each: the traffic of one all-reduce, at a fraction of the memory.
+The loss is computed on the sharded vocabulary (`kernels/chunked_loss.py`): full logits never exist.
 
-Scopes, slopes and what else belongs to a head reach a rank by the head's number in the whole layer (`Attention.hold_heads`).
+Scopes, slopes and other per-head settings are looked up by the head's number in the whole layer (`Attention.hold_heads`).
 """
 
 from typing import cast
@@ -31,10 +31,10 @@ from farsight.model.llama import Llama
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
-    """Divides the model over the ranks of `mesh`, in place; a pipeline stage's part of a model too.
+    """Shards a model, or a pipeline stage's part of one, over the ranks of `mesh`, in place, before it has weights.
 
     Raises:
-        ConfigError: heads, vocabulary or hidden units that do not divide.
+        ConfigError: heads, vocabulary or hidden units that the ranks do not divide.
     """
     check_tensor_parallel(config)
     maybe_enable_async_tp(config, mesh)
@@ -52,28 +52,28 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> 
         ends["norm"] = SequenceParallel()
     parallelize_module(model, mesh, ends)
     if model.tok_embeddings is not None:
-        # Given a tensor that is still on its way, a compiled block loses its gradient without a word (torch 2.13); a
+        # If its input is an unfinished asynchronous tensor, a compiled block silently loses the gradient (torch 2.13); the
         # product waits for it.
         model.tok_embeddings.register_forward_hook(lambda module, inputs, embedded: embedded * 1.0)
     if model.output is not None and model.output.weight is not None:
         model.output.weight = nn.Parameter(distribute_tensor(model.output.weight, mesh, [Shard(0)]))
 
 
-def divide_to_decode(model: Llama, mesh: DeviceMesh) -> None:
-    """Divides a model over the ranks of `mesh` for generating, in place, before it has weights.
+def shard_for_decoding(model: Llama, mesh: DeviceMesh) -> None:
+    """Shards a model over the ranks of `mesh` for generation, in place, before it has weights.
 
-    Every rank has all tokens: a decoding step has one a row, of which there are no spans. So sums are reduced to all ranks
-    after attention and feed-forward, and each rank's caches hold its own heads.
+    Every rank has all tokens, since a decoding step has only one per row. So attention and feed-forward each end in an
+    all-reduce, and each rank's caches hold its own heads.
 
     Raises:
-        ConfigError: heads, vocabulary or hidden units that do not divide.
+        ConfigError: heads, vocabulary or hidden units that the ranks do not divide.
     """
     architecture, ranks = model.architecture, mesh.size()
     for name in ("n_heads", "n_kv_heads", "ffn_dim", "vocab_size"):
         if getattr(architecture, name) % ranks:
             raise ConfigError(
-                f"the model's {name} is {getattr(architecture, name)}, which {ranks} processes do not divide: start another "
-                "number of them"
+                f"the model's {name} is {getattr(architecture, name)}, which is not a multiple of {ranks} processes: start "
+                "another number of processes"
             )
     columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
     rows = ("attention.wo", "feed_forward.w2")
@@ -114,7 +114,7 @@ def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
         "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
     }
     if qk_norm:
-        # One weight for all heads: dividing the heads, not the tokens, makes its gradient a sum over the ranks.
+        # One weight for all heads: sharding the heads, not the tokens, makes its gradient a sum over the ranks.
         heads = SequenceParallel(sequence_dim=2, use_local_output=True)
         plan |= {"attention.q_norm": heads, "attention.k_norm": heads}
     return plan

@@ -1,8 +1,8 @@
-"""DeepSpeed as the engine: what ZeRO 1 to 3 do otherwise than FSDP and DDP.
+"""DeepSpeed as the engine: ZeRO 1 to 3 in place of FSDP and DDP.
 
-The loop, the data, the schedule and the checkpoints are the same as torchtitan's. DeepSpeed takes the model and torch's AdamW;
-forward and step go through its engine, and its fp32 weights and optimizer state are what is initialised, saved and loaded,
-each rank's part in place. DeepSpeed's own checkpoints, which are pickles, are neither written nor read.
+The loop, the data, the schedule and the checkpoints are the same as with torchtitan. DeepSpeed takes the model and torch's
+AdamW; forward and step go through its engine, and its fp32 weights and optimizer state are initialised, saved and loaded in
+place, each rank its own part. DeepSpeed's own checkpoints, which are pickles, are neither written nor read.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,14 @@ from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.schema import JobConfig
 from farsight.model.llama import Llama, unwrapped
 from farsight.parallel.device import default_device, import_deepspeed
-from farsight.parallel.parts import PartOfTensor
+from farsight.parallel.parts import TensorShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's state for each parameter, besides the step."""
 
 
 def deepspeed_config(config: JobConfig) -> dict[str, Any]:
-    """Our settings as DeepSpeed's."""
+    """Our settings as a DeepSpeed config."""
     z, finetuning = config.deepspeed, isinstance(config, FinetuneConfig)
     host = {"device": "cpu", "pin_memory": torch.accelerator.is_available()}
     zero: dict[str, Any] = {"stage": z.zero_stage}
@@ -34,16 +35,16 @@ def deepspeed_config(config: JobConfig) -> dict[str, Any]:
     if z.offload_parameters:
         zero["offload_param"] = host
     if z.zero_stage == 3:
-        # Norms' weights stay whole on every rank: to gather one would take as long as a matrix.
+        # Norm weights stay whole on every rank: gathering one would take as long as gathering a matrix.
         zero["stage3_param_persistence_threshold"] = config.architecture.dim
     return {
         "train_micro_batch_size_per_gpu": config.training.local_batch_size,
-        # The loss is divided by the tokens of the global batch: there is nothing to divide by micro-batches.
+        # The loss is already divided by the tokens of the global batch, so not by the number of micro-batches.
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.training.max_norm,
-        # Fine-tuning's trained parameters stay fp32, and autocast makes its products bf16.
+        # Fine-tuning's trained parameters stay fp32; autocast computes its products in bf16.
         "bf16": {"enabled": config.training.mixed_precision_param == "bfloat16" and not finetuning},
-        # DeepSpeed turns off an autocast around its engine, and has one of its own; what it sends stays fp32.
+        # DeepSpeed turns off an outer autocast and has its own; communication stays fp32.
         "torch_autocast": {
             "enabled": isinstance(config, FinetuneConfig) and config.base_model.dtype == "bfloat16",
             "dtype": "bfloat16",
@@ -52,13 +53,13 @@ def deepspeed_config(config: JobConfig) -> dict[str, Any]:
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_optimization": zero,
-        # torch's AdamW steps on the host too; DeepSpeed's own would need a compiler.
+        # torch's AdamW works on the host too; DeepSpeed's own would need a compiler.
         "zero_force_ds_cpu_optimizer": False,
     }
 
 
 def partition(model: Llama, config: JobConfig) -> None:
-    """Shares out the parameters of a model on the meta device over the ranks (stage 3), one block at a time, uninitialised."""
+    """Shards the parameters of a model on the meta device over the ranks (stage 3), block by block, uninitialised."""
     deepspeed = import_deepspeed()
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     for module in (model.tok_embeddings, *model.layers.values(), model.norm, model.output):
@@ -68,14 +69,14 @@ def partition(model: Llama, config: JobConfig) -> None:
             parameter.data = parameter.data.to(dtype)
         deepspeed.zero.Init(module=module, config_dict_or_path=deepspeed_config(config))
     for block in model.layers.values():
-        # Gathered and released as a whole, as FSDP does it. Hooked inside, a block cannot be recomputed: its parameters are
-        # released again before their gradients have come.
+        # A block is gathered and released as a whole, as in FSDP. With hooks on its submodules it could not be recomputed:
+        # their parameters would be released before their gradients are computed.
         deepspeed.utils.set_z3_leaf_module(block, True)
 
 
 @dataclass(frozen=True)
 class _Held:
-    """What this rank holds of a parameter: `length` elements from `start` on, at `offset` of a flat fp32 tensor."""
+    """This rank's part of a parameter: `length` elements from `start` on, stored from `offset` in a flat fp32 tensor."""
 
     flat: Tensor
     offset: int
@@ -83,18 +84,18 @@ class _Held:
     length: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """The same elements of a tensor that is laid out like `flat`."""
+        """The same elements of another tensor laid out like `flat`."""
         return flat.detach()[self.offset : self.offset + self.length]
 
 
 class ZeroOptimizer(OptimizersContainer):
-    """DeepSpeed's engine in the place of torchtitan's optimizers.
+    """DeepSpeed's engine with the interface of torchtitan's optimizers.
 
-    Its state dict has the names and whole shapes of theirs, so that checkpoints of either engine resume under both and on
-    any number of ranks.
+    Its state dict has the same names and full shapes as theirs, so that either engine's checkpoints resume under the other
+    and on any number of ranks.
 
     Args:
-        plain: one optimizer of the trained parameters; DeepSpeed steps with it.
+        plain: torchtitan's container with one optimizer of the trained parameters, which DeepSpeed steps with.
     """
 
     def __init__(self, config: JobConfig, plain: OptimizersContainer) -> None:
@@ -107,15 +108,15 @@ class ZeroOptimizer(OptimizersContainer):
         self.group_of = {name: group_of[id(parameter)] for name, parameter in self.parameters.items()}
         self.names = {id(parameter): name for name, parameter in self.parameters.items()}
         self.stage = config.deepspeed.zero_stage
-        with redirect_stdout(None):  # in bf16, stage 1 prints its memory there
+        with redirect_stdout(None):  # in bf16, stage 1 prints its memory use
             self.engine, self.zero, *_ = import_deepspeed().initialize(
                 model=model, optimizer=self.optimizers[0], config=deepspeed_config(config), dist_init_required=False
             )
-        if not isinstance(config, FinetuneConfig):  # there they are fp32 in the model too
+        if not isinstance(config, FinetuneConfig):  # in fine-tuning the model's own weights are fp32 too
             self._fill(model)
 
     def _fill(self, model: Llama) -> None:
-        """Starts from the fp32 weights, and not from their bf16 copies that DeepSpeed has been given."""
+        """Initialises the fp32 weights directly, not from the bf16 copies that DeepSpeed was given."""
         for name, parameter in self.parameters.items():
             whole = torch.empty(self._shape(parameter), dtype=torch.float32, device=default_device())
             model.init_parameter(name, whole)
@@ -126,16 +127,16 @@ class ZeroOptimizer(OptimizersContainer):
     # A step ──────────────────────────────────────────────────────────────────────────────────────
 
     def expect_step(self, last: bool) -> None:
-        """Says whether the micro-batch that follows is the last one before a step."""
+        """Tells the engine whether the next micro-batch is the last one before a step."""
         self.engine.set_gradient_accumulation_boundary(last)
 
     def clip_and_step(self) -> float:
-        """Returns the gradients' norm before clipping; where it is not finite, nothing has changed."""
+        """Clips, steps, and returns the gradient norm before clipping; if it is not finite, the step is skipped."""
         self.engine.step()
         return float(self.engine.get_global_grad_norm())
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do: a step ends with it."""
+        """Does nothing: DeepSpeed's step already zeroes gradients."""
 
     # Weights and state ───────────────────────────────────────────────────────────────────────────
 
@@ -145,16 +146,17 @@ class ZeroOptimizer(OptimizersContainer):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Brings the weights that the model computes with up to date with the fp32 ones."""
+        """Updates the weights that the model computes with from the fp32 ones."""
         if self.stage < 3:
             self.zero.update_lp_params()
             return
-        self.zero.checkpoint_event_prologue()  # lets go of what is gathered
+        self.zero.checkpoint_event_prologue()  # releases gathered parameters
         for group in range(len(self.zero.fp16_groups)):
             self.zero._reassign_or_swap_out_partitioned_parameters(group)
-        self.zero.checkpoint_event_epilogue()  # gathers what stays whole
+        self.zero.checkpoint_event_epilogue()  # gathers the parameters that stay whole
 
     def state_dict(self) -> dict[str, Any]:
+        """Optimizer state under torchtitan's names; moments are this rank's parts, `TensorShard`, for loading in place."""
         self._make_state()
         state: dict[str, Any] = {}
         for key in MOMENTS:
@@ -167,7 +169,7 @@ class ZeroOptimizer(OptimizersContainer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Moments and steps were loaded in place; takes the settings of the groups."""
+        """Takes the settings of the parameter groups; moments and steps were loaded in place."""
         for name, number in self.group_of.items():
             group = self.optimizers[0].param_groups[number]
             group.update({key: state_dict[f"param_groups.{name}.{key}"] for key in group if key != "params"})
@@ -176,11 +178,11 @@ class ZeroOptimizer(OptimizersContainer):
         parts: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             held = self._held(parameter)
-            parts[name] = PartOfTensor(held.of(flat_of(held)), self._shape(parameter), held.start)
+            parts[name] = TensorShard(held.of(flat_of(held)), self._shape(parameter), held.start)
         return parts
 
     def _make_state(self) -> None:
-        """The state that AdamW makes in its first step."""
+        """Creates the state that AdamW would create in its first step."""
         for flat in self._flats():
             if not self.optimizers[0].state[flat]:
                 fused = self.optimizers[0].defaults["fused"]
@@ -212,14 +214,15 @@ class ZeroOptimizer(OptimizersContainer):
 
 
 class ZeroWeights:
-    """The model's weights as a checkpoint sees them."""
+    """The model's fp32 weights, for saving in a checkpoint."""
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
+        """This rank's parts of the weights, by name."""
         return dict(self.optimizer.weights())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """They were loaded in place."""
+        """Updates the model's copies; the fp32 weights were loaded in place."""
         self.optimizer.refresh()

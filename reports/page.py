@@ -1,6 +1,6 @@
-"""One HTML page that needs nothing else: no network, no script. Pages of figures are made of its parts.
+"""Parts of a self-contained HTML page, which needs no network and no script.
 
-Parts are elements, not text: what a model or a path is called is escaped when the page is written, and tags always close.
+Parts are elements rather than text, so names of models and paths are escaped when the page is written, and every tag closes.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 Part = Element | str
-"""An element, or text as it is."""
+"""An element or plain text."""
 
 ALLOWED = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""What a browser may load or run: the styles in the page, and nothing else."""
+"""What a browser may load or run: only the page's own styles and images."""
 
 
 def tag(name: str, /, *children: Part | None, **attributes: object) -> Element:
-    """An element; `class_` is the attribute class, `stroke_width` is stroke-width, and what is None is left out."""
+    """An element; `class_` becomes the attribute class, `stroke_width` stroke-width, and None leaves an attribute out."""
     given = {key.rstrip("_").replace("_", "-"): str(value) for key, value in attributes.items() if value is not None}
     element = Element(name, given)
     for child in children:
@@ -30,7 +30,7 @@ def tag(name: str, /, *children: Part | None, **attributes: object) -> Element:
 
 
 def page(title: str, *parts: Part) -> str:
-    """The whole file, whose heading is `title`."""
+    """The text of the whole file, headed by `title`."""
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     html = tag(
         "html",
@@ -47,7 +47,7 @@ def page(title: str, *parts: Part) -> str:
         lang="en",
     )
     text = "<!DOCTYPE html>\n" + ElementTree.tostring(html, encoding="unicode", method="html") + "\n"
-    return text.encode("utf-8", "replace").decode("utf-8")  # a file's name need not be UTF-8
+    return text.encode("utf-8", "replace").decode("utf-8")  # file names may not be valid UTF-8
 
 
 def section(heading: str, *parts: Part | None) -> Element:
@@ -55,12 +55,12 @@ def section(heading: str, *parts: Part | None) -> Element:
 
 
 def note(*parts: Part) -> Element:
-    """A sentence or two below a heading: what is measured, and how."""
+    """A sentence or two below a heading, on what is measured and how."""
     return tag("p", *parts, class_="note")
 
 
 def warning(*parts: Part) -> Element:
-    """What a reader has to know before comparing figures."""
+    """Something to know before comparing figures."""
     return tag("p", *parts, class_="warning")
 
 
@@ -70,14 +70,14 @@ def command(text: str) -> Element:
 
 
 def missing(what: str, commands: Sequence[str]) -> Element:
-    """In the place of figures that were not measured: what, and the commands that measure it."""
+    """Stands in for figures that were not measured, with the commands that measure them."""
     return tag("div", tag("p", what), *map(command, commands), class_="missing")
 
 
 def table(header: Sequence[Part], rows: Iterable[Sequence[Part]], caption: str, numbers: bool = True) -> Element:
-    """A table whose first column names its rows; with `numbers`, the other columns are aligned to the right.
+    """A table whose first column names its rows; with `numbers`, the other columns are right-aligned.
 
-    Where it is wider than the screen it scrolls, and its caption does not.
+    A table wider than the screen scrolls under its caption.
     """
     head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
     body = [tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows]
@@ -90,11 +90,11 @@ def table(header: Sequence[Part], rows: Iterable[Sequence[Part]], caption: str, 
 
 
 def figure(picture: Element, caption: str, *beside: Part) -> Element:
-    """A picture with its caption, and its figures in a table beside it."""
+    """A picture with its caption, and further parts beside it, usually a table of its figures."""
     drawn = tag("figure", picture, tag("figcaption", caption))
     return tag("div", drawn, *beside, class_="beside" if beside else None)
 
 
 def folded(summary: str, *parts: Part) -> Element:
-    """Parts that open with a click, and on paper."""
+    """Parts that unfold with a click, and in print."""
     return tag("details", tag("summary", summary), *parts)

@@ -1,4 +1,4 @@
-"""The figures of a report: JSON files of our tools, told apart by their keys, and whose they are."""
+"""Collects a report's figures: JSON files of our tools, recognised by their keys and matched to models."""
 
 import json
 from collections import Counter
@@ -13,18 +13,18 @@ from farsight.inference.decoder import Usage
 from farsight.training.runs import ReportedModel
 
 FOLDER = "evals"
-"""Of a run or a model, where its results lie."""
+"""Folder in a run or model with its results."""
 
 Kind = Literal["perplexity", "needle", "harness", "generate"]
-"""Named for the tool of evals that writes it."""
+"""The command that wrote a result."""
 
 VARIANTS = {"task": "{}", "extend": "{}", "stride": "sliding by {:,}"}
-"""Keys that say how a model was read, where that differs from file to file, and how it is said."""
+"""Keys that tell how a model was read, with the format for showing them where they differ between files."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What one tool measured of one model."""
+    """One tool's figures for one model."""
 
     model: ReportedModel
     kind: str
@@ -34,20 +34,21 @@ class Result:
 
 @dataclass(frozen=True)
 class Source:
-    """Tools whose results a page shows."""
+    """The tools whose results a page shows."""
 
     folder: str
-    """Of a run or a model, where its results lie."""
+    """Folder in a run or model with its results."""
     kind_of: Callable[[Mapping[str, Any]], str | None]
-    """What kind of result figures are, told by their keys."""
+    """Returns the kind of a result by its keys, None for other files."""
     tools: str
+    """Names of the tools, for messages."""
 
 
 def collect(models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Result]:
-    """The results in the models' `evals` folders and those of the named files; without any, what a recipe measured itself.
+    """The results in the models' `evals` folders and in the named files; failing these, perplexities that a recipe measured itself.
 
     Raises:
-        ConfigError: a file that cannot be read, or a named one that holds no result of these models.
+        ConfigError: a file that cannot be read, or a named file without a result of these models.
     """
     results = collect_from(EVALS, models, named)
     for model in models:
@@ -57,10 +58,10 @@ def collect(models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Resu
 
 
 def collect_from(source: Source, models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Result]:
-    """The results in the models' folders for them, and those of the named files.
+    """The results in the models' folders for them, and in the named files.
 
     Raises:
-        ConfigError: a file that cannot be read, or a named one that holds no result of these models.
+        ConfigError: a file that cannot be read, or a named file without a result of these models.
     """
     results = []
     for model in models:
@@ -85,14 +86,14 @@ def collect_from(source: Source, models: Sequence[ReportedModel], named: Sequenc
 
 
 def of_kind(results: Sequence[Result], kind: str) -> list[Result]:
-    """Those of one tool, model by model."""
+    """The results of one kind, ordered by model."""
     return sorted((result for result in results if result.kind == kind), key=lambda result: result.model.number)
 
 
 def names(results: Sequence[Result]) -> list[str]:
-    """A name for each result of one kind: the model's, with what sets the result apart from others of the model.
+    """A name for each result of one kind: the model's, with what distinguishes the result from others of the model.
 
-    That is how the model was read, where results differ in it, and the file's name where they still do not.
+    That is how the model was read, where results differ in this, and the file's name where names are still equal.
     """
     varied = [key for key in VARIANTS if len({str(result.values.get(key)) for result in results}) > 1]
     found = []
@@ -106,7 +107,7 @@ def names(results: Sequence[Result]) -> list[str]:
 
 
 def line_numbers(results: Sequence[Result]) -> list[int]:
-    """A colour for each result: the model's for its first one, and then those that no model has."""
+    """A colour number for each result: the model's own for its first result, unused ones for the others."""
     seen: set[int] = set()
     free = max(result.model.number for result in results) + 1
     numbers = []
@@ -121,13 +122,16 @@ def line_numbers(results: Sequence[Result]) -> list[int]:
 
 
 def _of(file: Path, source: Source, models: Sequence[ReportedModel], owner: ReportedModel | None) -> list[Result]:
-    """Results of a file: of the models that it names; of the owner, where the file lies with it and names no other model.
+    """Results in a file for the models that it names, or for its owner if it names no other model.
 
-    A relative path may have been written from another folder. It is the owner's where its end fits, and without an owner that of
-    the one model whose end it is.
+    A relative path may have been written from another folder. It means the owner if it matches the end of the owner's path, and
+    without an owner the only model whose path ends so.
+
+    Args:
+        owner: the model in whose folder the file is; None for a file named by --results.
 
     Raises:
-        ConfigError: a relative path at which several models end.
+        ConfigError: a relative path that matches the ends of several models' paths.
     """
     found = []
     entries = [(path, kind, values) for path, kind, values in _entries(file, source) if kind is not None]
@@ -149,7 +153,7 @@ def _of(file: Path, source: Source, models: Sequence[ReportedModel], owner: Repo
 
 
 def _entries(file: Path, source: Source) -> Iterator[tuple[Path | None, str | None, Mapping[str, Any]]]:
-    """Each model's path, kind of result and figures."""
+    """Yields each model's path, kind of result and figures."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -202,7 +206,7 @@ def _resolved(model: ReportedModel) -> list[Path]:
 
 
 def _ends_in(path: Path, model: ReportedModel) -> bool:
-    """Whether a relative path of two parts or more ends one of the model's."""
+    """Whether a relative path of at least two parts is the end of one of the model's paths."""
     parts = () if path.is_absolute() else path.parts
     return len(parts) > 1 and any(place.parts[-len(parts) :] == parts for place in _resolved(model))
 

@@ -1,4 +1,4 @@
-"""What a model takes to serve, from its config alone: bytes of the KV cache, and what reading a prompt computes."""
+"""The cost of serving a model, from its config alone: bytes of the KV cache and FLOPs of a prefill."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ CACHE_DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class ServingCost:
-    """Of one sequence of `length` tokens."""
+    """The cost of one sequence of `length` tokens."""
 
     length: int
     cache_bytes: int
-    """Of the rolling caches that `farsight generate` would allocate, keys and values of bfloat16."""
+    """Bytes of the rolling caches that `farsight generate` would allocate, with keys and values in bfloat16."""
     dense_cache_bytes: int
-    """Of a cache that keeps every token for every key/value head."""
+    """Bytes of a cache that keeps every token for every key/value head."""
     pairs: int
     """Query-key pairs that the heads of all layers see in a prefill."""
     dense_pairs: int
-    """Of causal attention in which every head sees all that came before."""
+    """The same if every head sees all tokens before the query."""
     flops_a_pair: int
     linear_flops: int
-    """Of the layers' projections and feed-forward in a prefill, whose head has one token to predict."""
+    """FLOPs of the layers' projections and feed-forward in a prefill; its output head, for one token, is left out."""
 
     @property
     def attention_flops(self) -> int:
@@ -45,7 +45,7 @@ class ServingCost:
 
 
 def serving_costs(config: ModelConfig, lengths: Sequence[int]) -> list[ServingCost]:
-    """The cost at each length, of caches on the meta device, which hold no memory.
+    """The cost at each length; caches are built on the meta device, which takes no memory.
 
     Attention's FLOPs are two products of head_dim for each visible pair, as `model.flops` counts them.
 

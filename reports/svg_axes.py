@@ -1,4 +1,4 @@
-"""Axes of a picture: where a value lies along one, and which values are written beside it."""
+"""Axes of a chart: the place of a value along the axis, and its labelled ticks."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ class Axis:
     low: float
     high: float
     ticks: tuple[tuple[float, str], ...]
-    """Values with what is written there; a picture leaves out labels that would touch."""
+    """Values with their labels; a chart leaves out labels that would touch."""
     title: str
     log: bool = False
 
@@ -24,7 +24,7 @@ class Axis:
 
 
 def linear_axis(values: Iterable[float], title: str, most: int = 5, snug: bool = False) -> Axis:
-    """An axis with about `most` round steps, which begins and ends at a tick, or, `snug`, with the values."""
+    """An axis with about `most` round steps that begins and ends at a tick or, if `snug`, at the extreme values."""
     found = [value for value in values if math.isfinite(value)] or [0.0]
     low, high = min(found), max(found)
     if low == high:
@@ -39,7 +39,7 @@ def linear_axis(values: Iterable[float], title: str, most: int = 5, snug: bool =
 
 
 def log_axis(values: Iterable[float], title: str, label: Callable[[float], str], base: int = 10, most: int = 7) -> Axis:
-    """A logarithmic axis: ticks at 1, 2 and 5 of each power of ten, or at powers alone, or at round steps between."""
+    """A logarithmic axis with ticks at 1, 2 and 5 times each power of ten, at powers only, or at round linear steps."""
     found = [value for value in values if math.isfinite(value) and value > 0] or [1.0, float(base)]
     low, high = _padded(min(found), max(found), base)
     powers = [float(base) ** e for e in range(math.floor(math.log(low, base)), math.ceil(math.log(high, base)) + 1)]
@@ -67,7 +67,7 @@ def length_axis(lengths: Iterable[int], title: str = "context length in tokens")
 
 
 def short_tokens(tokens: float) -> str:
-    """512, 4k, 128k, 1M: k and M are 1,024 and 1,024²; other numbers are written out."""
+    """512, 4k, 128k, 1M: k and M stand for 1,024 and 1,024²; other numbers are written in full."""
     for unit, size in (("M", 2**20), ("k", 2**10)):
         if tokens >= size and tokens % size == 0:
             return f"{tokens / size:.0f}{unit}"
@@ -75,12 +75,12 @@ def short_tokens(tokens: float) -> str:
 
 
 def _padded(low: float, high: float, base: int) -> tuple[float, float]:
-    """A little room at both ends; a power where they are the same."""
+    """Adds a little room at both ends, or half a power of the base on each side of a single value."""
     room = (high / low) ** 0.04 if high > low else math.sqrt(base)
     return low / room, high * room
 
 
 def _round_step(step: float) -> float:
-    """The smallest of 1, 2, 2.5 and 5 times a power of ten that is no smaller."""
+    """Rounds a step up to 1, 2, 2.5 or 5 times a power of ten."""
     power = 10 ** math.floor(math.log10(step))
     return next(multiple * power for multiple in (1, 2, 2.5, 5, 10) if multiple * power >= step * (1 - 1e-9))

@@ -1,7 +1,7 @@
-"""Line charts and heat maps as SVG inside a page: drawn here, so that a page needs no script.
+"""Line charts and heat maps as SVG elements, so that a page needs no script.
 
-Colours are classes of `page.css`; each series has a colour and a marker of its own, so that it can be told without colours.
-Every point and cell says its values when the pointer rests on it.
+Colours are classes in `page.css`; each series also has its own marker, so that it can be told apart without colours. Points and
+cells show their values when the pointer rests on them.
 """
 
 import math
@@ -14,7 +14,7 @@ from farsight.reports.svg_axes import Axis
 
 WIDTH, HEAT_MAP_WIDTH = 480.0, 400.0
 CHARACTER = 8.0
-"""Width of a digit at the page's font size, a little more than any font's."""
+"""Upper bound on the width of a digit at the page's font size."""
 
 COLOURS = 8
 _MARKERS = (
@@ -31,7 +31,7 @@ _VIRIDIS = (
     (68, 1, 84), (72, 36, 117), (65, 68, 135), (53, 95, 141), (42, 120, 142), (33, 145, 140),
     (34, 168, 132), (68, 191, 112), (122, 209, 81), (189, 223, 38), (253, 231, 37),
 )  # fmt: skip
-"""Smith and van der Walt's colour map, at equal steps from 0 to 1: even in lightness, whatever colours an eye can tell."""
+"""Smith and van der Walt's colour map at equal steps from 0 to 1: perceptually uniform, also for colour-blind readers."""
 
 Point = tuple[float, float]
 
@@ -44,7 +44,7 @@ class Series:
     points: Sequence[Point]
     """x and y; a y that is not finite leaves a gap."""
     number: int | None
-    """Which colour and marker; None is the grey of what the others are compared with."""
+    """Selects colour and marker; None is the grey of a reference line."""
     dashed: bool = False
     markers: bool = True
     thin: bool = False
@@ -56,7 +56,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A vertical line across a chart, with a word at its top."""
+    """A vertical line across a chart, with a label at its top."""
 
     x: float
     label: str = ""
@@ -64,7 +64,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class _Plot:
-    """Where a chart's axes lie in its picture."""
+    """The place of a chart's axes in its picture."""
 
     x: Axis
     y: Axis
@@ -74,7 +74,7 @@ class _Plot:
     bottom: float
 
     def at(self, x: float, y: float) -> Point:
-        """A value's place in the picture."""
+        """The place of a value in the picture."""
         across, up = self.x.share(x), self.y.share(y)
         return self.left + across * (self.right - self.left), self.bottom - up * (self.bottom - self.top)
 
@@ -87,10 +87,10 @@ def line_chart(
     marks: Sequence[Mark] = (),
     height: float = 300.0,
 ) -> Element:
-    """Lines over a common axis.
+    """A chart of lines over a common axis.
 
     Args:
-        hover: what a point says, from its series and values.
+        hover: returns the text shown for a point, from its series and values.
     """
     left = 10 + CHARACTER * max((len(label) for _, label in y.ticks), default=0)
     end = CHARACTER * len(x.ticks[-1][1]) / 2 if x.ticks else 0
@@ -102,7 +102,7 @@ def line_chart(
     _draw_marks(chart, plot, marks)
     for one in series:
         _draw_line(chart, plot, one)
-    for one in series:  # over all lines
+    for one in series:  # points are drawn over all lines
         if one.markers:
             _draw_points(chart, plot, one, hover)
     return chart
@@ -125,7 +125,7 @@ def _draw_ticks(chart: Element, plot: _Plot) -> None:
 
 
 def apart(places: Sequence[float], labels: Sequence[str]) -> set[int]:
-    """Which labels, centred at these places, can be written without touching; the last one always, then from the right."""
+    """Numbers of the labels, centred at these places, that fit without touching: the rightmost, then leftwards what fits."""
     written: set[int] = set()
     free = math.inf
     for number in sorted(range(len(places)), key=lambda number: -places[number]):
@@ -176,7 +176,7 @@ def _marker(number: int | None) -> str:
 
 
 def swatch(series: Series) -> Element:
-    """What a series looks like, beside its name."""
+    """A sample of a series' line and marker, for legends."""
     kind = "line" + " dashed" * series.dashed
     picture = tag("svg", viewBox="0 0 34 12", class_="swatch", aria_hidden="true")
     picture.append(tag("path", d="M1 6H33", class_=f"{kind} {series.classes}"))
@@ -189,7 +189,7 @@ def swatch(series: Series) -> Element:
 
 
 def legend(series: Sequence[Series]) -> Element:
-    """The lines' names; charts below one another may share it."""
+    """A legend of the lines, which charts below one another may share."""
     return tag("ul", *(tag("li", swatch(one), one.name) for one in series), class_="legend")
 
 
@@ -202,14 +202,14 @@ def heat_map(
     trained: int | None = None,
     of: str = "accuracy",
 ) -> Element:
-    """Cells from dark (0) to bright (1), with their percent where there is room.
+    """Cells coloured from dark (0) to bright (1), with their percentages where there is room.
 
     Args:
-        shares: 0 to 1, by column and row; a cell that is not there stays empty.
-        hover: what a cell says.
+        shares: 0 to 1, by column and row; missing cells stay empty.
+        hover: returns the text shown for a cell.
         titles: of the columns and of the rows.
-        trained: a line comes after so many columns; None draws none.
-        of: what the cells are shares of.
+        trained: draws a line after this many columns, the end of the trained length; None draws none.
+        of: what the cells measure, for the description.
     """
     left = 10 + CHARACTER * max(map(len, rows))
     top, across, down = 30.0, (HEAT_MAP_WIDTH - left - 2) / len(columns), 24.0
@@ -265,7 +265,7 @@ def heat_map(
 
 
 def heat_map_scale() -> Element:
-    """What the colours of heat maps stand for; maps below one another may share it."""
+    """The colour scale of heat maps, which maps below one another may share."""
     picture = tag("svg", viewBox="0 0 220 12", class_="scale", aria_hidden="true")
     for number in range(11):
         picture.append(tag("rect", x=20 * number, y=0, width=20, height=12, fill=_hex(number / 10)))
@@ -273,7 +273,7 @@ def heat_map_scale() -> Element:
 
 
 def colour(share: float) -> tuple[int, int, int]:
-    """Viridis at 0 to 1, as red, green and blue of 255."""
+    """The colour of a share from 0 to 1, as red, green and blue from 0 to 255."""
     place = min(max(share, 0.0), 1.0) * (len(_VIRIDIS) - 1)
     below = min(int(place), len(_VIRIDIS) - 2)
     part = place - below
@@ -287,7 +287,7 @@ def _hex(share: float) -> str:
 
 
 def _is_light(share: float) -> bool:
-    """Whether black can be read on the colour better than white (relative luminance, WCAG 2)."""
+    """Whether black is easier to read on the colour than white (relative luminance, WCAG 2)."""
     linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in colour(share)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.179
 

@@ -1,6 +1,8 @@
-"""Without a GPU Triton's kernels are interpreted: it has to be said before anything imports Triton."""
+"""Fixtures and marks for all tests. Without a GPU, Triton's kernels are interpreted: its variable is set before it is imported."""
 
 import os
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,23 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(items):
+    """Marks the tests of files that start processes, so that `make test-quick` can leave them out."""
+
+    @cache
+    def starts_processes(path):
+        return re.search(
+            r"tests\.running|subprocess|[Ff]orked|multiprocessing|\.spawn\(", path.read_text(encoding="utf-8")
+        )
+
+    for item in items:
+        if starts_processes(item.path):
+            item.add_marker("processes")
+
+
 @pytest.fixture
 def unreadable(monkeypatch):
-    """Has a file raise when it is opened, as a network file system may for a while."""
+    """Makes a file raise an error when it is opened, as a network file system may for a while."""
     broken, opened = {}, Path.open
 
     def fail(path, *arguments, **options):
@@ -27,7 +43,7 @@ def unreadable(monkeypatch):
 
 @pytest.fixture
 def start_run(tmp_path):
-    """Managers of one run folder, one after the other, in a process group of one rank."""
+    """Starts runs in one run folder, one after the other, in a process group of one rank."""
     from tests.checkpoints.saved_runs import Run
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -18,9 +18,10 @@ from tqdm import tqdm
 
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import JobConfig
-from farsight.launch.plan.text import duration
 from farsight.parallel.device import peak_flops, peak_memory_gib, prepare_device
+from farsight.training.metrics_file import row_of
 from farsight.training.records import Records, scalar_event, scalars
+from farsight.units import duration
 
 logger = logging.getLogger("farsight")
 
@@ -222,12 +223,3 @@ def _cut_after(path: Path, step: int) -> None:
         pass
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror}.") from error
-
-
-def row_of(line: str | bytes) -> dict[str, Any]:
-    """A line of `metrics.jsonl`; an empty row where it is none, as a full disk may leave it."""
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farsight.analysis.positions.figures import read_config
-from farsight.checkpoints.model_dir.api import is_adapter, read_model_config
+from farsight.checkpoints.load import read_model_config
+from farsight.checkpoints.model_dir.api import is_adapter
 from farsight.checkpoints.steps import complete_steps
-from farsight.configs.load import ConfigError, load_config, read_toml
-from farsight.launch.summary import read_metrics
+from farsight.configs.load import ConfigError, find_config, load_config, read_toml, shipped_configs
 from farsight.model.build import ModelConfig
 from farsight.outputs import short_names
+from farsight.training.metrics_file import read_metrics
+from farsight.training.stages import read_config
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ def find_models(paths: Sequence[Path]) -> list[ReportedModel]:
     Raises:
         ConfigError: none of these, or the same path twice.
     """
+    paths = [
+        find_config(path) if path.suffix == ".toml" or (path.name in shipped_configs() and not path.exists()) else path
+        for path in paths
+    ]
     for number, path in enumerate(paths):
         if path.resolve() in [other.resolve() for other in paths[:number]]:
             raise ConfigError(f"{path} is named twice; a report shows a model once.")

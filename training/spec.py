@@ -19,7 +19,7 @@ from farsight.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from farsight.model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from farsight.model.flops import batch_flops
 from farsight.parallel.parallelize import parallelize
-from farsight.parallel.pipeline import ShareOfLoss, pipeline
+from farsight.parallel.pipeline import LossShare, pipeline
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.zero import ZeroOptimizer
 from farsight.training.metrics import RunMetrics
@@ -69,7 +69,7 @@ def register(config: JobConfig) -> None:
             ),
             build_tokenizer_fn=build_tokenizer,  # type: ignore[arg-type]  # takes our config, a subclass
             # The model returns the summed loss itself, so that logits never exist all at once.
-            build_loss_fn=lambda job_config, **_: ShareOfLoss(),
+            build_loss_fn=lambda job_config, **_: LossShare(),
             build_validator_fn=Validator,
             build_metrics_processor_fn=RunMetrics,
         ),
@@ -88,7 +88,7 @@ def build_tokenizer(config: JobConfig) -> Tokenizer:
     """
     trained = Path(config.job.dump_folder) / "tokenizer"
     config.tokenizer = chosen_tokenizer(config)
-    on_rank_zero(lambda: prepare_tokenizer(config, trained), for_hours=True)
+    on_rank_zero(lambda: prepare_tokenizer(config, trained), may_take_hours=True)
     if not config.tokenizer.path and config.tokenizer.kind != "bytes":
         config.tokenizer = replace(config.tokenizer, path=str(trained))
     tokenizer = load_tokenizer(config.tokenizer)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from farsight import process
-from farsight.checkpoints.model_dir.api import read_model_config
-from farsight.configs.load import ConfigError, merge, parse_options, read_toml
+from farsight.checkpoints.load import read_model_config
+from farsight.configs.load import ConfigError, read_arguments
 from farsight.configs.schema import JobConfig, NoRotary
 
 logger = logging.getLogger("farsight")
@@ -49,9 +49,7 @@ def theta_of(start: Path) -> float | None:
 
 def names_theta(arguments: Sequence[str]) -> bool:
     """Whether a config file or options name the RoPE base."""
-    options = parse_options(arguments)
-    file = options.get("job", {}).get("config_file")
-    return "theta" in rotary_of(merge(read_toml(Path(file)) if file else {}, options))
+    return "theta" in rotary_of(read_arguments(arguments))
 
 
 def rotary_of(values: dict[str, Any]) -> dict[str, Any]:

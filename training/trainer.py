@@ -4,11 +4,11 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -23,15 +23,13 @@ from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enabl
 from torchtitan.train import Trainer as TitanTrainer
 
 from farsight import process
-from farsight.analysis.plasticity.live import PlasticityMetrics
-from farsight.checkpoints.convert import checkpoint_to_model_dir
-from farsight.checkpoints.manager import RunCheckpoints, SaveError
+from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
+from farsight.checkpoints.manager import RunCheckpoints
 from farsight.checkpoints.model_dir.api import TOKENIZER_FILES, check_model_out
 from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import JobConfig
-from farsight.errors import NonFiniteError
+from farsight.errors import Interrupted, NonFiniteError, SaveError
 from farsight.files import write_text
-from farsight.launch.plan.out_of_memory import Phase
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.model.flops import Adapters, batch_flops
 from farsight.new_folder import holds_only, new_folder
@@ -39,17 +37,24 @@ from farsight.parallel.batch import model_inputs, sum_of_losses
 from farsight.parallel.device import prepare_device
 from farsight.parallel.gradients import clip_gradients
 from farsight.parallel.halo import Context
-from farsight.parallel.pipeline import Pipeline, ShareOfLoss
+from farsight.parallel.pipeline import LossShare, Pipeline
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
+from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
 from farsight.training.spec import register
 
 logger = logging.getLogger("farsight")
 
 
-class Interrupted(Exception):  # noqa: N818  it is how a run may end, and no error
-    """A signal asked the run to stop, and its state is saved."""
+class LiveMeasure(Protocol):
+    """Measures the model while it trains."""
+
+    def measure(
+        self, model_parts: Sequence[nn.Module], around: Callable[[], AbstractContextManager[Any]]
+    ) -> dict[str, float | None]:
+        """Returns figures by name; all ranks call it, with the context of a forward pass."""
+        ...
 
 
 class Trainer(TitanTrainer):
@@ -61,7 +66,7 @@ class Trainer(TitanTrainer):
 
     checkpointer: RunCheckpoints
     metrics_processor: RunMetrics  # type: ignore[assignment]  # narrower than torchtitan's
-    loss_fn: ShareOfLoss
+    loss_fn: LossShare
     register: Callable[[Any], None] = staticmethod(register)
     """Tells torchtitan what to build."""
     adapters: Adapters | None = None
@@ -71,7 +76,13 @@ class Trainer(TitanTrainer):
     leaves: ClassVar[dict[str, Callable[[Path], None]]] = {"model": check_model_out}
     """Folders that a run ends with, each with what refuses to replace somebody else's."""
 
-    def __init__(self, config: JobConfig) -> None:
+    def __init__(self, config: JobConfig, live_plasticity: Callable[..., LiveMeasure] | None = None) -> None:
+        """Builds everything that a run needs.
+
+        Args:
+            live_plasticity: builds what measures `metrics.plasticity_freq`; `train.py` passes
+                `analysis.plasticity.live.PlasticityMetrics`, which stands above this package.
+        """
         prepare_device()
         self.register(config)
         super().__init__(config)  # type: ignore[arg-type]  # our config is a subclass, which its annotation does not name
@@ -106,7 +117,8 @@ class Trainer(TitanTrainer):
             self.loss_copies = self._data_ranks()  # DeepSpeed averages too
         self.plasticity = None
         if config.metrics.plasticity_freq:
-            self.plasticity = PlasticityMetrics(config, dims, self.tokenizer, self.device, self.context, self.pipeline)
+            assert live_plasticity is not None
+            self.plasticity = live_plasticity(config, dims, self.tokenizer, self.device, self.context, self.pipeline)
         self.stop_signal: int | None = None
         self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
@@ -402,7 +414,7 @@ class Trainer(TitanTrainer):
                     f"{folder} can't be written: {error}. With room there, the same command goes on from the newest checkpoint."
                 ) from error
 
-        on_rank_zero(write, for_hours=True)
+        on_rank_zero(write, may_take_hours=True)
 
     def _export(self) -> None:
         """Writes the run's model directory from its last checkpoint, which works the same under every layout."""

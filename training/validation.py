@@ -13,7 +13,7 @@ from farsight.data.loader import build_validation_loader
 from farsight.parallel.batch import model_inputs, sum_of_losses
 from farsight.parallel.halo import Context
 from farsight.parallel.parallelize import release_gathered
-from farsight.parallel.pipeline import Pipeline, ShareOfLoss
+from farsight.parallel.pipeline import LossShare, Pipeline
 from farsight.training.metrics import RunMetrics
 
 
@@ -29,7 +29,7 @@ class Validator:
     metrics_processor: RunMetrics
     validation_context: Any
     maybe_enable_amp: Any
-    loss_fn: ShareOfLoss
+    loss_fn: LossShare
     pp_schedule: Any = None
     pp_has_first_stage: bool | None = None
     pp_has_last_stage: bool | None = None

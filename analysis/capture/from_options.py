@@ -11,7 +11,7 @@ from farsight.analysis.capture.sampling import CaptureSettings, capture
 from farsight.analysis.sequences import read_sequences
 from farsight.configs.check import ConfigError
 from farsight.inference.decoder import CHUNK
-from farsight.inference.model_options import load
+from farsight.inference.loading import load
 
 CAPTURE_DEFAULTS: dict[str, Any] = {
     "data": None, "length": None, "sequences": SEQUENCES, "heads": HEADS, "buckets": BUCKETS, "per_bucket": 1.0, "seed": 0,

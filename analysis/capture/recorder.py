@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from farsight.kernels.scoped_attention.api import scoped_attention
-from farsight.model.attention import Attention, KeysOnTheirWay, SequenceContext
+from farsight.model.attention import Attention, PendingKV, SequenceContext
 
 
 class Recorder:
@@ -62,7 +62,7 @@ class Recorder:
         self._columns = self.columns[here] - (self.seen if self.along == "tokens" else 0)
         self.seen += size
         self._keys.append(k_BLKH.detach()[self._rows, self._columns])
-        self._pending: KeysOnTheirWay | tuple[Tensor, Tensor] = (
+        self._pending: PendingKV | tuple[Tensor, Tensor] = (
             (k_BLKH, v_BLKH) if self.inner is None else self.inner.exchange(k_BLKH, v_BLKH, scopes)
         )
         return self

@@ -18,7 +18,7 @@ from farsight.analysis.capture.samples import Samples, read_capture
 from farsight.configs.check import ConfigError
 from farsight.files import write_text
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from farsight.progress import progress
 
 PART_BYTES = 64 * 2**20

@@ -9,19 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farsight.checkpoints.graft import common_tokenizer
-from farsight.checkpoints.model_dir.api import is_adapter, read_model_config
+from farsight.checkpoints.graft.tokenizer import common_tokenizer
+from farsight.checkpoints.load import read_model_config
+from farsight.checkpoints.model_dir.api import is_adapter
 from farsight.configs.check import ConfigError
 from farsight.data.retrieval.tasks import parse_task
 from farsight.data.texts import encode_file
 from farsight.data.tokenizers.tokenizer import Tokenizer
-from farsight.evals.needle import Grid, parse_depths
-from farsight.evals.needle import measure as find_needles
-from farsight.evals.perplexity import perplexity_by_length
+from farsight.evals.needle.measure import Grid, parse_depths
+from farsight.evals.needle.measure import measure as find_needles
+from farsight.evals.perplexity.measure import perplexity_by_length
 from farsight.evals.windows import TARGETS, Windows
 from farsight.inference.decoder import Decoder
 from farsight.inference.extend import Extension
-from farsight.inference.model_options import LoadedModel, load
+from farsight.inference.loading import LoadedModel, load
 from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config, grafted_model
 from farsight.model.llama import Llama

@@ -20,9 +20,9 @@ from farsight.analysis.layer_probes.options import DEPTHS, FACTORS, NOISE
 from farsight.analysis.sequences import read_sequences
 from farsight.configs.check import ConfigError
 from farsight.data.retrieval.tasks import parse_task
-from farsight.evals.needle import Grid, measure, parse_depths
+from farsight.evals.needle.measure import Grid, measure, parse_depths
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel, load
+from farsight.inference.loading import LoadedModel, load
 from farsight.progress import progress
 
 

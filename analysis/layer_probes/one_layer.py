@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import NoRotary, Rotating
-from farsight.evals.perplexity import window_nll
+from farsight.evals.perplexity.measure import window_nll
 from farsight.inference.decoder import Decoder
 from farsight.inference.kv_cache import Batch, LayerCache, RollingLayer, rolling_layers
 from farsight.kernels.head_rotation import rotate_heads

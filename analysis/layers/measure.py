@@ -17,7 +17,7 @@ from farsight.analysis.layers.sensitivity import OWN_PAIRS, over_domains, read_p
 from farsight.analysis.sequences import read_sequences
 from farsight.configs.check import ConfigError
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import load
+from farsight.inference.loading import load
 from farsight.model.adapt.layers import largest
 from farsight.progress import progress
 

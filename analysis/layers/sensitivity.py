@@ -17,7 +17,7 @@ from farsight.configs.check import ConfigError
 from farsight.data.texts import read_texts
 from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.inference.decoder import Decoder
-from farsight.inference.generate import encode_prompt
+from farsight.inference.generate.completions import encode_prompt
 from farsight.progress import progress
 
 OWN_PAIRS = Path(__file__).parent / "minimal_pairs.jsonl"

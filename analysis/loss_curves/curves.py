@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from farsight.configs.check import ConfigError
-from farsight.launch.summary import loss_points
+from farsight.training.metrics_file import loss_points
 from farsight.training.runs import ReportedModel
 
 

@@ -16,7 +16,7 @@ from farsight.analysis.order_awareness.permutations import oldest_exchanged, reo
 from farsight.analysis.sequences import read_sequences
 from farsight.configs.check import ConfigError
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel, load
+from farsight.inference.loading import LoadedModel, load
 from farsight.model.llama import Llama
 from farsight.progress import progress
 

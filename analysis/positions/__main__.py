@@ -1,6 +1,6 @@
 """Shows how each layer of a model encodes position, before any training: as a table, a picture and figures.
 
-    farsight positions configs/recipes/lasp_llama3_8b.toml --picture lasp.png
+    farsight positions lasp_llama3_8b --picture lasp.png
     farsight positions runs/my_run/model --length 32768 --json positions.json
 
 Takes a config, a recipe (its last stage, or the one named by `--stage`) or a model directory. The picture has a panel for each
@@ -23,7 +23,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="farsight positions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", type=Path, help="config file, recipe or model directory")
+    parser.add_argument("model", type=Path, help="config file, recipe (or a shipped one's name) or model directory")
+    parser.add_argument("--tiny", action="store_true", help="the small form of a config file or recipe")
     parser.add_argument("--stage", help="stage of a recipe (default: the last)")
     parser.add_argument(
         "--length", type=bounded(int, least=1), help="sequence length in tokens (default: the trained one)"
@@ -37,11 +38,12 @@ def main(arguments: list[str] | None = None) -> None:
     if options.picture and options.picture.suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--picture {options.picture} must end with .png, .svg or .pdf.")
 
-    from farsight.analysis.positions.figures import figures, pair_ratio, read_config
+    from farsight.analysis.positions.figures import figures, pair_ratio
     from farsight.analysis.positions.picture import draw
     from farsight.model.position.layers import describe
+    from farsight.training.stages import read_config
 
-    config = read_config(options.model, options.stage)
+    config = read_config(options.model, options.stage, options.tiny)
     length = options.length or config.trained_length
     layers = config.layers(length)
     print(describe(layers))

@@ -2,39 +2,17 @@
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from farsight.checkpoints.model_dir.api import read_model_config
-from farsight.configs.load import ConfigError, load_config, read_toml
 from farsight.configs.schema import NoRotary, Rotating
-from farsight.launch.recipe import load_recipe
-from farsight.model.adapt.garfa import LayerGarfa, alpha, head_scales
 from farsight.model.build import ModelConfig
+from farsight.model.position.garfa import LayerGarfa, alpha, head_scales
 from farsight.model.position.layers import LayerPosition
 from farsight.model.position.rope import rope_frequencies
 from farsight.model.position.scope import cost_ratio
-
-
-def read_config(path: Path, stage: str | None = None) -> ModelConfig:
-    """The model of a config file, of a recipe's stage (the last one when None) or of a model directory.
-
-    Raises:
-        ConfigError: none of these, or no such stage.
-    """
-    if path.is_dir():
-        return read_model_config(path)
-    if "stages" not in read_toml(path):
-        if stage is not None:
-            raise ConfigError(f"{path} is no recipe: it has no stage {stage!r}.")
-        return ModelConfig.from_job(load_config(["--job.config_file", str(path)]))
-    stages = {s.name: s.config for s in load_recipe(path, {})[1]}
-    if stage is not None and stage not in stages:
-        raise ConfigError(f"{path} has no stage {stage!r}; it has {', '.join(stages)}.")
-    return ModelConfig.from_job(stages[stage or next(reversed(stages))])
 
 
 def wavelengths(rotary: Rotating, head_dim: int, length: int) -> Tensor:

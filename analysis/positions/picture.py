@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from farsight.analysis.garfa import draw_alphas_on
 from farsight.analysis.positions.figures import head_wavelengths, pair_ratio, share_by_distance, wavelengths
 from farsight.configs.schema import NoRotary, Rope, Rotating
-from farsight.model.adapt.garfa import alphas
 from farsight.model.build import ModelConfig
+from farsight.model.position.garfa import alphas
 from farsight.model.position.layers import LayerPosition, layer_selection
 from farsight.model.position.scope import DENSE_SCOPE
 from farsight.model.position.sinusoidal import sinusoidal_embedding
+from farsight.training.finetune.garfa_picture import draw_alphas_on
 
 
 def draw(config: ModelConfig, length: int, path: Path) -> None:

@@ -21,7 +21,7 @@ from farsight.analysis.probes.position_probe import (
 )
 from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import read_sequences
-from farsight.inference.model_options import LoadedModel, load
+from farsight.inference.loading import LoadedModel, load
 from farsight.model.llama import Llama
 from farsight.progress import progress
 

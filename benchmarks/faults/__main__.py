@@ -1,12 +1,13 @@
-"""The saboteur: bad input, attacks, kills, damaged checkpoints, full disks and stopped ranks, and whether anything is lost.
+"""Fault injection: bad input, attacks, kills, damaged checkpoints, full disks and stopped ranks, and whether anything is lost.
 
     python -m benchmarks.faults --json faults.json
     python -m benchmarks.faults --only inputs --name template
 
-Each bad input has to end with a sentence that has certain words, and status 2; nothing that a file asks for may be run, and no
+Each bad input has to end with status 2 and a sentence that has certain words; nothing hidden in a file may be executed, and no
 file may change. Each run that was killed, damaged or ran out of disk has to end with the weights of an undisturbed one, bit for
-bit. A tmpfs stands for a full disk; without the right to mount one, these are left out, and counted as such. Commands run
-in forks of a process that has imported everything, so that one takes less than a second; all of it takes about fifteen minutes on two cores.
+bit. A tmpfs stands in for a full disk; without the right to mount one, these cases are skipped and counted as such. Commands
+run in forks of a process that has imported everything, so that each takes less than a second; the whole takes about fifteen
+minutes on two cores.
 """
 
 import argparse
@@ -68,7 +69,7 @@ def inputs(workshop: Workshop, name: str, workers: int) -> list[dict[str, Any]]:
 
 
 def all_kills(folder: Path, workers: int) -> list[dict[str, Any]]:
-    """Runs that are killed once each, at start-up, in training, in a save or in the export, and resumed."""
+    """Runs that are killed once each, at start-up, in training, while saving or in the export, and resumed."""
     found: list[dict[str, Any]] = []
     for what, (count, ranks, asynchronous) in KILLS.items():
         training = kills.Training(folder / what.replace(" ", "_"), ranks=ranks, asynchronous=asynchronous)
@@ -100,7 +101,7 @@ def _rows(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 
 
 def kind_of(wrong: str) -> str:
-    """The kind of a fault: "status 1, not 2" is a wrong status."""
+    """The kind of fault: "status 1, not 2" is a wrong status."""
     return wrong.split(":")[0] if ":" in wrong[:20] else "status" if wrong.startswith("status") else wrong[:40]
 
 

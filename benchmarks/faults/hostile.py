@@ -45,7 +45,7 @@ MODEL_TOOLS = (
 )
 """Every command that opens a model directory."""
 WITHOUT_WEIGHTS = {"positions", "report", "inside"}
-"""These open no weights: what is wrong there does not stop them."""
+"""Commands that open no weights, so that broken ones do not stop them."""
 
 CHECKPOINT_TOOLS = (
     "intact {it}",
@@ -57,11 +57,11 @@ CHECKPOINT_TOOLS = (
 """Every command that opens a checkpoint."""
 
 Spoil = Callable[[Path], None]
-"""Breaks something in a folder."""
+"""A function that breaks something in a folder."""
 
 
 def _json(file: str, change: Callable[[dict], object]) -> Spoil:
-    """Rewrites a JSON file: with what `change` returns, or as `change` left it."""
+    """Rewrites a JSON file with what `change` returns, or with the object that it changed in place."""
 
     def spoil(folder: Path) -> None:
         value = json.loads((folder / file).read_text())
@@ -79,7 +79,7 @@ def _write(file: str, content: str | bytes) -> Spoil:
 
 
 def _index(file: object) -> Spoil:
-    """An index that names `file` for every tensor."""
+    """An index that maps every tensor to `file`."""
 
     def spoil(folder: Path) -> None:
         size = int.from_bytes((folder / WEIGHTS).read_bytes()[:8], "little")
@@ -117,7 +117,7 @@ def _pickled_weights(folder: Path) -> None:
 
 
 def _own_code(folder: Path) -> None:
-    """A modelling file and an auto_map that leave a mark when they are imported."""
+    """A modelling file, named in auto_map, that leaves a mark when it is imported."""
     code = f"open({str(_marker(folder))!r}, 'w')\n"
     for name in ("modeling_farsight.py", "tokenization_x.py"):
         (folder / name).write_text(code + "class X: pass\n")
@@ -139,17 +139,17 @@ class _Command:
 
 
 def _marker(path: Path) -> Path:
-    """Where a case looks for what was executed."""
+    """The file by which a case sees that something was executed."""
     return next(p for p in (path, *path.parents) if p.parent.name == "cases") / EXECUTED
 
 
 def metadata_that_runs(folder: Path) -> None:
-    """`.metadata` in place of which a command is unpickled."""
+    """`.metadata` that runs a command when it is unpickled."""
     (folder / ".metadata").write_bytes(pickle.dumps(_Command(_marker(folder))))
 
 
 def metadata_that_imports(folder: Path) -> None:
-    """`.metadata` that asks for a harmless function which it has no business with."""
+    """`.metadata` that names a harmless function which does not belong in it."""
     (folder / ".metadata").write_bytes(b"cbuiltins\nprint\n(S'hello'\ntR.")
 
 
@@ -171,7 +171,7 @@ def metadata_that_leads_out(folder: Path) -> None:
 
 
 def shard_that_runs(folder: Path) -> None:
-    """A command in place of an object that lies in a shard, such as the step."""
+    """A command instead of an object in a shard, such as the step."""
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     index = next(index for index in metadata.storage_data if index.fqn.startswith("train_state"))
     place, saved = metadata.storage_data[index], io.BytesIO()
@@ -184,7 +184,7 @@ def shard_that_runs(folder: Path) -> None:
 
 
 def _forged(spoil: Spoil) -> Spoil:
-    """Writes checksums that fit what was spoiled, as an attacker would."""
+    """Writes checksums that match the spoiled files, as an attacker would."""
 
     def forge(folder: Path) -> None:
         spoil(folder)
@@ -295,13 +295,13 @@ ADAPTER_TOOLS = (
 
 
 def _case(name: str, tool: str, kind: str, spoil: Spoil, says: tuple[str, ...], status: int = 2) -> Case:
-    """`kind`: what of the workshop is copied and spoiled."""
+    """Cases of `kind`, the part of the workshop that is copied and spoiled."""
     files = {f"{kind}/.spoil": lambda path: (spoil(path.parent), None)[1]}
     return Case(f"{name}: {tool.split()[0]}", tool.replace("{it}", f"{{{kind}}}"), says, files, (kind,), status)
 
 
 def _status(tool: str) -> int:
-    """farsight intact tells by its status that a checkpoint is damaged."""
+    """`farsight intact` reports a damaged checkpoint by its exit status."""
     return 1 if tool.startswith("intact ") else 2
 
 

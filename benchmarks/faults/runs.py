@@ -1,4 +1,4 @@
-"""Runs whose checkpoints are damaged, whose disk fills up, or one of whose ranks stands still: what they say, and what is left."""
+"""Runs with damaged checkpoints, full disks or a rank that hangs: what they say, and what they leave."""
 
 import os
 import random
@@ -17,7 +17,7 @@ from farsight.benchmarks.faults.workshop import Workshop
 from farsight.benchmarks.forked import Finished
 
 STEPS = 16
-"""Steps of a complete run, which is spoiled at step 12."""
+"""The steps of a complete run; it is spoiled at step 12."""
 TRAIN = (
     f"train.py --job.config_file {{config}} --checkpoint.keep_latest_k 0 --training.steps {STEPS} --job.dump_folder "
 )
@@ -36,7 +36,7 @@ def weights(run: Path) -> bytes:
 
 
 class Runs:
-    """Spoils runs in a workshop and compares what they end with with a run that was left alone."""
+    """Spoils runs in a workshop and compares their results with those of an undisturbed run."""
 
     def __init__(self, workshop: Workshop) -> None:
         self.workshop = workshop
@@ -49,9 +49,9 @@ class Runs:
         shutil.rmtree(self.at_twelve / "model")
 
     def train(self, run: Path, more: str = "", ranks: int = 1, bound: float = 120.0) -> Finished:
-        """Trains a run folder to its end, or goes on with it."""
+        """Trains in a run folder to the end, resuming if there is something to resume."""
         command = f"{TRAIN.format(config=self.workshop.paths['config'])}{run} {more}"
-        # Not beside the run, whose disk may be full.
+        # Elsewhere: the run's own disk may be full.
         logs = Path(tempfile.mkdtemp(dir=self.workshop.folder))
         return self.workshop.start(command, logs, ranks).wait(bound)
 
@@ -85,10 +85,10 @@ class Runs:
         wrong, said = DISKS[name](self, folder)
         return Outcome(name, time.monotonic() - begin, tuple(wrong), said)
 
-    # ── Ranks that stand still ────────────────────────────────────────────────────────────────────────
+    # ── Ranks that hang ───────────────────────────────────────────────────────────────────────────────
 
     def stopped(self, for_good: bool) -> Outcome:
-        """Stops one of two ranks for two seconds, or for good: then the other ends within its timeout, and says so."""
+        """Stops one of two ranks for two seconds, or for good: then the other has to end within its timeout and say so."""
         name = "a rank stopped for good" if for_good else "a rank stopped for two seconds"
         run = self.workshop.folder / "stopped" / str(for_good)
         logs = run.parent / f"{run.name}.printed"
@@ -161,7 +161,7 @@ DAMAGES = (_flip, _flip, _flip, _cut, _grow, _empty, _overwrite)
 
 @contextmanager
 def tmpfs(folder: Path, kilobytes: int) -> Iterator[Callable[[int], None]]:
-    """A small disk at `folder`; yields what gives it another size."""
+    """Mounts a small disk at `folder`; yields a function that changes its size."""
     folder.mkdir(parents=True, exist_ok=True)
     subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", folder], check=True, capture_output=True
@@ -226,7 +226,7 @@ def _tensorboard(runs: Runs, folder: Path) -> tuple[list[str], str]:
 
 
 def _start(runs: Runs, folder: Path) -> tuple[list[str], str]:
-    """There is no room for a run's first files."""
+    """A run's first files do not fit."""
     with tmpfs(folder, 4):
         (folder / "filler").write_bytes(b"x" * 4096)
         done = runs.train(folder / "run", bound=60)

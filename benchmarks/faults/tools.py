@@ -1,4 +1,4 @@
-"""Tools that are asked for what they can't do: options out of range, files that are not there, places that can't be written."""
+"""Commands that can't do what they are asked: options out of range, missing files, folders that can't be written."""
 
 import re
 
@@ -84,7 +84,7 @@ _OPTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def _written(command: str) -> tuple[str, ...]:
-    """The parts of the workshop that a command would write to: the case has copies of them."""
+    """The parts of the workshop that a command would write to; the case gets copies of them."""
     targets = re.findall(r"--out (\S+)|^convert \S+ \S+ (\S+)", command)
     return tuple(name for pair in targets for name in re.findall(r"{(\w+)}", "".join(pair)) if name != "here")
 

@@ -1,4 +1,4 @@
-"""Small runs, models and files for the saboteur to spoil, and how one of its cases is run and judged."""
+"""Small runs, models and files to spoil, and how a case is run and judged."""
 
 import json
 import os
@@ -61,9 +61,9 @@ steps = 2
 enable = false
 """
 EXECUTED = "executed"
-"""A file of this name appears beside a case's files when something in them was run."""
+"""The name of a file that appears beside a case's files when something in them was executed."""
 BOUND_SECONDS = 90.0
-"""Longest that a command may take to refuse its input, on a machine with other work."""
+"""Seconds that a command may take to refuse its input, on a busy machine."""
 
 Content = bytes | str | Callable[[Path], None]
 """A file's content, or a function that creates the file at a given path."""
@@ -71,16 +71,16 @@ Content = bytes | str | Callable[[Path], None]
 
 @dataclass(frozen=True)
 class Case:
-    """A command that has to refuse what it is given."""
+    """A command that has to refuse its input."""
 
     name: str
     command: str
     """`train.py …` or a command of `farsight` with its arguments. {here}, {model}, {dense}, {adapter}, {run}, {checkpoint}, {text}, {rows}
     and {config} stand for paths."""
     says: tuple[str, ...]
-    """Words that its message must have."""
+    """Words that its message must contain."""
     files: Mapping[str, Content] = field(default_factory=dict)
-    """Written below {here} first."""
+    """Files that are written below {here} first."""
     copies: tuple[str, ...] = ()
     """Parts of the workshop that the case spoils: copied below {here} first."""
     status: int = 2
@@ -102,7 +102,7 @@ class Workshop:
         }  # fmt: skip
 
     def build(self) -> None:
-        """Trains and writes all of it: a few seconds."""
+        """Trains and writes all of it, in a few seconds."""
         paths = self.paths
         self.folder.mkdir(parents=True, exist_ok=True)
         words = " ".join(f"word{i * i % 97} and {i % 7};" for i in range(4000))
@@ -119,7 +119,7 @@ class Workshop:
         dense = f"--job.dump_folder {self.folder / 'dense'} --position.heads.kind dense"
         self._must(f"train.py --job.config_file {paths['config']} {dense}")
         copy_any(paths["dense"], paths["dense_plain"])
-        (paths["dense_plain"] / "farsight.json").unlink()  # as if downloaded
+        (paths["dense_plain"] / "farsight.json").unlink()  # as if downloaded from a hub
         tuned = f"--base_model.path {paths['dense']} --job.dump_folder {self.folder / 'tuned'}"
         self._must(f"train.py finetune --job.config_file {paths['finetune']} {tuned}")
 
@@ -129,7 +129,7 @@ class Workshop:
             raise SystemExit(f"{command} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
 
     def start(self, command: str, folder: Path, ranks: int = 1) -> Forked:
-        """Starts a command in a folder, where what it prints is kept too."""
+        """Starts a command in a folder; its output is kept there too."""
         script, *arguments = shlex.split(command)
         return Forked(arguments, ranks, folder / "printed", script, folder)
 
@@ -171,7 +171,7 @@ class Verdict:
 
 
 def judge(case: Case, done: Finished, seconds: float, here: Path, before: dict[str, str]) -> tuple[str, ...]:
-    """Returns the faults in how a case ended; empty if there are none."""
+    """Returns the faults in how a case ended."""
     printed = done.stdout + done.stderr
     wrong = []
     if "Traceback (most recent call last)" in printed or "fault in Farsight" in printed:
@@ -205,5 +205,5 @@ def copy_any(source: Path, target: Path) -> None:
 
 
 def fifo(path: Path) -> None:
-    """A pipe that nobody writes to: what opens it waits for ever."""
+    """A pipe that nobody writes to: opening it blocks for ever."""
     os.mkfifo(path)

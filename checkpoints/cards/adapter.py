@@ -1,4 +1,4 @@
-"""The card (README.md) of an adapter directory: what is in it, beside which base, and how to load or merge it."""
+"""The card (README.md) of an adapter directory: its parts, its base, and how to load or merge it."""
 
 import json
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from farsight.checkpoints.cards.model import training_table
 from farsight.configs.schema import Garfa
-from farsight.model.adapt.garfa import alphas
+from farsight.model.position.garfa import alphas
 from farsight.model.position.layers import layer_selection
 
 
@@ -22,38 +22,42 @@ def adapter_card(
     """The card's text.
 
     Args:
-        name: of the adapter.
+        name: name of the adapter.
         base: the base's directory.
-        own_type: whether the base carries our modelling file.
-        entry: from `checkpoints.card.adapter_entry`.
+        own_type: whether the base comes with Farsight's modelling file.
+        entry: from `cards.model.adapter_entry`.
         needs: the adapter's parts: "lora", "garfa", "layers".
-        garfa: what GARFA learned.
+        garfa: the learned GARFA factors.
         history: the runs that trained the base's weights, and the adapter's.
     """
     tags = "\n".join(f"- {tag}" for tag in ["farsight", *needs])
     lines = [f"---\nlibrary_name: peft\nbase_model: {base}\ntags:\n{tags}\n---\n", f"# {name}\n"]
     if garfa is not None:
         lines.append(
-            "**`peft` loads a part of this adapter, and says nothing of the rest.** `garfa.safetensors` holds factors on the "
-            "RoPE base of key/value heads; without them this is another model than was trained. Load it with Farsight, or "
-            "merge it: a merged model keeps them.\n"
+            "**`peft` loads only a part of this adapter, without a warning.** `garfa.safetensors` holds factors on the RoPE base "
+            "of key/value heads; without them this is not the model that was trained. Load it with Farsight, or merge it: a "
+            "merged model keeps them.\n"
         )
     elif "layers" in needs:
         lines.append("`layers.safetensors` replaces whole layers of the base; `peft` does not read it. Merge it.\n")
-    lines += ["## What it is\n", f"Trained beside `{base}`, which was kept in {_kept(entry)}.\n", *_parts(entry, needs)]
+    lines += [
+        "## What it is\n",
+        f"Trained on top of `{base}`, which was kept in {_kept(entry)}.\n",
+        *_parts(entry, needs),
+    ]
     if garfa is not None:
         lines += _alphas(garfa)
     lines += ["## How it was trained\n", *training_table(history), "## How to load it\n"]
     lines += [
-        "The whole of it, with Farsight:\n",
+        "All of it, with Farsight:\n",
         "```python",
         "from pathlib import Path\n",
-        "from checkpoints.adapter import load_adapter\n",
-        'model, config = load_adapter(Path("."))  # this directory; base=Path(…) where the base lies elsewhere',
+        "from farsight.checkpoints.adapter.load import load_adapter\n",
+        'model, config = load_adapter(Path("."))  # this directory; base=Path(…) if the base is elsewhere',
         "```\n",
     ]
     if "lora" in needs:
-        # As Python writes them: a path may hold quotes.
+        # As Python literals: a path may contain quotes.
         options = f'{json.dumps(base)}, dtype="{entry["dtype"]}"' + ", trust_remote_code=True" * own_type
         lines += [
             f"LoRA{' alone, without GARFA,' * (garfa is not None)} with `peft`:\n",
@@ -74,7 +78,7 @@ def adapter_card(
 
 
 def _kept(entry: dict[str, Any]) -> str:
-    """How the base was kept while the adapter was trained."""
+    """The precision of the base during training."""
     if entry["quantization"] == "none":
         return entry["dtype"]
     doubled = " with double quantisation" * (entry["double_quantization"] and entry["quantization"] != "int8")
@@ -97,7 +101,7 @@ def _parts(entry: dict[str, Any], needs: Sequence[str]) -> list[str]:
 
 
 def _alphas(garfa: Garfa) -> list[str]:
-    """A table of what was learned."""
+    """A table of the learned factors."""
     by_layer = alphas(garfa)
     heads = range(len(next(iter(by_layer.values()))))
     base = "its square root multiplies" if garfa.equation == 14 else "it multiplies"

@@ -1,6 +1,6 @@
-"""The model card (README.md) of a model directory: what the model is, how it was trained, how to load it.
+"""The model card (README.md) of a model directory: the model, how it was trained, and how to load it.
 
-`farsight.json` keeps an entry for each run that trained the weights, oldest first; the card is written from them.
+`farsight.json` has an entry for each run that trained the weights, oldest first; the card is written from them.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ CONFIG = "farsight.json"
 
 
 def training_entry(config: JobConfig, steps: int, tokens: int) -> dict[str, Any]:
-    """What a run adds to the history of its weights after so many steps and tokens."""
+    """A run's entry in the history of its weights, after the given number of steps and tokens."""
     o = config.optimizer
     start = config.base_model.path if isinstance(config, FinetuneConfig) else config.checkpoint.initial_load_path
     return {
@@ -45,7 +45,7 @@ def training_entry(config: JobConfig, steps: int, tokens: int) -> dict[str, Any]
 
 
 def adapter_entry(config: FinetuneConfig) -> dict[str, Any]:
-    """What was trained beside which base: a run that goes on has to have the same."""
+    """The adapters of a run and the precision of its base; a resuming run must have the same."""
     layers = adapted(config)
     lora, garfa = config.lora, config.garfa
     entry: dict[str, Any] = {name: value for name, value in to_dict(config.base_model).items() if name != "path"}
@@ -63,7 +63,7 @@ def _mixture(config: JobConfig) -> list[dict[str, Any]]:
 
 
 def _instructions(config: FinetuneConfig) -> list[dict[str, Any]]:
-    """Sources with their passes in an epoch: the shares of tokens follow from the rows."""
+    """Sources with their passes per epoch: their shares of tokens depend on their rows."""
     sources = []
     for source in config.data.sources:
         rows = f"{source.rows:,} rows of " * bool(source.rows)
@@ -92,7 +92,7 @@ def _hub_name(source: HubSource | InstructionHub) -> str:
 
 
 def read_history(directory: Path) -> list[dict[str, Any]]:
-    """The runs that trained the weights of a checkpoint or model directory; none where that is not known.
+    """The runs that trained the weights of a checkpoint or model directory; empty if that is unknown.
 
     Raises:
         ConfigError: a damaged file.
@@ -102,10 +102,10 @@ def read_history(directory: Path) -> list[dict[str, Any]]:
 
 
 def checked_history(history: Any, path: Path) -> list[dict[str, Any]]:
-    """The history that a file gives, if it is one.
+    """Checks the history read from a file.
 
     Raises:
-        ConfigError: what cards and reports could not be written from.
+        ConfigError: cards and reports can't be written from it.
     """
     with fields_of(path):
         try:
@@ -121,9 +121,9 @@ def model_card(
     """The card's text.
 
     Args:
-        name: of the model, where its history does not say one or it was grafted.
-        hf_config: `config.json`.
-        tokenizer: whether the directory holds one that `transformers` reads.
+        name: name of the model, used if its history has none or it was grafted.
+        hf_config: content of `config.json`.
+        tokenizer: whether the directory has a tokenizer that `transformers` can read.
     """
     a, own_type = config.architecture, hf_config["model_type"] == "farsight"
     title = history[-1]["name"] if history and "grafted" not in history[-1] else name
@@ -169,7 +169,7 @@ def model_card(
 
 
 def _mechanisms(config: ModelConfig) -> list[str]:
-    """What the layers use, for a hub's search."""
+    """The position mechanisms of the layers, as tags for a hub's search."""
     sinusoidal = config.position.embedding == "sinusoidal"
     names: set[str] = {"sinusoidal"} if sinusoidal else set()
     for layer in config.layers():
@@ -205,7 +205,7 @@ def _garfa(config: ModelConfig) -> list[str]:
 
 
 def training_table(history: Sequence[dict[str, Any]]) -> list[str]:
-    """The runs as a table in Markdown, a line each."""
+    """A Markdown table with one line per run."""
     if not history:
         return ["How these weights were trained is not recorded here.\n"]
     rows = training_rows(history)
@@ -214,7 +214,7 @@ def training_table(history: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def training_rows(history: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """A header, and the cells of each run."""
+    """A header row, and the cells of each run."""
     rows = [["", "starts from", "sequence", "steps", "tokens a step", "tokens", "layers", "optimizer", "data"]]
     for entry in history:
         o = entry["optimizer"]
@@ -238,7 +238,7 @@ def _amount(source: dict[str, Any]) -> str:
 
 
 def _trained(entry: dict[str, Any]) -> str:
-    """What a run trained, in a cell, and what its weights were grafted with after it."""
+    """Table cell: what a run trained, and what its weights were grafted with afterwards."""
     grafted = entry.get("grafted")
     return _trained_parts(entry) + (f"; then grafted: {grafted}" if grafted else "")
 

@@ -1,8 +1,8 @@
-"""Model directories: `config.json`, safetensors, tokenizer files and `farsight.json`, as Hugging Face lays them out."""
+"""Model directories: Hugging Face's layout (`config.json`, safetensors, tokenizer files) with `farsight.json` beside it."""
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +10,23 @@ import torch
 from torch import Tensor
 
 from farsight.checkpoints.cards.model import CARD, CONFIG, model_card
-from farsight.checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
-from farsight.checkpoints.intact import COMPLETE, is_complete
+from farsight.checkpoints.checkpoint_tensors import parameter_shapes
+from farsight.checkpoints.dcp import COMPLETE
 from farsight.checkpoints.model_dir.hf_config import MODEL_TYPE, MODELING, from_hf_config, to_hf_config
 from farsight.checkpoints.model_dir.names import from_hf_name, to_hf_name
-from farsight.checkpoints.model_dir.safetensors_files import TensorReader, kept_dtype, opened, write_tensors
+from farsight.checkpoints.model_dir.safetensors_files import kept_dtype, opened, write_tensors
 from farsight.configs.json_files import read_object
 from farsight.configs.load import ConfigError
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.files import inside
-from farsight.model.build import ModelConfig, build_model
-from farsight.model.llama import Llama, copy_whole
+from farsight.model.build import ModelConfig
 from farsight.new_folder import check_new, holds_only, new_folder
 from farsight.progress import progress
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 ADAPTER_MARKER, ADAPTER_CONFIG, GARFA_FILE = "farsight_adapter.json", "adapter_config.json", "garfa.safetensors"
-"""Files that tell an adapter's directory: `checkpoints/adapter.py`."""
+"""Files that mark an adapter directory; see `checkpoints/adapter/config.py`."""
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "generation_config.json",
@@ -36,10 +35,10 @@ TOKENIZER_FILES = (
 
 
 def check_model_out(out: Path) -> None:
-    """Refuses a place that `write_model_dir` would refuse; long work calls it before it starts.
+    """Raises early what `write_model_dir` would raise in the end; call it before long work.
 
     Raises:
-        UserError: what is there is no model directory of ours, or somebody has added files to it.
+        UserError: `out` exists and is not a model directory of ours, or somebody has added files to it.
     """
     check_new(out, _is_ours)
 
@@ -60,20 +59,19 @@ def write_model_dir(
     history: Sequence[dict[str, Any]] = (),
     notes: str = "",
 ) -> None:
-    """Writes a model directory with its model card; it appears whole or not at all, in place of an older one of ours.
+    """Writes a model directory with its model card, atomically; an older model directory of ours is replaced.
 
     Args:
-        tensors: parameters by our names, in the order they are written.
-        read: where `tensors` are on the meta device, gives their values, one after the other: no more than one tensor
-            is held.
-        tokenizer_dir: whose tokenizer goes beside the weights.
-        dtype: of the weights written; None keeps each tensor's own.
-        shard_bytes: a file grows no larger, unless one tensor is.
+        tensors: parameters by our names, in the order in which they are written.
+        read: gives the values of `tensors` that are on the meta device; only one tensor is held at a time.
+        tokenizer_dir: directory of the tokenizer to write beside the weights.
+        dtype: dtype of the weights written; None keeps each tensor's own.
+        shard_bytes: size limit of a file; only a single larger tensor exceeds it.
         history: the runs that trained the weights, from `read_history`.
-        notes: Markdown to end the card with.
+        notes: Markdown to append to the card.
 
     Raises:
-        ConfigError: weights that are not finite, or of another shape than `tensors` say.
+        ConfigError: weights that are not finite, or whose shape differs from that in `tensors`.
         UserError: as `check_model_out`.
     """
     with new_folder(out, _is_ours) as part:
@@ -127,16 +125,15 @@ def _write(
     (part / CARD).write_text(card + notes, encoding="utf-8")
 
 
-def read_model_config(directory: Path) -> ModelConfig:
-    """A model directory's or checkpoint's config: from `farsight.json`, or from a Llama-family `config.json` without one; or an adapter's.
+def read_config(directory: Path) -> ModelConfig:
+    """The config of a model directory or checkpoint: `farsight.json`, or a Llama-family `config.json` where there is none.
+
+    `checkpoints.load.read_model_config` takes adapter directories too.
 
     Raises:
-        ConfigError: no such directory, or a model that can't be built here.
+        ConfigError: no such directory, an adapter, or a model that can't be built here.
     """
-    if is_adapter(directory):
-        from farsight.checkpoints.adapter import read_adapter
-
-        return read_adapter(directory).config()
+    _refuse_adapter(directory)
     if (directory / CONFIG).is_file():
         return ModelConfig.load(directory / CONFIG)
     path = directory / "config.json"
@@ -150,7 +147,7 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def _model_within(folder: Path) -> Path | None:
-    """What a run folder, or the latest stage in a recipe's, has left: its model, its adapter, or its newest checkpoint."""
+    """The model, adapter or newest checkpoint of a run folder, or of the latest stage in a recipe's folder."""
     for pattern in (
         "model/config.json",
         f"adapter/{ADAPTER_MARKER}",
@@ -164,28 +161,32 @@ def _model_within(folder: Path) -> Path | None:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether it holds what fine-tuning learned beside a base, and not a whole model."""
+    """Whether the directory holds an adapter rather than a whole model."""
     names = (ADAPTER_MARKER, ADAPTER_CONFIG, GARFA_FILE)
     return not (directory / "config.json").is_file() and any((directory / name).is_file() for name in names)
 
 
-def tensor_files(directory: Path) -> dict[str, Path]:
-    """Our parameter name → the safetensors file that holds it.
-
-    Raises:
-        ConfigError: no safetensors, a damaged file, or tensors that a Llama of ours does not have.
-    """
-    files: dict[str, Path] = {}
+def _refuse_adapter(directory: Path) -> None:
     if is_adapter(directory):
         raise ConfigError(
-            f"{directory} is an adapter and no whole model: farsight merge {directory} --out OUT makes one."
+            f"{directory} is an adapter, not a whole model: farsight merge {directory} --out OUT makes one."
         )
+
+
+def tensor_files(directory: Path) -> dict[str, Path]:
+    """The safetensors file of each parameter, by our names.
+
+    Raises:
+        ConfigError: an adapter, no safetensors, a damaged file, or tensors that our Llama does not have.
+    """
+    _refuse_adapter(directory)
+    files: dict[str, Path] = {}
     paths, index = sorted(directory.glob("*.safetensors")), directory / INDEX
     if index.is_file():
         weight_map = read_object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise ConfigError(f"{index} has no weight_map, which says in which file each tensor is. Copy it again.")
-        # A cache of the hub holds links to files elsewhere; names that lead elsewhere are another matter.
+        # Links to other places are fine, as in the hub's cache; names that lead out of the directory are refused.
         named = dict.fromkeys(inside(directory, file, f"{index}, weight_map,") for file in weight_map.values())
         paths = sorted(named)
         if missing := [p.name for p in paths if not p.is_file()]:
@@ -198,7 +199,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         with opened(path) as file:
             for key in file.keys():  # noqa: SIM118  safe_open is not a dict
                 if key.endswith("rotary_emb.inv_freq"):
-                    continue  # older exports carry it; the config says the same
+                    continue  # in older exports; the config implies it
                 name = from_hf_name(key)
                 if name is None:
                     raise ConfigError(f"{path.name} holds {key}, which a Llama of this shape does not have.")
@@ -207,7 +208,7 @@ def tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def tensor_dtypes(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
-    """The dtype that each tensor is kept in.
+    """The stored dtype of each tensor.
 
     Args:
         files: from `check_tensors`.
@@ -221,19 +222,19 @@ def tensor_dtypes(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
 
 
 def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Path]:
-    """`tensor_files`, compared with what the config asks for. No weights are read, and no memory is taken for them.
+    """`tensor_files`, checked against the config. Only file headers are read, no weights.
 
     Raises:
-        ConfigError: missing tensors, surplus ones, other shapes, or dtypes that no weights have, each named.
+        ConfigError: naming a missing or surplus tensor, a wrong shape, or a dtype that is not one of weights.
     """
     expected = {name: tuple(shape) for name, shape in parameter_shapes(config).items()}
     files = tensor_files(directory)
     if config.architecture.tie_embeddings:
-        files.pop("output.weight", None)  # a tied head is often written out all the same
+        files.pop("output.weight", None)  # a tied head is often stored as well
     if missing := sorted(set(expected) - set(files)):
         raise ConfigError(f"{directory} lacks {len(missing)} tensors, among them {to_hf_name(missing[0])}.")
     if surplus := sorted(set(files) - set(expected)):
-        raise ConfigError(f"{directory} holds {to_hf_name(surplus[0])}, which its config.json leaves no room for.")
+        raise ConfigError(f"{directory} holds {to_hf_name(surplus[0])}, which does not fit its config.json.")
     for path in sorted(set(files.values())):
         with opened(path) as file:
             for key in file.keys():  # noqa: SIM118
@@ -241,71 +242,6 @@ def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Path]:
                 if name not in files:
                     continue
                 if (shape := tuple(file.get_slice(key).get_shape())) != expected[name]:
-                    raise ConfigError(f"{path}: {key} has shape {shape}, config.json makes it {expected[name]}.")
+                    raise ConfigError(f"{path}: {key} has shape {shape}, config.json requires {expected[name]}.")
                 kept_dtype(file, key, path)
     return files
-
-
-def load_model(
-    directory: Path,
-    length: int | None = None,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    config: ModelConfig | None = None,
-    divide: Callable[[Llama], None] | None = None,
-) -> tuple[Llama, ModelConfig]:
-    """Builds the model of a directory, a checkpoint's, or an adapter's on its base, and reads its weights, one tensor at a
-    time.
-
-    Args:
-        length: sequence length its positions are set for; the trained length when None.
-        config: in place of the directory's own, to see the weights through other positions.
-        divide: gives parameters over to several ranks, on the meta device; each rank reads its own part.
-
-    Returns:
-        The model in evaluation mode, and its config.
-
-    Raises:
-        ConfigError: as `read_model_config` and `saved_tensors`; nothing is allocated before files and config agree.
-    """
-    if is_adapter(directory):
-        from farsight.checkpoints.adapter import load_adapter
-
-        if divide is not None:
-            raise ConfigError(f"{directory} is an adapter; merge it first, to divide its model over several processes.")
-        return load_adapter(directory, device=device, dtype=dtype, length=length, config=config)
-    config = config or read_model_config(directory)
-    tensors = saved_tensors(directory, config)
-    with torch.device("meta"):
-        model = build_model(config, length)
-    if divide is not None:
-        divide(model)
-    for parameter in model.parameters():  # and not model.to(dtype): frequencies and slopes stay in fp32
-        parameter.data = parameter.data.to(dtype)
-    model.to_empty(device=device)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, tensor in progress(tensors, total=len(parameters), desc="load", unit="tensor"):
-            copy_whole(parameters[name], tensor)
-    model.set_position(model.positions, model.length)
-    return model.eval(), config
-
-
-def saved_tensors(directory: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a model directory or a checkpoint, by our names, one after the other.
-
-    Raises:
-        ConfigError: as `check_tensors`, or `checkpoint_tensors`.
-    """
-    if is_complete(directory):
-        tensors = checkpoint_tensors(directory, config)
-        return ((name, read_tensor(directory, tensors, name)) for name in tensors)
-    return _read_in_order(check_tensors(directory, config))
-
-
-def _read_in_order(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors by our names, one file after the other."""
-    read = TensorReader(files)
-    for name in sorted(files, key=lambda name: files[name]):
-        yield name, read(name)
-    read.close()

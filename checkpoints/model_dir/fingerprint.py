@@ -1,7 +1,7 @@
-"""Which weights a base has, in short: an adapter belongs to those that it was trained beside, wherever they lie.
+"""Fingerprint and checksum of a base's weights: an adapter only fits the weights that it was trained with.
 
-The fingerprint looks at a few rows of each matrix and takes no time; the checksum reads every byte, about as long as
-loading takes. Adapters of versions before it have a fingerprint alone.
+The fingerprint reads a few rows of each matrix and takes no time; the checksum reads every byte, which takes about as long as
+loading. Adapters of earlier versions only have a fingerprint.
 """
 
 import hashlib
@@ -13,23 +13,23 @@ import torch
 import xxhash
 from torch import Tensor
 
-from farsight.checkpoints.model_dir.api import check_tensors, read_model_config
+from farsight.checkpoints.model_dir.api import check_tensors, read_config
 from farsight.checkpoints.model_dir.names import to_hf_name
 from farsight.checkpoints.model_dir.safetensors_files import TensorReader, opened
 from farsight.configs.load import to_dict
 from farsight.progress import progress
 
 ROWS = 4
-"""Rows sampled from each matrix, spread evenly: other training changes all of them."""
+"""Rows sampled from each matrix, evenly spaced: any training changes all of them."""
 
 
 def base_entry(directory: Path) -> dict[str, Any]:
-    """What an adapter says of its base: where it lies, its own positions, and its weights' fingerprint and checksum.
+    """An adapter's record of its base: path, positions, and the weights' fingerprint and checksum.
 
     Raises:
-        ConfigError: no model directory, or tensors that do not fit its config.
+        ConfigError: not a model directory, or tensors that don't fit its config.
     """
-    config = read_model_config(directory)
+    config = read_config(directory)
     files = check_tensors(directory, config)
     return {
         "path": str(directory.resolve()),
@@ -40,9 +40,9 @@ def base_entry(directory: Path) -> dict[str, Any]:
 
 
 def fingerprint(files: Mapping[str, Path]) -> str:
-    """A hash of the tensors' names, types, shapes and some of their rows; the same however files divide them.
+    """A hash of the tensors' names, dtypes, shapes and some rows, independent of their division into files.
 
-    A few MB of a model of 8 B parameters are read.
+    A few MB are read of a model of 8 B parameters.
 
     Args:
         files: from `check_tensors`.
@@ -62,7 +62,7 @@ def fingerprint(files: Mapping[str, Path]) -> str:
 
 
 def checksum(files: Mapping[str, Path]) -> str:
-    """A hash of the tensors' names, types, shapes and every byte of them; the same however files divide them.
+    """A hash of the tensors' names, dtypes, shapes and all bytes, independent of their division into files.
 
     Args:
         files: from `check_tensors`.

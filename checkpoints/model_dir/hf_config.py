@@ -1,7 +1,7 @@
-"""`config.json` of a model directory, in both directions.
+"""Converts between our config and the `config.json` of a model directory.
 
-A model whose layers are all dense and rotate alike is a Llama (a Qwen3 with QK-norm) to `transformers`; every other
-one has its own model type and carries `modeling_farsight.py`, for which `config.json` gives each layer as numbers.
+For `transformers`, a model whose layers are all dense and rotate alike is a Llama (with QK-norm a Qwen3). Every other model
+has its own model type and comes with `modeling_farsight.py`, and its `config.json` gives each layer's positions as numbers.
 """
 
 import dataclasses
@@ -32,13 +32,13 @@ from farsight.model.position.scope import DENSE_SCOPE
 
 MODEL_TYPE = "farsight"
 MODELING = "modeling_farsight"
-"""Module that goes with a model of that type: a file without our packages."""
+"""Module that goes with a model of that type; it imports none of our packages."""
 TRANSFORMERS = "5.0.0"
-"""The first version that the module runs with."""
+"""The earliest version that the module runs with."""
 
 
 def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """`config.json` for a model; Llama's or Qwen3's where `transformers` has the same model."""
+    """`config.json` for a model; Llama's or Qwen3's if `transformers` has the same model."""
     a = config.architecture
     values = {
         "vocab_size": a.vocab_size,
@@ -76,7 +76,7 @@ def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: in
             "sinusoidal": config.position.embedding == "sinusoidal",
             "trained_length": config.trained_length,
             **_resolved_layers(config),
-            # What the numbers above came from: a directory that transformers has saved again still has it.
+            # The source of the numbers above; it survives when transformers saves the model again.
             "farsight": to_dict(config),
         }
     family = "Qwen3" if a.qk_norm else "Llama"
@@ -97,7 +97,7 @@ def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: in
 
 
 def _resolved_layers(config: ModelConfig) -> dict[str, Any]:
-    """The layers' positions as numbers, as `modeling_farsight.FarsightConfig` takes them."""
+    """The layers' positions as numbers, for `modeling_farsight.FarsightConfig`."""
     kinds: list[dict[str, Any]] = []
     rotaries: list[Rotary] = []
     layer_kinds = []
@@ -142,7 +142,7 @@ def _resolved_rotary(rotary: Rotary, head_dim: int, length: int) -> dict[str, An
 
 
 def uniform_rotary(position: Position) -> Rotary | None:
-    """The one rotation of all layers if nothing else sets them apart from a Llama's, else None."""
+    """The rotation of all layers if they are otherwise like a Llama's, else None."""
     plain = position.embedding == "none" and isinstance(position.bias, NoBias) and isinstance(position.heads, Dense)
     same = position.lasp is None and not position.rules and (position.garfa is None or not position.garfa.layers)
     if not plain or not same or isinstance(position.rotary, NoRotary):
@@ -151,13 +151,13 @@ def uniform_rotary(position: Position) -> Rotary | None:
 
 
 def from_hf_config(values: dict[str, Any], path: Path = Path("config.json")) -> ModelConfig:
-    """A Llama-family `config.json` → our config.
+    """Converts a Llama-family `config.json` to our config.
 
     Args:
-        path: where the values are from, for errors.
+        path: origin of the values, for errors.
 
     Raises:
-        ConfigError: values that no model has, or a model or a setting that this code does not build, named.
+        ConfigError: naming an invalid value, or a model or setting that is not supported.
     """
     with fields_of(path):
         return _from_values(values, path).checked(path)
@@ -174,7 +174,7 @@ def _from_values(values: dict[str, Any], path: Path) -> ModelConfig:
             raise ConfigError(f"{path} has {name} = true; layers with biases are not supported.")
     if values.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{path} has hidden_act {values['hidden_act']!r}; only silu is supported.")
-    # A family's own default stands where its config is silent.
+    # The family's default applies if the config does not say.
     window = values.get("sliding_window", 4096 if family == "mistral" else None)
     if window and values.get("use_sliding_window", family == "mistral"):
         raise ConfigError(f"{path} has sliding_window {window}; only dense attention can be read.")
@@ -232,14 +232,14 @@ _TYPES: dict[str, type] = {
 def _rope_parameters(rotary: Rotary, head_dim: int, trained_length: int) -> tuple[dict[str, Any], int]:
     """`rope_parameters` and `max_position_embeddings`."""
     if isinstance(rotary, NtkRope):
-        # transformers has no static NTK: it is plain RoPE of another base.
+        # transformers has no static NTK, which is plain RoPE with another base.
         rotary = Rope(theta=rotary.theta * rotary.factor ** (head_dim / (head_dim - 2)))
     names = {kind: name for name, kind in _TYPES.items()}
     fields = {_FIELDS[f.name]: getattr(rotary, f.name) for f in dataclasses.fields(rotary) if f.name != "kind"}
     fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
     length = trained_length
     if isinstance(rotary, DynamicNtkRope):
-        # There the original length *is* max_position_embeddings.
+        # In transformers the original length *is* max_position_embeddings.
         length = fields.pop("original_max_position_embeddings")
     return {"rope_type": names[type(rotary)], **fields}, length
 
@@ -247,7 +247,7 @@ def _rope_parameters(rotary: Rotary, head_dim: int, trained_length: int) -> tupl
 def _rotary(values: dict[str, Any], length: int, path: Path) -> Rotary:
     given = values.get("rope_parameters") or values.get("rope_scaling") or {}
     if not isinstance(given, dict):
-        raise ConfigError(f"{path}: its rope settings are {given!r}, and no JSON object.")
+        raise ConfigError(f"{path}: its rope settings are {given!r}, not a JSON object.")
     given = dict(given)
     given.setdefault("rope_theta", values.get("rope_theta") or 10000.0)
     kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
@@ -258,7 +258,7 @@ def _rotary(values: dict[str, Any], length: int, path: Path) -> Rotary:
         given.setdefault("original_max_position_embeddings", values["original_max_position_embeddings"])
     ours = {theirs: name for name, theirs in _FIELDS.items()}
     fields = {f.name for f in dataclasses.fields(_TYPES[kind])}
-    if kind == "dynamic":  # transformers takes the model's length, whatever else is given
+    if kind == "dynamic":  # transformers uses the model's length, whatever else is given
         given["original_max_position_embeddings"] = length
     elif "original_length" in fields and kind != "llama3":
         given.setdefault("original_max_position_embeddings", length)
@@ -272,7 +272,7 @@ def _rotary(values: dict[str, Any], length: int, path: Path) -> Rotary:
     for name in ("rope_theta", "factor", "original_max_position_embeddings"):
         if given.get(name) == 0:
             raise ConfigError(f"{path}: {name} = 0 of its rope settings must be more than 0.")
-    if kind == "longrope" and "factor" not in given:  # Phi-3 leaves it to the two lengths
+    if kind == "longrope" and "factor" not in given:  # Phi-3 derives it from the two lengths
         given["factor"] = length / given["original_max_position_embeddings"]
     if unknown := [name for name in given if ours.get(name) not in fields]:
         raise ConfigError(f"{path}: its rope settings have {', '.join(unknown)}, which {kind} scaling does not take.")

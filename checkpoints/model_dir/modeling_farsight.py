@@ -1,12 +1,12 @@
-"""A decoder whose layers and heads may each know position in their own way, for `transformers`.
+"""A decoder for `transformers` whose layers and heads may each have their own position mechanism.
 
     model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
-Needs `torch` and `transformers` >= 5 and nothing else. `config.json` holds what each layer does, resolved to numbers: how many
-tokens a head sees (its scope), its ALiBi slope, and how fast a layer's queries and keys turn (RoPE, if any).
+Needs only `torch` and `transformers` >= 5. `config.json` gives each layer's position mechanism as numbers: how many tokens a
+head sees (its scope), its ALiBi slope, and the RoPE frequencies of the layer's queries and keys, if any.
 
-Attention goes through the queries in blocks and gives each group of heads of equal scope the keys within its reach, so
-time and memory follow what the heads see. Rows may be padded on either side, told by `attention_mask`.
+Attention processes the queries in blocks, and for each group of heads of equal scope only the keys within reach, so time and
+memory are proportional to what the heads see. Rows may be padded on either side, as given by `attention_mask`.
 
 Shapes: B batch, L queries, T keys, D model, N query heads, K key/value heads, H head dimension.
 """
@@ -31,24 +31,24 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 QUERY_BLOCK = 512
-"""Queries that one call of the attention kernel takes where heads have scopes or slopes."""
+"""Queries per call of the attention kernel if heads have scopes or slopes."""
 
 
 class FarsightConfig(PreTrainedConfig):
-    """Shapes and, for each layer, its position.
+    """Shapes and each layer's position mechanism.
 
     Args:
-        layer_kinds: for each layer, its row in `kinds`.
-        kinds: `rotary` (a row of `rotaries`, or None), `scopes` (tokens that each of the N heads sees, itself included;
+        layer_kinds: index into `kinds` for each layer.
+        kinds: `rotary` (index into `rotaries`, or None), `scopes` (tokens that each of the N heads sees, itself included;
             None sees all), `scope_ranks` (None, or h for each head: past `trained_length` its scope is the length to
-            the power of h / N, rounded up), `alibi_slopes` (one for each head, or None) and, if keys turn at a speed of
-            each head's own, `garfa` (see `head_frequencies`).
-        rotaries: `inv_freq` (radians per token, H/2 of them) and `attention_factor`; or, where they depend on the
+            the power of h / N, rounded up), `alibi_slopes` (one for each head, or None) and, if each head's keys have
+            their own frequencies, `garfa` (see `head_frequencies`).
+        rotaries: `inv_freq` (radians per token, H/2 of them) and `attention_factor`; or, if they depend on the
             length, `dynamic` (theta, factor, original_length) or `longrope` (short and long `inv_freq`,
             original_length).
-        sinusoidal: add the sinusoidal embedding to the tokens'.
-        qk_norm: RMSNorm over each head's queries and keys.
-        trained_length: of the sequences in the last stage of training.
+        sinusoidal: add sinusoidal embeddings to those of the tokens.
+        qk_norm: apply RMSNorm to each head's queries and keys.
+        trained_length: sequence length in the last stage of training.
     """
 
     model_type = "farsight"
@@ -116,8 +116,8 @@ def rope_frequencies(rotary, head_dim, length, device):
 def head_frequencies(inv_freq, garfa):
     """GARFA: each key/value head k multiplies the base by alpha = 0.1 + 9.9·sigmoid(raw[k]), or its square root.
 
-    `garfa` is `raw`, `exponent` (1/2 for the square root, 1 without) and `queries` (turn them by their group's factor, and
-    not keys alone). Returns fp32 [K, 1, H/2]; factors are taken in fp64, so that an alpha of 1 changes nothing.
+    `garfa` has `raw`, `exponent` (1/2 for the square root, else 1) and `queries` (apply a group's factor to its queries, not
+    only to the keys). Returns fp32 [K, 1, H/2]; factors are computed in fp64, so that an alpha of 1 changes nothing.
     """
     alpha = 0.1 + 9.9 * torch.tensor(garfa["raw"], dtype=torch.float32, device="cpu").double().sigmoid()
     pairs = torch.arange(0, 2 * len(inv_freq), 2, dtype=torch.float64, device="cpu") / (2 * len(inv_freq))
@@ -126,14 +126,14 @@ def head_frequencies(inv_freq, garfa):
 
 
 def rope_tables(inv_freq, attention_factor, positions_BL):
-    """cos and sin of angles at each position, both halves of a head: fp32 [B, 1 or heads, L, H]."""
+    """cos and sin of the angles at each position, for both halves of a head: fp32 [B, 1 or heads, L, H]."""
     angles = positions_BL[:, None, :, None].float() * inv_freq
     cos, sin = angles.cos() * attention_factor, angles.sin() * attention_factor
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 class Turn(NamedTuple):
-    """What turns the queries and keys of layers that rotate alike."""
+    """Rotates the queries and keys of layers with the same RoPE."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -164,21 +164,21 @@ def rotate(x_BNLH, cos, sin):
 
 
 def sinusoidal_embedding(positions_BL, dim):
-    """Sines on even dimensions and cosines on odd ones, fp32 [B, L, D]; angles in fp64, for large positions."""
+    """Sines in even dimensions and cosines in odd ones, fp32 [B, L, D]; angles in fp64, for large positions."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=positions_BL.device) / dim
     angles = positions_BL[..., None].double() * torch.exp(-math.log(10000.0) * exponents)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(-2).float()
 
 
 def head_scopes(kind, trained_length, length):
-    """Tokens that each head sees in a sequence of `length`; None where all see all."""
+    """Tokens that each head sees in a sequence of `length`; None if all heads see everything."""
     ranks, scopes = kind["scope_ranks"], kind["scopes"]
     if ranks is None or length <= trained_length:
         return scopes
     longest, grown = max(length, *scopes), []
     for rank in ranks:
         scope = max(1, int(longest ** (rank / len(ranks))) - 1)
-        while scope ** len(ranks) < longest**rank:  # in whole numbers: a float power may land just above one
+        while scope ** len(ranks) < longest**rank:  # in integers: float powers are inexact
             scope += 1
         grown.append(scope)
     return grown
@@ -187,7 +187,7 @@ def head_scopes(kind, trained_length, length):
 def attend(q_BNLH, k_BKTH, v_BKTH, scopes, slopes, valid_BT):
     """Causal attention of the last L of T tokens; a head sees `scopes[head]` tokens, itself included.
 
-    `valid_BT` is False at padding, None without any. Returns [B, N, L, H].
+    `valid_BT` is False at padding; None means no padding. Returns [B, N, L, H].
     """
     (N, L), (K, T) = q_BNLH.shape[1:3], k_BKTH.shape[1:3]
     plain = valid_BT is None and slopes is None and (scopes is None or min(scopes) >= T)
@@ -208,12 +208,12 @@ def attend(q_BNLH, k_BKTH, v_BKTH, scopes, slopes, valid_BT):
         parts = []
         for start in range(0, L, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, L)
-            first, last = max(0, T - L + start - scope + 1), T - L + stop  # keys in reach of the block
+            first, last = max(0, T - L + start - scope + 1), T - L + stop  # keys within reach of the block
             queries = torch.arange(T - L + start, last, device=device)[:, None]
             distance = queries - torch.arange(first, last, device=device)
             mask = (distance >= 0) & (distance < scope)
             if valid_BT is not None:
-                # Padding sees itself: some kernels give NaN for a row without any key, and it spreads from there.
+                # Padding sees itself: some kernels give NaN for a row without keys, which then spreads.
                 mask = (mask & valid_BT[:, None, None, first:last]) | (distance == 0)
             if slope is not None:
                 bias = -slope[:, None, None] * distance.float()
@@ -255,7 +255,7 @@ class FarsightAttention(nn.Module):
         if past_key_values is not None:
             total = past_key_values.get_seq_length(self.layer) + k.shape[2]
             k, v = past_key_values.update(k, v, self.layer)
-            if k.shape[2] != total:  # a StaticCache gives its empty slots too, one with windows leaves keys out
+            if k.shape[2] != total:  # a StaticCache also returns empty slots, a sliding-window cache drops keys
                 raise ValueError(
                     f"{type(past_key_values).__name__} gives {k.shape[2]} keys for {total} tokens: this model takes a "
                     "DynamicCache, which keeps every token and nothing else"
@@ -295,13 +295,13 @@ class FarsightPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["FarsightDecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    # `attend` takes its kernels from torch, whatever kind of attention is asked for: HELMET asks for flash_attention_2.
+    # `attend` uses torch's kernels whatever attention is requested: HELMET requests flash_attention_2.
     _supports_sdpa = True
     _supports_flash_attn = True
 
 
 class FarsightModel(FarsightPreTrainedModel):
-    """The decoder without its head. Nothing but weights is kept: tables and scopes are made in `forward`."""
+    """The decoder without its head. It stores only weights: tables and scopes are computed in `forward`."""
 
     def __init__(self, config):
         super().__init__(config)

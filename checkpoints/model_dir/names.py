@@ -1,6 +1,6 @@
-"""Our parameter names and Hugging Face's, in both directions.
+"""Translates between our parameter names and Hugging Face's.
 
-RoPE here rotates half-split pairs, as Hugging Face does, so weights need renaming and nothing else.
+RoPE rotates half-split pairs, as in Hugging Face's models, so weights only need renaming.
 """
 
 _LAYER = {
@@ -34,7 +34,7 @@ def to_hf_name(name: str) -> str:
 
 
 def readable_name(name: str) -> str:
-    """`to_hf_name` where Hugging Face has such a tensor, as it has not of an adapter's; for messages."""
+    """`to_hf_name` for messages; names without a counterpart, such as an adapter's, are returned unchanged."""
     try:
         return to_hf_name(name)
     except KeyError:
@@ -51,7 +51,7 @@ def to_peft_name(name: str) -> str:
 
 
 def from_hf_name(name: str) -> str | None:
-    """The reverse; None for a tensor that a Llama of ours does not have."""
+    """The reverse of `to_hf_name`; None for a tensor that our Llama does not have."""
     if not name.startswith("model.layers."):
         return _MODEL_BACK.get(name)
     layer, _, rest = name.removeprefix("model.layers.").partition(".")

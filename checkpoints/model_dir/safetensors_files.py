@@ -1,5 +1,4 @@
-"""Safetensors files, which others may have written: read and written a tensor at a time, and never with weights that are
-not finite."""
+"""Reads safetensors files, possibly written by others, and writes them one tensor at a time, refusing non-finite weights."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -15,16 +14,16 @@ from farsight.checkpoints.model_dir.names import readable_name, to_hf_name
 from farsight.configs.check import ConfigError
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-"""Those of weights, and their names in a file."""
+"""Dtypes of weights, and their names in a file."""
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all values are; in one pass, without a copy."""
+    """Whether all values are finite; takes one pass and no copy."""
     return all(bool(bound.isfinite()) for bound in tensor.aminmax())
 
 
 def refuse_non_finite(name: str, tensor: Tensor) -> None:
-    """Refuses to save weights that training or a smaller dtype has broken.
+    """Refuses to save weights that training, or conversion to a smaller dtype, has made non-finite.
 
     Raises:
         ConfigError: naming the tensor.
@@ -41,7 +40,7 @@ def refuse_non_finite(name: str, tensor: Tensor) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
-    """`safe_open`, whose own errors of a damaged file do not name it. It checks the header against the file's size.
+    """`safe_open` with errors that name the file. The header is checked against the file's size.
 
     Raises:
         ConfigError: no such file, or a damaged one.
@@ -51,10 +50,10 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file, by their names there.
+    """All tensors of a file, by their names in it.
 
     Raises:
-        ConfigError: no such file, a damaged one, or a dtype that no weights have.
+        ConfigError: no such file, a damaged one, or a dtype that is not one of weights.
     """
     with opened(path) as file:
         for name in file.keys():  # noqa: SIM118  safe_open is not a dict
@@ -63,10 +62,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def kept_dtype(file: Any, name: str, path: Path) -> torch.dtype:
-    """The dtype that a tensor is kept in.
+    """The stored dtype of a tensor.
 
     Raises:
-        ConfigError: one that no weights of ours have, as those of quantised models.
+        ConfigError: a dtype that our weights don't have, as in quantised models.
     """
     kept = file.get_slice(name).get_dtype()
     known = {name: dtype for dtype, name in DTYPES.items()}
@@ -79,7 +78,7 @@ class TensorReader:
     """Reads a model directory's tensors by our names, with one file open at a time.
 
     Args:
-        files: from `checkpoints.model_dir.check_tensors`.
+        files: from `check_tensors`.
     """
 
     def __init__(self, files: Mapping[str, Path]) -> None:
@@ -97,7 +96,7 @@ class TensorReader:
         return self._file.get_tensor(to_hf_name(name))
 
     def close(self) -> None:
-        """Lets the open file go, and with it the pages that were read."""
+        """Closes the open file, which releases the pages that were read."""
         if self._file is not None:
             self._file.__exit__(None, None, None)
         self._path = self._file = None
@@ -119,12 +118,12 @@ def _naming(path: Path) -> Iterator[None]:
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], read: Callable[[str], Tensor], progress: Callable[[int], Any]
 ) -> None:
-    """One file, a tensor at a time: safetensors' own `save_file` takes them all at once.
+    """Writes one file, a tensor at a time: safetensors' own `save_file` needs them all at once.
 
     Args:
-        tensors: by our names, on the meta device: shapes and dtypes.
-        read: gives their values.
-        progress: told the bytes of each tensor that is written.
+        tensors: shapes and dtypes, on the meta device, by our names.
+        read: returns a tensor's values.
+        progress: called with the bytes of each tensor written.
 
     Raises:
         ConfigError: a value of another shape, or weights that are not finite in their dtype.
@@ -137,7 +136,7 @@ def write_tensors(
             "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end],
         }  # fmt: skip
     encoded = json.dumps(header).encode("utf-8")
-    encoded += b" " * (-len(encoded) % 8)  # the format wants the data aligned
+    encoded += b" " * (-len(encoded) % 8)  # the format requires aligned data
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for name, tensor in tensors.items():

@@ -1,11 +1,11 @@
-"""Conversations → tokens, and which of them are trained, by a chat template.
+"""Turns conversations into tokens with a chat template, and marks those to train on.
 
-The template is rendered as `transformers` renders it, so that a model is trained on what `apply_chat_template` later
-gives it. Which of the text is the assistant's is found by rendering again: up to the turn with the header of an answer,
-and up to its end. Templates with `{% generation %}` blocks say it themselves. In the text, special tokens count as such;
-a message that holds one is refused, since it could forge the end of a turn.
+The template is rendered as in `transformers`, so a model is trained on the text that `apply_chat_template` later gives it.
+To find the assistant's part of the text, the conversation is rendered again: up to the turn with the header of an answer,
+and up to the turn's end. Templates with `{% generation %}` blocks mark that part themselves. Special tokens in the rendered
+text are recognised; a message that contains one is refused, since it could forge the end of a turn.
 
-With Llama 3's template, T marking what is trained:
+With Llama 3's template, T marking trained tokens:
 
     <|begin_of_text|><|start_header_id|>user<|end_header_id|>⏎⏎Hello<|eot_id|><|start_header_id|>assistant…⏎⏎Hi!<|eot_id|>
                                                                                                           TTT TTTTTTTTTT
@@ -40,7 +40,7 @@ LLAMA_3 = """\
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
-"""Writes what the template of Meta-Llama-3-8B-Instruct writes."""
+"""Gives the same text as the template of Meta-Llama-3-8B-Instruct."""
 
 _REMEDY = "repair the row, or set data.chat_template"
 _MARKER = re.compile(r"<\|[^|<>\s]+\|>")
@@ -49,29 +49,29 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @dataclass(frozen=True)
 class Tokens:
-    """A conversation of T tokens."""
+    """A conversation of T tokens, as rows of training are filled with it."""
 
     ids: np.ndarray
     """int32 [T]."""
     trained: np.ndarray
-    """bool [T]: whether the token is one that the model learns to write."""
+    """bool [T]: whether the model is trained to predict the token."""
 
 
 @dataclass(frozen=True)
 class Marked:
-    """The text of a conversation, and the spans of it that are trained."""
+    """The text of a conversation, and the spans of it to train on."""
 
     text: str
     trained: tuple[Span, ...]
     plain: bool = False
-    """Text that no template wrote: special tokens in it are text, and bos and eos are still to come."""
+    """Plain text without a template: special tokens in it are text, and bos and eos are yet to be added."""
 
 
 class ChatTemplate:
-    """A chat template, for one tokenizer."""
+    """A chat template for one tokenizer: `mark` renders a conversation, `encode` tokenises it."""
 
     def __init__(self, source: str, name: str, tokenizer: Tokenizer):
-        """`name`: where the template is from, for errors. Raises `DataError` where it is no Jinja template."""
+        """`name`: the template's origin, for errors. Raises `DataError` if `source` is not a Jinja template."""
         self.source, self.name = source, name
         self._tokenizer = tokenizer
         self._template = JinjaTemplate(source, name)
@@ -81,12 +81,13 @@ class ChatTemplate:
             "eos_token": tokenizer.special_token(tokenizer.eos_id),
         }
         self._names = {name: token for name, token in names.items() if token is not None}
-        # Where the tokenizer lacks the template's markers they are text, which a message must not forge either.
+        # Markers of the template that the tokenizer lacks are plain text, but messages must not contain them either.
         self._markers = tuple(dict.fromkeys([*tokenizer.special_tokens, *_MARKER.findall(source)]))
         self._any_marker = re.compile("|".join(map(re.escape, sorted(self._markers, key=len, reverse=True))))
 
     @property
     def fingerprint(self) -> str:
+        """A hash of the template's source."""
         return blake2b(self.source.encode(), digest_size=16).hexdigest()
 
     def save(self, directory: str | Path) -> None:
@@ -94,14 +95,14 @@ class ChatTemplate:
         (Path(directory) / "chat_template.jinja").write_text(self.source, encoding="utf-8")
 
     def prompt(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The text of messages that a model is to answer, up to the header of its answer.
+        """The text of messages for a model to answer, ending with the header of its answer.
 
-        Raises `UnusableRow` where the template refuses them.
+        Raises `UnusableRow` if the template refuses them.
         """
         return self._render(Conversation(tuple(messages)), [(len(messages), True)])[0].text
 
     def turn_end(self) -> int | None:
-        """The special token that ends an assistant's turn; None where the template writes none, as training then adds eos."""
+        """The special token that ends an assistant's turn; None if the template writes none (training then adds eos)."""
         messages = [{"role": "user", "content": "x"}]
         header = self.prompt(messages)
         (whole,) = self._render(Conversation((*messages, {"role": "assistant", "content": "y"})), [(2, False)])
@@ -110,11 +111,11 @@ class ChatTemplate:
         return next((token for token in turn[len(before) :] if token in special), None)
 
     def mark(self, conversation: Conversation, train_on: TrainOn) -> Marked:
-        """The conversation as the model sees it, and what of it is trained: assistant turns from after their header to
-        their end-of-turn token; with `train_on = "all"` everything; and what the turns' own marks say.
+        """Renders a conversation and marks the spans to train on: assistant turns from the end of their header through
+        their end-of-turn token, or everything with `train_on = "all"`; a turn's own "train" mark takes precedence.
 
-        Raises `UnusableRow` for a message that holds a special token, one that the template refuses, and turns that
-        can't be found in the text.
+        Raises `UnusableRow` for a message that contains a special token, for one that the template refuses, and for turns
+        that can't be found in the text.
         """
         if conversation.text is not None:
             return Marked(conversation.text, ((0, len(conversation.text)),), plain=True)
@@ -123,7 +124,7 @@ class ChatTemplate:
         wanted = _wanted(conversation)
         untrained = [i for i, train in enumerate(conversation.train) if train is False]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        # The turns to be found in the text, by rendering what comes before them and up to their end.
+        # Turns to locate in the text, by rendering the messages before them and through their end.
         sought = untrained if everything else [i for i in wanted if i not in answers or not self._marks_answers]
         cuts = [(i, i in answers and not everything) for i in sought] + [(i + 1, False) for i in sought]
         whole, *prefixes = self._render(conversation, [(len(messages), False), *cuts])
@@ -132,7 +133,7 @@ class ChatTemplate:
         if everything:
             return Marked(text, _without(len(text), [turns.whole(i) for i in untrained]))
         if not self._marks_answers:
-            return Marked(text, tuple(turns.said(i) for i in wanted))
+            return Marked(text, tuple(turns.content(i) for i in wanted))
         if not all(i in wanted for i in answers):
             if len(spans) != len(answers):
                 raise UnusableRow(
@@ -141,22 +142,22 @@ class ChatTemplate:
                     'leave out the "train" of its turns',
                 )
             spans = [span for i, span in zip(answers, spans, strict=True) if i in wanted]
-        return Marked(text, tuple(sorted([*spans, *(turns.said(i) for i in sought)])))
+        return Marked(text, tuple(sorted([*spans, *(turns.content(i) for i in sought)])))
 
     def prompt_tokens(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """The tokens of `prompt`'s text.
+        """The token ids of `prompt`'s text; generation starts from them.
 
-        Raises `UnusableRow` for a message that holds a special token too.
+        Raises `UnusableRow` as `prompt` does, and for a message that contains a special token.
         """
         self._refuse_markers(Conversation(tuple(messages)))
         (encoded,) = self._tokenizer.encode_rendered([self.prompt(messages)])
         return encoded.ids.tolist()
 
     def encode(self, marked: Sequence[Marked]) -> list[Tokens]:
-        """The tokens of some conversations.
+        """Tokenises conversations, in one batch.
 
-        Where neither eos nor another special token ends the last turn, eos follows it, trained as the turn is: the model
-        must learn where an answer ends.
+        If no special token ends the last turn, eos is added, and trained if the turn is: the model must learn where an answer
+        ends.
         """
         rendered = iter(self._tokenizer.encode_rendered([one.text for one in marked if not one.plain]))
         return [self._encode_plain(one.text) if one.plain else self._trained(one, next(rendered)) for one in marked]
@@ -179,7 +180,7 @@ class ChatTemplate:
         return Tokens(ids, trained)
 
     def _render(self, conversation: Conversation, cuts: Sequence[Cut]) -> list[Rendered]:
-        """The conversation up to each of some cuts. Raises `UnusableRow` where the template refuses the first."""
+        """The conversation up to each of several cuts. Raises `UnusableRow` if the template refuses the first."""
         messages, tools = conversation.messages, conversation.tools
         first, *others = self._template.render(cuts, messages=messages, tools=tools, documents=None, **self._names)
         if first.error is not None:
@@ -191,29 +192,29 @@ class ChatTemplate:
             if self._markers and (found := self._any_marker.search(string)):
                 raise UnusableRow(
                     "special token in the text",
-                    f"a message holds the special token {found[0]}, with which it could end its turn",
+                    f"a message holds the special token {found[0]}, which could end its turn",
                     "take it out of the text",
                 )
 
 
 class _Turns:
-    """Where in a rendered conversation its turns are."""
+    """Locates the turns in a rendered conversation."""
 
     def __init__(self, template: ChatTemplate, conversation: Conversation, text: str, prefixes: dict[Cut, Rendered]):
         self._template, self._conversation, self._text, self._prefixes = template, conversation, text, prefixes
 
     def whole(self, turn: int) -> Span:
-        """A turn with its header."""
+        """The span of a turn with its header."""
         return self._length(turn), self._length(turn + 1)
 
-    def said(self, turn: int) -> Span:
-        """What a turn says, and its end-of-turn token; not its header, nor whitespace after it."""
+    def content(self, turn: int) -> Span:
+        """The span of a turn's content and end-of-turn token, without its header and trailing whitespace."""
         message = self._conversation.messages[turn]
         end = self._length(turn + 1)
         if message["role"] == "assistant":
             begin = self._length(turn, header=True)
         else:
-            # At the end of the turn: a short text may stand in the header too.
+            # Searched from the end of the turn: a short text may also occur in the header.
             content, said = message.get("content", "").strip(), self._text[self._length(turn) : end].rstrip()
             marker = next((m for m in self._template._markers if said.endswith(m)), "")
             said = said.removesuffix(marker).rstrip()
@@ -228,7 +229,7 @@ class _Turns:
         return begin, begin + len(said) if said.endswith(self._template._markers) else end
 
     def _length(self, upto: int, header: bool = False) -> int:
-        """Characters that the first `upto` messages take, `header`: and the header of an answer after them."""
+        """Characters of the first `upto` messages; with `header`, also of the answer header after them."""
         if not header and upto in (0, len(self._conversation.messages)):
             return len(self._text) if upto else 0
         prefix = self._prefixes[upto, header]
@@ -248,9 +249,9 @@ class _Turns:
 
 
 def chat_template(config: InstructionData, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of a run: `data.chat_template`, else the tokenizer's own, else Llama 3's.
+    """The chat template of a config: `data.chat_template`, else the tokenizer's own, else Llama 3's.
 
-    Raises `DataError` for a file that can't be read or is no template.
+    Raises `DataError` for a file that can't be read or is not a template.
     """
     if config.chat_template:
         path = Path(config.chat_template).expanduser()
@@ -264,7 +265,7 @@ def chat_template(config: InstructionData, tokenizer: Tokenizer) -> ChatTemplate
 
 
 def _wanted(conversation: Conversation) -> list[int]:
-    """The turns whose text is trained: the assistant's, unless their own mark says otherwise."""
+    """The turns to train on: the assistant's, unless their own mark says otherwise."""
     return [
         i
         for i, (message, train) in enumerate(zip(conversation.messages, conversation.train, strict=True))
@@ -273,7 +274,7 @@ def _wanted(conversation: Conversation) -> list[int]:
 
 
 def _without(length: int, spans: Sequence[Span]) -> tuple[Span, ...]:
-    """What is left of 0 … length-1 without the given spans, which are in order."""
+    """The spans of 0 … length-1 that remain without the given ones, which are in order."""
     begins = [0, *(end for _, end in spans)]
     ends = [*(begin for begin, _ in spans), length]
     return tuple((begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end)

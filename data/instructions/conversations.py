@@ -1,7 +1,7 @@
-"""Rows of instruction data → conversations: Alpaca, ShareGPT, OpenAI messages, and plain text.
+"""Converts rows of instruction data to conversations: Alpaca, ShareGPT, OpenAI messages, and plain text.
 
-All become messages as chat templates know them, {"role", "content", …}, and for each whether it is trained. What a row
-has beyond that (names, tool calls, reasoning) is handed to the template as it stands.
+All become messages in the form of chat templates, {"role", "content", …}, each with a mark whether to train on it. Further
+fields of a message (names, tool calls, reasoning) are passed on to the template unchanged.
 """
 
 import json
@@ -20,13 +20,13 @@ _ROLES = {
     "system": "system",
     "tool": "tool",
 }
-"""ShareGPT's names, and those that others write in their place."""
+"""ShareGPT's names of roles, and common variants."""
 _MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _NOT_OF_THE_MESSAGE = ("train", "weight")
 
 
-class UnusableRow(Exception):  # noqa: N818  it is no error where such rows are skipped
-    """A row that is no conversation; `BadRows.bad_row` is told the reason, the detail and the remedy."""
+class UnusableRow(Exception):  # noqa: N818  not an error if such rows are skipped
+    """A row that is not a usable conversation, with the arguments of `BadRows.bad_row`: reason, detail and remedy."""
 
     def __init__(self, reason: str, detail: str, remedy: str):
         super().__init__(f"{reason}: {detail}")
@@ -35,19 +35,21 @@ class UnusableRow(Exception):  # noqa: N818  it is no error where such rows are 
 
 @dataclass(frozen=True)
 class Conversation:
+    """A conversation, or plain text to train on, before a chat template renders it."""
+
     messages: tuple[dict[str, Any], ...] = ()
-    """{"role", "content", …}, as a chat template is given them."""
+    """{"role", "content", …}, as chat templates take them."""
     train: tuple[bool | None, ...] = ()
-    """Whether each message is trained; None leaves it to `data.train_on`."""
+    """Whether to train on each message; None leaves it to `data.train_on`."""
     tools: list[Any] | None = None
-    """Functions that the model may call, as JSON schemas."""
+    """JSON schemas of functions that the model may call."""
     text: str | None = None
-    """In place of messages: plain text, all of which is trained."""
+    """Plain text instead of messages; all of it is trained."""
 
     def identity(self) -> bytes:
-        """What is the same for copies, whatever their format: decides on the held-out split.
+        """Bytes that are equal for copies in any format; their hash decides on the held-out split.
 
-        Raises `UnusableRow` for text that is no valid Unicode.
+        Raises `UnusableRow` for invalid Unicode.
         """
         said = [[message["role"], message.get("content", "")] for message in self.messages]
         text = self.text if self.text is not None else json.dumps(said, ensure_ascii=False)
@@ -60,9 +62,9 @@ class Conversation:
 def to_conversation(
     row: dict[str, Any], form: Format, question: str = "instruction", answer: str = "output"
 ) -> Conversation:
-    """The conversation of a row. Raises `UnusableRow` for one that does not have the format.
+    """Converts a row. Raises `UnusableRow` for one that does not have the format.
 
-    `question` and `answer` are the columns of Alpaca's instruction and output.
+    `question` and `answer` name the columns of Alpaca's instruction and output.
     """
     row = {name: value for name, value in row.items() if value is not None}  # a table's empty cells
     form = _form_of(row, question, answer) if form == "auto" else form

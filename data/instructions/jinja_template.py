@@ -1,6 +1,6 @@
-"""Jinja templates from outside: rendered as `transformers` renders chat templates, with limits on memory and time that hold.
+"""Renders untrusted Jinja chat templates as `transformers` does, with hard limits on memory and time.
 
-The work is done by `data/instructions/template_process.py`, in a process of its own that is started at the first use.
+`template_process.py` does the work in a process of its own, started on first use.
 """
 
 import json
@@ -24,37 +24,37 @@ _SCRIPT = Path(__file__).with_name("template_process.py")
 
 
 Cut = tuple[int, bool]
-"""Where a text ends: the number of messages, and whether the header of an answer follows them."""
+"""The number of messages to render, and whether the header of an answer follows them."""
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a template made of some messages."""
+    """A template's output for some messages."""
 
     text: str = ""
     blocks: tuple[Span, ...] = ()
-    """What is in `{% generation %}` blocks."""
+    """The spans of `{% generation %}` blocks."""
     error: str | None = None
-    """Why there is no text: the template says so, or an expression in it fails."""
+    """Why there is no text: the template raised an error, or an expression in it failed."""
 
 
 class JinjaTemplate:
-    """A template. It reaches nothing of Python's, and can neither run for long nor take much memory."""
+    """A template. It can't reach Python objects, run for long, or take much memory."""
 
     def __init__(self, source: str, name: str):
-        """`name`: where it is from, for errors. Raises `DataError` where it is no Jinja template."""
+        """`name`: its origin, for errors. Raises `DataError` if `source` is not a Jinja template."""
         self._source, self._name = source, name
         self._process: subprocess.Popen[str] | None = None
         self._start()
 
     def render(self, cuts: Sequence[Cut], **variables: Any) -> list[Rendered]:
-        """The text of `messages`, up to each of some cuts.
+        """Renders `variables["messages"]` up to each of several cuts.
 
         Args:
-            variables: JSON values; of others the template is given their text.
+            variables: JSON values; others are converted to strings.
 
         Raises:
-            DataError: it takes more time or memory than any chat template needs.
+            DataError: the template takes more time or memory than any chat template needs.
         """
         if self._process is None:
             self._start()
@@ -62,7 +62,7 @@ class JinjaTemplate:
         return [Rendered(one["text"], tuple(map(tuple, one["blocks"])), one["error"]) for one in found]
 
     def _start(self) -> None:
-        command = [sys.executable, "-P", str(_SCRIPT)]  # -P: the files beside the script are not modules for it
+        command = [sys.executable, "-P", str(_SCRIPT)]  # -P: the script must not import the files beside it
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._end = weakref.finalize(self, _end, self._process)
         if error := self._ask({"source": self._source}).get("error"):
@@ -91,7 +91,7 @@ class JinjaTemplate:
 
 
 def _why(limit: str | None, status: int) -> str:
-    """What became of a template that took too much."""
+    """The reason why the process gave no answer."""
     if limit == "RecursionError":
         return "the chat template calls itself without end, or is nested too deeply."
     if limit == "MemoryError":
@@ -105,6 +105,6 @@ def _end(process: "subprocess.Popen[str]") -> None:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdout.close()
-    with suppress(BrokenPipeError):  # it was ended in the midst of its work
+    with suppress(BrokenPipeError):  # it was killed while working
         process.stdin.close()
     process.wait()

@@ -1,9 +1,8 @@
-"""Global batches of instruction data, whose order depends on the data, the seed and the global batch size alone.
+"""Global batches of instruction data; their order depends only on the data, the seed and the global batch size.
 
-All conversations are read and tokenised at the start. Epochs follow one another without a break: their rows, as
-`data.instruction_plan` lays them out, are one endless sequence, and step n takes rows n·G … (n+1)·G - 1 of it, of which
-data-parallel rank r of W has r·G/W … (r+1)·G/W - 1. So the state is the number of steps, and a run can be resumed on
-another number of ranks.
+All conversations are read and tokenised at the start. The rows of all epochs, as `plan.py` lays them out, are one endless
+sequence: step n takes rows n·G … (n+1)·G - 1 of it, and data-parallel rank r of W rows r·G/W … (r+1)·G/W - 1 of these. So the
+state is the number of steps, and a run can resume on another number of ranks.
 
     conversations    a b c d | e f g | h i          L = 8, packed
     trained          · · T T | · T T | · T
@@ -17,7 +16,6 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +32,6 @@ from farsight.data.loader import (
     global_batch_size,
     refuse_other_order,
     rows_of_rank,
-    saved_order,
     source_settings,
     to_batch,
 )
@@ -48,13 +45,13 @@ _STEPS_KEY = "steps"
 
 
 class RowFiller:
-    """Lays conversations out in rows, as the model takes them."""
+    """Writes conversations into rows, in the model's format."""
 
     def __init__(self, conversations: Conversations, padding_id: int, mask_documents: bool):
         self._conversations, self._padding_id, self._mask_documents = conversations, padding_id, mask_documents
 
     def fill(self, rows: Rows, row: int, items: Sequence[int] | np.ndarray) -> None:
-        """Writes conversations one after the other into row `row` of `rows`, and padding after them."""
+        """Writes conversations, then padding, into row `row` of `rows`; `items` are their numbers."""
         inputs, labels = rows.inputs[row], rows.labels[row]
         positions, starts = rows.positions[row], rows.document_starts[row]
         inputs[:], labels[:] = self._padding_id, IGNORE
@@ -77,9 +74,9 @@ class InstructionLoader(ReadAheadLoader):
     """The endless micro-batches of one data-parallel rank.
 
     Yields ({"input": int64 [b, L], "positions": int64 [b, L], "document_starts": int32 [b, L]}, labels: int64 [b, L]),
-    G/(W·b) of them a step; labels are IGNORE (-100) for tokens that are not trained. L is `seq_len` where conversations
-    are packed; otherwise it is the longest conversation of the global batch, rounded up to `multiple`. Iterating again
-    goes on after the last whole step that was delivered, and ends the older iteration.
+    G/(W·b) of them per step; labels are IGNORE (-100) for tokens that are not trained. L is `seq_len` if conversations are
+    packed, otherwise the length of the global batch's longest conversation, rounded up to `multiple`. Iterating again
+    continues after the last complete step that was delivered, and ends the older iteration.
     """
 
     def __init__(
@@ -96,10 +93,10 @@ class InstructionLoader(ReadAheadLoader):
         dp_world_size: int,
         multiple: int = 8,
     ):
-        """`vocab_size`: of the model; ids beyond it are refused. `global_batch_size` G and `micro_batch_size` b: rows.
-        `multiple`: of the lengths of rows that are not packed, as context parallelism may ask for one.
+        """`vocab_size`: the model's; larger ids are refused. `global_batch_size` G and `micro_batch_size` b: in rows.
+        `multiple`: unpacked rows have a multiple of this length, as context parallelism may need.
 
-        Raises `DataError` (a ValueError) for sizes that don't divide, and for data that can't be read.
+        Raises `DataError` for sizes that don't divide, and for data that can't be read.
         """
         _check_length(seq_len, "training.seq_len")
         self._rows_of_rank = rows_of_rank(global_batch_size, micro_batch_size, dp_rank, dp_world_size)
@@ -137,12 +134,12 @@ class InstructionLoader(ReadAheadLoader):
 
     @property
     def epochs(self) -> float:
-        """Passes over the data that the steps delivered so far make up."""
+        """Passes over the data so far, as a fraction."""
         return self.sequence.epochs(self._steps * self.global_batch_size)
 
     @property
     def reports(self) -> list[SourceReport]:
-        """What was read of each source."""
+        """What was read from each source."""
         return self.conversations.reports
 
     @property
@@ -156,7 +153,7 @@ class InstructionLoader(ReadAheadLoader):
         return len(self._rows_of_rank) // self._micro_batch_size
 
     def steps_for(self, epochs: float) -> int:
-        """Optimizer steps that take in all rows of the first `epochs` epochs; the last is filled up from the next."""
+        """Optimizer steps that cover all rows of the first `epochs` epochs; the last one is filled from the next epoch."""
         return max(1, math.ceil(self.sequence.rows_in(epochs) / self.global_batch_size))
 
     def padding(self) -> float:
@@ -175,39 +172,39 @@ class InstructionLoader(ReadAheadLoader):
         self._steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The number of whole steps that were delivered; a step that is under way counts as not begun."""
+        """The number of complete steps that were delivered; a step in progress counts as not begun."""
         return {ORDER_KEY: json.dumps(self._order), _STEPS_KEY: self._steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on after the step of the state; an empty one starts from the first batch.
+        """Continues after the state's step; an empty state starts from the first batch.
 
-        Raises `DataError`, naming both values, if the state is of another order of data.
+        Raises `DataError`, naming both values, if the state has another order of data.
         """
         self.rewind()
         if state_dict:
             refuse_other_order(json.loads(state_dict[ORDER_KEY]), self._order)
             self._steps = state_dict[_STEPS_KEY]
 
-    def check_checkpoint(self, directory: str | Path) -> None:
-        """Raises `DataError` if the checkpoint (a DCP directory) was written under another order of data."""
-        refuse_other_order(saved_order(directory), self._order)
+    def check_order(self, saved: dict[str, Any]) -> None:
+        """Raises `DataError` unless the order of data that a checkpoint was saved under is this loader's."""
+        refuse_other_order(saved, self._order)
 
     def layout(self, items: Sequence[np.ndarray], length: int) -> Rows:
-        """Rows of `length` tokens that hold the given conversations."""
+        """Rows [len(items), length] with the given conversations; `items` has those of each row."""
         rows = Rows.empty(len(items), length)
         for number, of_row in enumerate(items):
             self._filler.fill(rows, number, of_row)
         return rows
 
     def row_length(self, items: Sequence[np.ndarray]) -> int:
-        """L of the rows of one global batch."""
+        """L of a global batch with the given conversations in each row."""
         return self._row_length(np.array([self.conversations.lengths[of_row].sum() for of_row in items]))
 
     def _row_length(self, used: np.ndarray) -> int:
         return self._seq_len if self._config.packing else _round_up(int(used.max()), self._multiple, self._seq_len)
 
     def _produce(self, step: int) -> Iterator[tuple[Batch, int | None]]:
-        """Micro-batches from a step on; with the last of each step, the number of steps after it."""
+        """Micro-batches from a step on; the last one of each step comes with the number of steps after it."""
         size, own = self._micro_batch_size, self._rows_of_rank
         while True:
             items = self.sequence.rows(step * self.global_batch_size, self.global_batch_size)
@@ -218,7 +215,7 @@ class InstructionLoader(ReadAheadLoader):
                 yield to_batch(rows), step if start + size == own.stop else None
 
     def _describe_order(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """All that the order of batches depends on, flat, by the name under which it is set."""
+        """Everything that the order of batches depends on: a flat dict, keyed by the names of the settings."""
         config, conversations = self._config, self.conversations
         order: dict[str, Any] = {
             "training.global_batch_size": self.global_batch_size,
@@ -238,7 +235,10 @@ _ORDER_SETTINGS = ("seed", "held_out", "packing", "mask_documents", "overlong", 
 
 
 class InstructionValidationLoader(BaseDataLoader):
-    """The same rows of held-out conversations at every iteration, each once, whatever the number of ranks."""
+    """The rows of held-out conversations, each once per iteration, the same on any number of ranks.
+
+    Yields as `InstructionLoader` does.
+    """
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class InstructionValidationLoader(BaseDataLoader):
         dp_world_size: int,
         multiple: int = 8,
     ):
-        """`rows`: the most that an iteration goes over; None takes all. Rows of padding make all ranks' shares equal."""
+        """`rows`: limit on the rows of an iteration; None takes all. Rows of padding make all ranks' shares equal."""
         _check_length(seq_len, "validation.seq_len")
         self.conversations = read_conversations(
             config, template, tokenizer, split="validation", seq_len=seq_len, vocab_size=vocab_size
@@ -283,7 +283,7 @@ class InstructionValidationLoader(BaseDataLoader):
             self._batches.append(to_batch(batch))
 
     def __len__(self) -> int:
-        """Micro-batches that an iteration yields on this rank."""
+        """Micro-batches per iteration on this rank."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -300,7 +300,7 @@ class InstructionValidationLoader(BaseDataLoader):
 def build_instruction_loader(
     config: FinetuneConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int, multiple: int = 8
 ) -> InstructionLoader:
-    """The training loader of a config, for one data-parallel rank."""
+    """The training loader of a fine-tuning config for one data-parallel rank."""
     return InstructionLoader(
         config.data,
         chat_template(config.data, tokenizer),
@@ -318,10 +318,10 @@ def build_instruction_loader(
 def build_instruction_validation_loader(
     config: FinetuneConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int, multiple: int = 8
 ) -> InstructionValidationLoader:
-    """The validation loader of a config, for one data-parallel rank.
+    """The validation loader of a fine-tuning config for one data-parallel rank.
 
-    `validation.steps` batches have as many rows each as a training batch, so that the rows don't depend on the number of
-    ranks; -1 takes all rows. Micro-batches are `validation.local_batch_size` rows, or fewer where there are fewer.
+    It has `validation.steps` batches of a training batch's size, so the rows don't depend on the number of ranks; -1 takes
+    all rows. Micro-batches have `validation.local_batch_size` rows, or fewer if there are not enough.
     """
     steps = config.validation.steps
     if steps < 1 and steps != -1:

@@ -1,8 +1,8 @@
-"""What each epoch holds, in which order, and which conversations share a row: pure functions of lengths, seed and epoch.
+"""Plans each epoch: its conversations, their order, and which share a row, as pure functions of lengths, seed and epoch.
 
-Every rank computes the same plan, so that nothing has to be exchanged. A source's conversations are an endless sequence
-of passes, each of them in an order of its own; with weight w an epoch takes the next w passes of it: with 2 each
-conversation twice, with 0.25 a quarter of them, and in four epochs all.
+Every rank computes the same plan, so nothing has to be exchanged. A source's conversations form an endless sequence of
+passes, each in an order of its own. With weight w an epoch takes the next w passes: with 2 every conversation twice, with 0.25
+a quarter of them, so that four epochs cover all.
 """
 
 import threading
@@ -18,15 +18,15 @@ from farsight.data.order import hash64, permutation
 
 _PLANS_KEPT = 3
 _ITEMS, _ROWS = 0x6974656D, 0x726F7773
-"""Set the orders of conversations and of rows apart from the other random numbers of the same seed."""
+"""Separate the random draws for the orders of conversations and of rows from others of the same seed."""
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The rows of an epoch."""
+    """The rows of an epoch, as lists of conversation numbers."""
 
     items: np.ndarray
-    """int64: the conversations of all rows, one row after the other."""
+    """int64 [conversations]: the conversations of all rows, concatenated."""
     offsets: np.ndarray
     """int64 [rows + 1], where in `items` each row starts."""
 
@@ -34,7 +34,7 @@ class EpochPlan:
         return len(self.offsets) - 1
 
     def row(self, number: int) -> np.ndarray:
-        """The conversations of a row."""
+        """The conversations of a row, int64."""
         return self.items[self.offsets[number] : self.offsets[number + 1]]
 
 
@@ -50,10 +50,10 @@ def plan_epoch(
     """The plan of epoch `epoch`, counted from 0.
 
     Args:
-        lengths: tokens of each conversation, at most `packed_length`.
-        sizes: conversations of each source, which follow one another in `lengths`.
-        weights: times that an epoch goes over each source.
-        packed_length: tokens of a row that conversations are packed into; None gives each a row.
+        lengths: number of tokens of each conversation, int64 [N], at most `packed_length`.
+        sizes: number of conversations of each source, in the order of `lengths`.
+        weights: passes over each source per epoch.
+        packed_length: tokens of a row to pack conversations into; None gives each conversation its own row.
     """
     items = _items(sizes, weights, seed, epoch)
     if packed_length is None:
@@ -66,7 +66,7 @@ def plan_epoch(
 
 
 class RowSequence:
-    """The rows of all epochs, one after the other, without end. May be read by several threads."""
+    """The endless sequence of the rows of all epochs, from which the loader takes its batches. Thread-safe."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class RowSequence:
         self._lock = threading.RLock()
         self._plans: OrderedDict[int, EpochPlan] = OrderedDict()
         self._starts = [0]
-        """The first row of each epoch, as far as is known."""
+        """The first row of each epoch, as far as computed."""
 
     def plan(self, epoch: int) -> EpochPlan:
         """The rows of an epoch, counted from 0."""
@@ -94,23 +94,23 @@ class RowSequence:
             return self._plans[epoch]
 
     def rows(self, first: int, count: int) -> list[np.ndarray]:
-        """The conversations of rows first … first+count-1."""
+        """The conversations of rows first … first+count-1, int64 each."""
         places = [self._place(first + i) for i in range(count)]
         return [self.plan(epoch).row(row) for epoch, row in places]
 
     def rows_in(self, epochs: float) -> float:
-        """Rows of the first `epochs` epochs; of one that is not whole, its share."""
+        """Number of rows in the first `epochs` epochs; a partial epoch counts proportionally."""
         whole = int(epochs)
         part = epochs - whole
         return self._start(whole) + (part * len(self.plan(whole)) if part else 0)
 
     def epochs(self, rows: int) -> float:
-        """Epochs that the first `rows` rows make up."""
+        """Number of epochs, as a fraction, in the first `rows` rows."""
         epoch, row = self._place(rows)
         return epoch + row / len(self.plan(epoch))
 
     def _place(self, row: int) -> tuple[int, int]:
-        """The epoch of a row of the sequence, and its number in it."""
+        """The epoch of a row of the sequence, and its number within the epoch."""
         with self._lock:
             while self._starts[-1] <= row:
                 self._start(len(self._starts))
@@ -125,10 +125,10 @@ class RowSequence:
 
 
 def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:
-    """Packs items into rows of `space`: longest first, each into the row that it fills best.
+    """Packs items of the given lengths, int64 [N], into rows of `space`: longest first, each into the row it fills best.
 
-    Best-fit decreasing needs at most 11/9 of the fewest possible rows, and one more (Johnson, 1974). Items of equal
-    length keep their order.
+    Best-fit decreasing needs at most 11/9 of the minimum number of rows, plus one (Johnson, 1974). Items of equal length
+    keep their order.
     """
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []

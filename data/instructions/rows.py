@@ -1,4 +1,4 @@
-"""Instruction data, read and tokenised once: every conversation of one split, as flat arrays."""
+"""Reads and tokenises instruction data: every conversation of one split, as flat arrays."""
 
 import logging
 import math
@@ -30,19 +30,19 @@ from farsight.progress import progress
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 512
-"""Conversations that are tokenised together: tokenizers work on them in parallel."""
+"""Conversations per tokenizer call: tokenizers work on them in parallel."""
 _ROWS = 0x726F7773
-"""Sets the draw of `rows` apart from the other random numbers of the same seed."""
+"""Separates the random draw for `rows` from others of the same seed."""
 
 
 @dataclass
 class SourceReport(BadRows):
-    """What was read of a source, in one split; lengths are tokens."""
+    """What was read from a source in one split; lengths are in tokens."""
 
     name: str
     on_bad_row: Any
     rows: int = 0
-    """Rows looked at, of both splits."""
+    """Rows read, of both splits."""
     conversations: int = 0
     tokens: int = 0
     trained: int = 0
@@ -61,7 +61,7 @@ class SourceReport(BadRows):
 
 @dataclass
 class Conversations:
-    """N tokenised conversations of S sources, in the sources' order. Tokens of all are one after the other."""
+    """N tokenised conversations of S sources, concatenated in the order of the sources; loaders fill rows from them."""
 
     ids: np.ndarray
     """int32 [tokens]."""
@@ -70,23 +70,24 @@ class Conversations:
     offsets: np.ndarray
     """int64 [N + 1], where each conversation starts."""
     sizes: tuple[int, ...]
-    """Conversations of each source."""
+    """Number of conversations of each source [S]."""
     keys: list[str]
-    """Names each in errors: "file:line"."""
+    """Name of each in errors: "file:line"."""
     reports: list[SourceReport] = field(default_factory=list)
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [N]: tokens of each conversation."""
+        """int64 [N]: number of tokens of each conversation."""
         return np.diff(self.offsets)
 
     def tokens(self, conversation: int) -> Tokens:
+        """The tokens of conversation `conversation`; views into the arrays."""
         begin, end = self.offsets[conversation], self.offsets[conversation + 1]
         return Tokens(self.ids[begin:end], self.trained[begin:end])
 
     @property
     def fingerprint(self) -> str:
-        """A hash of all tokens, which of them are trained, and how they are cut into conversations."""
+        """A hash of all tokens, their training marks, and their division into conversations."""
         hashed = blake2b(digest_size=16)
         for array in (self.ids, self.trained, self.offsets):
             hashed.update(np.ascontiguousarray(array).data)
@@ -102,10 +103,10 @@ def read_conversations(
     seq_len: int,
     vocab_size: int,
 ) -> Conversations:
-    """Every conversation of a split.
+    """Reads every conversation of a split.
 
-    Raises `DataError` for sources that can't be read, a row that can't be used (with `on_bad_row = "error"`), a
-    conversation that is too long (with `overlong = "error"`), and a split without conversations.
+    Raises `DataError` for sources that can't be read, an unusable row (with `on_bad_row = "error"`), an overlong
+    conversation (with `overlong = "error"`), and a split without conversations.
     """
     _check(config, split)
     ids, trained, lengths, sizes, keys, reports = [], [], [0], [], [], []
@@ -156,7 +157,7 @@ class _Reader:
             yield from self._tokenise(batch)
 
     def _marked(self, rows: "_Rows", number: int, share: InstructionSource) -> list[tuple[Row, Marked]]:
-        """A row with its conversation; nothing, where it is of the other split or is passed over."""
+        """A row with its conversation; empty if it belongs to the other split or is skipped."""
         self.report.rows += 1
         try:
             row = rows.read(number)
@@ -197,7 +198,7 @@ class _Reader:
             yield row.key, fitted
 
     def _fit(self, key: str, tokens: Tokens) -> Tokens | None:
-        """The conversation within `seq_len` tokens; None if it is dropped."""
+        """The conversation, truncated to `seq_len` tokens if need be; None if it is dropped."""
         if len(tokens.ids) <= self.seq_len or self.config.overlong == "truncate":
             return Tokens(tokens.ids[: self.seq_len], tokens.trained[: self.seq_len])
         if self.config.overlong == "drop":
@@ -216,7 +217,7 @@ class _Rows(Protocol):
 
 
 class _DatasetRows:
-    """Rows of a dataset that the `datasets` library holds."""
+    """Rows of a dataset of the `datasets` library."""
 
     def __init__(self, config: InstructionHub, name: str):
         self._dataset = open_dataset(config, name)
@@ -242,7 +243,7 @@ def _open(share: InstructionSource, report: SourceReport) -> _Rows:
 
 
 def _chosen(share: InstructionSource, count: int, seed: int, name: str) -> np.ndarray:
-    """The rows that are read, in file order: all, or as many as `rows` says, drawn by the seed."""
+    """Numbers of the rows to read, in file order, int64: all, or `rows` of them drawn by the seed."""
     if not share.rows:
         return np.arange(count)
     if share.rows > count:

@@ -1,11 +1,11 @@
-"""Renders a chat template in a process of its own, whose memory and time the system limits.
+"""Renders a chat template in a process of its own, with memory and time limited by the operating system.
 
-A template comes with a model from somewhere else, and is a program. Jinja's sandbox keeps Python out of its reach, but
-not loops over loops, or a text that doubles in each of them; and no check of ours could list all such ways. So the process is
-given a gigabyte, and some seconds of the CPU for each conversation, and is ended by the system when it takes more.
+A chat template comes with somebody's model, and is a program. Jinja's sandbox keeps it from reaching Python, but not from
+running nested loops or doubling a text over and over, and no static check could find all such cases. So the process may use one
+gigabyte, and a few CPU seconds per conversation, and the system kills it when it exceeds them.
 
-This file imports nothing of ours, and is run as a script. It reads a line of JSON, {"source"}, and then one for each
-conversation, {"cuts", "variables"}; each is answered by a line: {"texts"}, {"error"}, or {"limit"}.
+This file imports nothing of Farsight and runs as a script. It reads one line of JSON, {"source"}, then one for each
+conversation, {"cuts", "variables"}; it answers each with a line: {"texts"}, {"error"}, or {"limit"}.
 """
 
 import json
@@ -22,18 +22,18 @@ import jinja2.ext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY = 1 << 30
-"""Bytes of address space; Python and Jinja take some 30 MB of it."""
+"""Bytes of address space; Python and Jinja take about 30 MB of it."""
 SECONDS = 3.0
-"""CPU seconds allowed for one conversation. Common templates take some 50 µs for a message."""
+"""CPU seconds per conversation. Common templates take about 50 µs per message."""
 LONGEST = 1 << 26
-"""Characters of a text."""
+"""Most characters in a rendered text."""
 
 _TODAY = datetime(2024, 7, 26)
-"""What templates are told of the date (Llama 3.1's own where none is known): rows must not change from day to day."""
+"""The date that templates see (Llama 3.1's own default): rows must not change from day to day."""
 
 
 class _GenerationBlocks(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}`: notes where in the output the block is, and is nothing otherwise."""
+    """`{% generation %} … {% endgeneration %}`: records the block's span in the output, and has no other effect."""
 
     tags = {"generation"}  # noqa: RUF012  jinja's own annotation
 
@@ -43,7 +43,7 @@ class _GenerationBlocks(jinja2.ext.Extension):
         self.start()
 
     def start(self) -> None:
-        """At the beginning of a text."""
+        """Resets the state before a text."""
         self.written = 0
         self.spans: list[tuple[int, int]] = []
 
@@ -72,7 +72,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """JSON as it is: Jinja's own filter escapes what HTML would misread."""
+    """Plain JSON: Jinja's own filter escapes characters for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -81,7 +81,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> dict[str, Any]:
-    """A text and the spans of it that are in generation blocks, or an error."""
+    """The rendered text and the spans of its generation blocks, or an error."""
     blocks: _GenerationBlocks = template.environment.generation_blocks  # type: ignore[attr-defined]  # set by the extension
     parts: list[str] = []
     blocks.start()
@@ -93,7 +93,7 @@ def _render(template: jinja2.Template, variables: dict[str, Any]) -> dict[str, A
                 raise MemoryError
     except (MemoryError, RecursionError):
         raise
-    except Exception as error:  # a template can raise anything; what it is, is for the user to read
+    except Exception as error:  # a template can raise anything; the user gets to read it
         return {"text": "", "blocks": [], "error": _said(error)}
     return {"text": "".join(parts), "blocks": blocks.spans, "error": None}
 
@@ -112,13 +112,13 @@ def _said(error: Exception) -> str:
 
 
 def _serve(lines: Iterator[str]) -> None:
-    with suppress(ValueError):  # macOS knows no such limit
+    with suppress(ValueError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, and ends this one's input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent, which closes this process's input
     template = None
     for line in lines:
         asked = json.loads(line)
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends a process, in the midst of C code too
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal kills the process even inside C code
         try:
             if template is None:
                 template = _environment().from_string(asked["source"])
@@ -127,7 +127,7 @@ def _serve(lines: Iterator[str]) -> None:
                 answer = json.dumps(_render_all(template, asked))
         except (MemoryError, RecursionError) as error:
             answer = json.dumps({"limit": type(error).__name__})
-        except Exception as error:  # of the source: no template, or one whose constants can't be computed
+        except Exception as error:  # the source is no template, or one whose constants can't be computed
             answer = json.dumps({"error": _said(error)})
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)

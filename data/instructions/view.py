@@ -1,4 +1,4 @@
-"""Rows of instruction data as the model sees them, for people: what is trained, what is not, and what is padding."""
+"""Shows rows of instruction data: which tokens are trained, which are not, and which are padding."""
 
 import sys
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ _OPEN, _CLOSE = "⟦", "⟧"
 
 
 def inspect_rows(loader: InstructionLoader, tokenizer: Tokenizer, count: int, colour: bool | None = None) -> str:
-    """The first `count` rows of training, and what all of the data comes to.
+    """The first `count` rows of training as text, and a summary of all data; `--inspect` of fine-tuning prints it.
 
-    In colour (None: where stdout is a terminal), trained tokens are green and others dim; otherwise trained ones stand
-    between ⟦ and ⟧. A token is trained if the model learns to write it, given those before it.
+    In colour (None: if stdout is a terminal), trained tokens are green and others dim; otherwise trained ones are
+    enclosed in ⟦ and ⟧. A token is trained if the model learns to predict it from those before it.
     """
     colour = sys.stdout.isatty() if colour is None else colour
     per_step = loader.global_batch_size
@@ -40,7 +40,7 @@ def _row(
     for item, tokens in zip(items, of_row, strict=True):
         lines.append(f"── {conversations.keys[int(item)]}, {len(tokens.ids)} tokens")
         mask = tokens.trained.copy()
-        mask[0] = False  # nothing is before it
+        mask[0] = False  # nothing precedes it
         lines.append("".join(_painted(tokenizer, tokens.ids, mask, colour)))
     if length > used:
         padding = f"── {length - used} tokens of padding"
@@ -49,7 +49,7 @@ def _row(
 
 
 def _painted(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray, colour: bool) -> Iterator[str]:
-    """The text of the tokens, special ones by name, one piece for each run of equal treatment."""
+    """The text of the tokens, special ones by name, in one piece for each run of trained or untrained tokens."""
     edges = np.flatnonzero(np.diff(trained)) + 1
     for run in np.split(np.arange(len(ids)), edges):
         text = _text(tokenizer, ids[run].tolist())
@@ -60,7 +60,7 @@ def _painted(tokenizer: Tokenizer, ids: np.ndarray, trained: np.ndarray, colour:
 
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
-    """`decode`, with the special tokens' names."""
+    """`decode`, but with the names of special tokens."""
     names = {token_id: token for token, token_id in tokenizer.special_tokens.items()}
     parts, begin = [], 0
     for at, token_id in enumerate(ids):

@@ -1,15 +1,13 @@
-"""Needles in a haystack: prompts of an exact length that ask for something that stands somewhere in their text.
+"""Needles in a haystack: prompts of an exact length that ask for something hidden in their text.
 
-    farsight needles --out needles.jsonl --documents 1000 --tokens 512 --seed 0
-
-A haystack is endless text, made up here from a seed or read from a user's file. A task says how to make a prompt of a number
-of its sentences (`build`), and `fit` finds how many fill a length in tokens, for any tokenizer:
+A haystack is endless text, generated from a seed or read from a user's file. A task's `build` makes a prompt from a number of
+its sentences, and `fit` finds the number that fills a given length in tokens, for any tokenizer:
 
     haystack = Haystack(seed=7)
     sample = passkey(haystack, tokenizer, tokens=4096, depth=0.3)
 
-What is drawn (numbers, names) follows from the haystack's seed alone, so that a seed gives the same question at every length
-and depth. Depth is a share of the haystack's characters: 0 before its first sentence, 1 after its last.
+All random draws (numbers, names) depend only on the haystack's seed, so a seed gives the same question at every length and
+depth. Depth is a fraction of the haystack's characters: 0 before its first sentence, 1 after its last.
 """
 
 import itertools
@@ -28,7 +26,7 @@ NAMES = (
     "amber", "cobalt", "crimson", "emerald", "indigo", "ivory", "jade", "lilac", "maroon", "ochre", "olive", "pearl",
     "ruby", "saffron", "scarlet", "silver", "teal", "topaz", "umber", "violet",
 )  # fmt: skip
-"""Names of passkeys; no word of a made-up haystack."""
+"""Names of passkeys; none is a word of a generated haystack."""
 
 SEGMENTS = ("part one", "part two", "part three", "part four")
 """Names of the passkeys in the four segments of the multi-passkey task."""
@@ -61,38 +59,38 @@ _PATTERNS = (
     (_TIMES, "the", _ADJECTIVES, _NOUNS, _VERBS, "the", _NOUNS, _PLACES, "the", _NOUNS),
     ("The", _NOUNS, "and", "the", _NOUNS, _VERBS, "a", _ADJECTIVES, _NOUNS, _PLACES, "the", _NOUNS),
 )
-"""A sentence's words: as given, or one of a list."""
+"""A sentence's words: fixed, or drawn from a list."""
 
 _LONGEST_SENTENCE = 400
-"""Characters; what a user's text has between two ends of sentences is cut at this."""
+"""Most characters in a sentence of a user's text; longer ones are cut."""
 
 _TAILS = 64
-"""Sentences that are tried for a haystack's end."""
+"""Number of sentences to try for the end of a haystack."""
 
 _NUMBERS, _WHICH_NAMES, _SENTENCES = 1, 2, 3
-"""Set what is drawn from one seed apart."""
+"""Separate the random draws from one seed."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, and what a right answer to it holds."""
+    """A prompt with its expected answers; evaluations generate from it, and `documents.py` trains on such texts."""
 
     prompt: str
-    """Ends so that the answer follows after a space."""
+    """Ends where the answer follows, after a space."""
     answers: tuple[str, ...]
     evidence: tuple[tuple[int, int], ...]
-    """Where the needles stand in the prompt: first character and the one after the last, in the prompt's order."""
+    """Character span (begin, end) of each needle in the prompt, in order of position."""
 
 
 class Haystack:
     """Endless text, sentence by sentence.
 
     Args:
-        seed: makes up the text; of a text given, the sentence to begin with.
-        text: a user's own, cut into sentences; it begins again after its end.
+        seed: generates the text, or selects the first sentence of a given text.
+        text: the user's text, split into sentences; it repeats after its end.
 
     Raises:
-        DataError: a text without words.
+        DataError: `text` is empty.
     """
 
     def __init__(self, seed: int, text: str | None = None):
@@ -100,10 +98,10 @@ class Haystack:
         self.text = text
         self._own = None if text is None else _split(text)
         if self._own is not None and not self._own:
-            raise DataError("the haystack's text is empty; give a file with text, or none to have it made up.")
+            raise DataError("the haystack's text is empty; give a file with text, or none to generate it.")
 
     def sentence(self, number: int) -> str:
-        """The sentence of a number; they count from 0."""
+        """Sentence `number`, counted from 0."""
         drawn = hash64(self.seed, _SENTENCES, 0 if self._own else number)
         if self._own:
             return self._own[(drawn + number) % len(self._own)]
@@ -123,17 +121,17 @@ class Haystack:
 
 
 Build = Callable[[Sequence[str]], Sample]
-"""Makes a prompt of the sentences of a haystack."""
+"""Makes a prompt from the sentences of a haystack."""
 
 
 def place(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> tuple[str, tuple[tuple[int, int], ...]]:
-    """Puts needles between sentences, each at the boundary nearest to its depth.
+    """Inserts needles between sentences, each at the boundary nearest to its depth.
 
     Args:
-        needles: depth and text of each. Those at one boundary stand in the order of their depths, then of the list.
+        needles: depth and text of each. At the same boundary they are ordered by depth, then as in the list.
 
     Returns:
-        The text, and each needle's span of characters in it, in the order of the list.
+        The text, and each needle's character span (begin, end) in it, in the order of the list.
 
     Raises:
         DataError: a depth outside 0 … 1.
@@ -163,11 +161,11 @@ def place(sentences: Sequence[str], needles: Sequence[tuple[float, str]]) -> tup
 def prompt(
     introduction: str, sentences: Sequence[str], needles: Sequence[tuple[float, str]], question: str, *answers: str
 ) -> Sample:
-    """A prompt of an introduction, a haystack with needles, and a question, a blank line between them.
+    """A prompt made of an introduction, a haystack with needles, and a question, separated by blank lines.
 
     Args:
         needles: depth and text of each.
-        question: ends in the words that the answer follows.
+        question: ends with the words before the answer.
     """
     text, spans = place(sentences, needles)
     start = len(introduction) + 2
@@ -176,17 +174,17 @@ def prompt(
 
 
 def answer_tokens(sample: Sample, tokenizer: Tokenizer) -> int:
-    """Tokens of the answers, written one after the other with commas and a full stop."""
+    """Number of tokens of the answers, written with commas between them and a full stop; bounds what is generated."""
     return len(tokenizer.encode(f" {', '.join(sample.answers)}."))
 
 
 def count_tokens(sample: Sample, tokenizer: Tokenizer) -> int:
-    """Tokens of a sample's prompt, with bos where the tokenizer has it, and of its answer."""
+    """Number of tokens of a sample's prompt, with bos if the tokenizer has one, and of its answers."""
     return (tokenizer.bos_id is not None) + len(tokenizer.encode(sample.prompt)) + answer_tokens(sample, tokenizer)
 
 
 def most(size: Callable[[int], int], limit: int) -> int:
-    """The largest n ≥ 0 with size(n) ≤ limit, for a size that grows about evenly with n; it is called a few times.
+    """The largest n ≥ 0 with size(n) ≤ limit, for a size that grows roughly linearly; few calls are made.
 
     Raises:
         DataError: size(0) is too large.
@@ -196,7 +194,7 @@ def most(size: Callable[[int], int], limit: int) -> int:
         raise DataError(f"{limit:,} tokens are too few: without any haystack the prompt and its answer take {least:,}.")
     at_low, high, rate = least, 0, 0.0
     while not high or high - low > 1:
-        # Where it should be, and one further when the last guess fitted: that closes in from both sides.
+        # The interpolated value, or one more if the last guess fitted: this closes in from both sides.
         guess = low + 1 + int((limit - at_low) / rate) if rate else 1
         guess = max(low + 1, guess if not high else min(guess, high - 1))
         value = size(guess)
@@ -209,13 +207,13 @@ def most(size: Callable[[int], int], limit: int) -> int:
 
 
 def fit(haystack: Haystack, build: Build, tokenizer: Tokenizer, tokens: int) -> Sample:
-    """The sample with the most of a haystack that has, with bos and its answer (`count_tokens`), at most `tokens` tokens.
+    """The sample with as many haystack sentences as fit into `tokens` tokens, bos and answer included (`count_tokens`).
 
-    In place of the haystack's last sentence comes one of those after it, or two, that fill the length, if there are such:
-    then the sample has exactly `tokens` tokens, as is the rule. Else it is as near as whole sentences allow.
+    To fill the length, the last sentence is replaced by one or two of the following ones. This usually gives exactly `tokens`
+    tokens; otherwise the sample is as near as whole sentences allow.
 
     Raises:
-        DataError: fewer tokens than the prompt needs without any haystack.
+        DataError: the prompt needs more tokens even without a haystack.
     """
     count = most(lambda n: count_tokens(build(haystack.sentences(n)), tokenizer), tokens)
     sentences = haystack.sentences(count)
@@ -223,7 +221,7 @@ def fit(haystack: Haystack, build: Build, tokenizer: Tokenizer, tokens: int) -> 
     missing = tokens - count_tokens(sample, tokenizer)
     if not missing or not count:
         return sample
-    # The tail that should take the last sentence's place; what it really takes, the whole prompt says.
+    # Token counts of single sentences only suggest a tail; the whole prompt is counted to confirm it.
     by_size: dict[int, str] = {}
     for number in range(count, count + _TAILS):
         sentence = haystack.sentence(number)
@@ -239,10 +237,10 @@ def fit(haystack: Haystack, build: Build, tokenizer: Tokenizer, tokens: int) -> 
 
 
 def passkey(haystack: Haystack, tokenizer: Tokenizer, tokens: int, depth: float) -> Sample:
-    """One passkey of five digits in a haystack (Mohtashami and Jaggi, 2023).
+    """A prompt with one five-digit passkey in the haystack (Mohtashami and Jaggi, 2023).
 
     Args:
-        tokens: of prompt and answer together.
+        tokens: length of prompt and answer together.
         depth: 0 … 1.
     """
     (number,) = passkeys(haystack, 1)
@@ -256,24 +254,24 @@ def passkey(haystack: Haystack, tokenizer: Tokenizer, tokens: int, depth: float)
 def named_passkeys(
     haystack: Haystack, tokenizer: Tokenizer, tokens: int, depths: Sequence[float], ask: int | None = None
 ) -> Sample:
-    """Several passkeys with names in a haystack, asked for one or for all.
+    """A prompt with several named passkeys in the haystack, which asks for one or all of them.
 
     Args:
-        tokens: of prompt and answer together.
-        depths: of each, 0 … 1.
-        ask: the one asked for, counted from 0; None asks for all of them.
+        tokens: length of prompt and answer together.
+        depths: depth of each passkey, 0 … 1.
+        ask: index of the passkey to ask for; None asks for all.
 
     Raises:
-        DataError: more passkeys than there are names.
+        DataError: more passkeys than names.
     """
     return _named(haystack, tokenizer, tokens, draw_names(haystack, len(depths)), depths, ask)
 
 
 def multi_passkey(haystack: Haystack, tokenizer: Tokenizer, tokens: int) -> Sample:
-    """A passkey anywhere in each of the haystack's four equal segments, and all four asked for (RiPRA, 4.2.3).
+    """A prompt with a passkey at a random place in each quarter of the haystack, which asks for all four (RiPRA, 4.2.3).
 
     Args:
-        tokens: of prompt and answer together.
+        tokens: length of prompt and answer together.
     """
     depths = [(segment + fraction(haystack.seed, segment)) / len(SEGMENTS) for segment in range(len(SEGMENTS))]
     return _named(haystack, tokenizer, tokens, SEGMENTS, depths, None)
@@ -298,25 +296,25 @@ def _named(
 
 
 def needle(number: str, *names: str) -> str:
-    """The sentences that tell a passkey; they say it twice, as Mohtashami and Jaggi's do."""
+    """The sentences that state a passkey; twice, as in Mohtashami and Jaggi."""
     return f"{stated(*names)} {number}. Remember {number}."
 
 
 def stated(*names: str) -> str:
-    """The words before the number of a passkey, or before the numbers of several."""
+    """The words before a passkey's number, or before several numbers."""
     of = f" of {', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else f" of {names[0]}" if names else ""
     return f"The passkeys{of} are" if len(names) > 1 else f"The passkey{of} is"
 
 
 def asked(*names: str) -> str:
-    """A question for passkeys, up to the first word of the answer."""
+    """A question for passkeys, up to the answer's number."""
     statement = stated(*names)
     subject, verb = statement[1:].rsplit(" ", 1)
     return f"Question: What {verb} t{subject}? Answer: {statement}"
 
 
 def passkeys(haystack: Haystack, count: int) -> tuple[str, ...]:
-    """Different numbers of five digits that the haystack does not hold."""
+    """Distinct five-digit numbers that don't occur in the haystack."""
     found: list[str] = []
     for draw in itertools.count():
         if len(found) == count:
@@ -328,10 +326,10 @@ def passkeys(haystack: Haystack, count: int) -> tuple[str, ...]:
 
 
 def draw_names(haystack: Haystack, count: int) -> tuple[str, ...]:
-    """Different names of passkeys.
+    """Distinct names of passkeys.
 
     Raises:
-        DataError: more than there are.
+        DataError: `count` exceeds the number of names.
     """
     if not 1 <= count <= len(NAMES):
         raise DataError(f"{count} named passkeys: there are names for 1 to {len(NAMES)}.")
@@ -340,7 +338,7 @@ def draw_names(haystack: Haystack, count: int) -> tuple[str, ...]:
 
 
 def fraction(*values: int) -> float:
-    """A number in [0, 1) that follows from integers."""
+    """A pseudo-random number in [0, 1), determined by integers."""
     return hash64(*values) / 2**64
 
 
@@ -350,12 +348,6 @@ def _sentence_tokens(sentence: str, tokenizer: Tokenizer) -> int:
 
 @lru_cache(maxsize=1)
 def _split(text: str) -> tuple[str, ...]:
-    """A text's sentences, without the white space between them."""
+    """A text's sentences, without the whitespace between them."""
     parts = re.split(r"(?<=[.!?])\s+|\s*\n\s*|(?<=[。！？])", text)
     return tuple(piece for part in parts for piece in textwrap.wrap(part, _LONGEST_SENTENCE))
-
-
-if __name__ == "__main__":
-    from farsight.data.retrieval import documents as needle_documents
-
-    needle_documents.main()  # type: ignore[has-type]  # the two import each other

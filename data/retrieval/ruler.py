@@ -1,8 +1,8 @@
-"""Tasks in the manner of RULER (Hsieh et al., 2024, arXiv:2404.06654): a prompt of an exact length and what answers it.
+"""Tasks modelled on RULER (Hsieh et al., 2024, arXiv:2404.06654): prompts of an exact length, with their answers.
 
-Beside finding a needle, they ask to follow assignments from variable to variable, and to tell which of thousands of words
-came most often. All text is made up from a seed, with the numbers of RULER's thirteen tasks as defaults; prompts are
-completed, as in `farsight needles`, by answers with commas between them. The same seed gives the same words at every length.
+Besides finding a needle, they ask to follow assignments from variable to variable, and to find the most frequent of thousands
+of words. All text is generated from a seed, with the parameters of RULER's thirteen tasks as defaults; as in `farsight needles`,
+the answers complete the prompt, separated by commas. The same seed gives the same words at every length.
 """
 
 from bisect import insort
@@ -25,37 +25,37 @@ from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import Tokenizer
 
 COMMON, COMMON_TIMES, OTHER_TIMES = 10, 30, 3
-"""Words that are common in a list, how often each of them stands in it, and how often each other word."""
+"""Number of common words in a list, occurrences of each, and occurrences of each other word."""
 SHORT_LIST, SHORT_COMMON_TIMES, SHORT_OTHER_TIMES = 4096, 6, 1
-"""Below so many tokens it is these."""
+"""Below `SHORT_LIST` tokens, the occurrences are these."""
 
 NOISE = "..."
-"""In place of the most frequent word: it is not asked for."""
+"""Stands for the most frequent word, which is not asked for."""
 FREQUENT = 3
-"""Words that are asked for."""
+"""Number of words asked for."""
 LEAST_OCCURRENCES = 300
-"""Of a coded text: the third word asked for then comes four times more often than the word after it."""
+"""Fewest words of a coded text: the least frequent answer then occurs four times more than the next word."""
 
 _VARIABLES, _PLACES, _WORDS, _ORDER = 11, 12, 13, 14
-"""Set what is drawn from one seed apart."""
+"""Separate the random draws from one seed."""
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _VARIABLE_LENGTH = 5
 
-# No word is part of another: a first letter stands nowhere else but in an ending, and no ending begins another one.
+# No word is part of another: first letters occur elsewhere only in endings, and no ending is a prefix of another.
 _FIRST, _VOWELS, _INNER = "bcdfghjkpt", "aeiou", "lmnrvw"
 _ENDINGS = ("k", "p", "t", "x", "sk", "sp", "st", "ft")
 _SYLLABLES = (1, 2, 2, 3, 2, 2, 3, 2)
-"""Inner syllables of the words, by their number: words of many lengths can fill a text exactly."""
+"""Inner syllables of each word, by word number modulo 8: words of many lengths can fill a text exactly."""
 
 
 def variable_tracking(haystack: Haystack, tokenizer: Tokenizer, tokens: int, chains: int = 1, hops: int = 4) -> Sample:
-    """Chains of assignments at any depth, in their order; asked for is every variable of the first chain, by its value.
+    """A prompt with chains of assignments at random depths, in order; asks for all variables with the first chain's value.
 
     Args:
-        tokens: of prompt and answer together.
-        chains: of different values, mixed with one another.
-        hops: assignments in a chain from one variable to the next.
+        tokens: length of prompt and answer together.
+        chains: number of chains, each with its own value, interleaved.
+        hops: assignments from variable to variable in a chain.
     """
     seed = haystack.seed
     values = passkeys(haystack, chains)
@@ -80,10 +80,10 @@ def variable_tracking(haystack: Haystack, tokenizer: Tokenizer, tokens: int, cha
 
 
 def multi_value(haystack: Haystack, tokenizer: Tokenizer, tokens: int, values: int = 4) -> Sample:
-    """Several passkeys of one name at any depth, and all of them asked for.
+    """A prompt with several passkeys of one name at random depths, which asks for all of them.
 
     Args:
-        tokens: of prompt and answer together.
+        tokens: length of prompt and answer together.
     """
     (name,) = draw_names(haystack, 1)
     numbers = passkeys(haystack, values)
@@ -98,17 +98,17 @@ def multi_value(haystack: Haystack, tokenizer: Tokenizer, tokens: int, values: i
 
 
 def any_depths(haystack: Haystack, needles: int) -> list[float]:
-    """A depth for each needle, drawn from the haystack's seed."""
+    """A random depth for each needle, from the haystack's seed."""
     return [fraction(haystack.seed, _PLACES, needle) for needle in range(needles)]
 
 
 def common_words(haystack: Haystack, tokenizer: Tokenizer, tokens: int) -> Sample:
-    """A list in which ten words stand 30 times each and all others three times; asked for are the ten.
+    """A list in which ten words occur 30 times each and all others three times; asks for the ten.
 
-    Below 4,096 tokens it is six times and once. Of the haystack, only the seed counts.
+    Below 4,096 tokens, they occur six times and once. Only the haystack's seed is used.
 
     Args:
-        tokens: of prompt and answer together.
+        tokens: length of prompt and answer together.
     """
     short = tokens < SHORT_LIST
     times, other_times = (SHORT_COMMON_TIMES, SHORT_OTHER_TIMES) if short else (COMMON_TIMES, OTHER_TIMES)
@@ -124,12 +124,12 @@ def common_words(haystack: Haystack, tokenizer: Tokenizer, tokens: int) -> Sampl
 
 
 def frequent_words(haystack: Haystack, tokenizer: Tokenizer, tokens: int) -> Sample:
-    """A text of made-up words whose k-th comes in proportion to 1/k²; asked for are the three most frequent.
+    """A text of invented words, the k-th with frequency proportional to 1/k²; asks for the three most frequent.
 
-    The most frequent of all is noise, three dots. Of the haystack, only the seed counts.
+    The most frequent of all is noise, three dots, and doesn't count. Only the haystack's seed is used.
 
     Args:
-        tokens: of prompt and answer together.
+        tokens: length of prompt and answer together.
     """
     seed = haystack.seed
     least = [_coded(seed, rank) for rank in islice(zeta_ranks(), LEAST_OCCURRENCES)]
@@ -144,12 +144,12 @@ def frequent_words(haystack: Haystack, tokenizer: Tokenizer, tokens: int) -> Sam
 
 
 def zeta_ranks() -> Iterator[int]:
-    """Ranks 1, 2, …, endlessly: among the first n, each rank k comes as often as n words in proportion to 1/k² have it, rounded.
+    """An endless sequence of ranks 1, 2, …: among the first n, rank k occurs n times its share ∝ 1/k², rounded.
 
-    The j-th of rank k has its turn at (2j − 1) · k² (Webster's method), the lower rank first where turns are equal: a
-    higher rank never comes more often than a lower one.
+    The j-th occurrence of rank k has its turn at (2j − 1) · k² (Webster's method), lower ranks first at equal turns: so a
+    higher rank never occurs more often than a lower one.
     """
-    turns = [(1, 1, 1)]  # when, rank, how manieth; in order
+    turns = [(1, 1, 1)]  # (turn, rank, occurrence), sorted
     for _ in count():
         _, rank, time = turns.pop(0)
         yield rank
@@ -159,10 +159,10 @@ def zeta_ranks() -> Iterator[int]:
 
 
 def word(seed: int, number: int) -> str:
-    """A made-up word; each number has its own, and none is part of another.
+    """An invented word for each number; none is part of another.
 
     Raises:
-        DataError: more words than there are.
+        DataError: `number` is too large: there are no more words.
     """
     syllables = _SYLLABLES[number % len(_SYLLABLES)]
     parts = [_FIRST, _VOWELS, *[_INNER, _VOWELS] * syllables, _ENDINGS]
@@ -177,7 +177,7 @@ def word(seed: int, number: int) -> str:
 
 
 class _OtherWords(Haystack):
-    """A list's other words, one after the other, in place of sentences."""
+    """A haystack whose sentences are the other words of a list."""
 
     def __init__(self, seed: int, times: int):
         super().__init__(seed)
@@ -188,7 +188,7 @@ class _OtherWords(Haystack):
 
 
 class _CodedText(Haystack):
-    """The words of a coded text after the least that it has, in place of sentences."""
+    """A haystack whose sentences are the words of a coded text after its first `LEAST_OCCURRENCES`."""
 
     def __init__(self, seed: int):
         super().__init__(seed)

@@ -1,6 +1,6 @@
-"""The tasks of `farsight needle`: what each puts into a prompt, and what its answer is worth.
+"""The tasks of `farsight needle`: their prompts, and how their answers are scored.
 
-A task is named as on the command line, with settings after a colon: `variable_tracking:chains=2,hops=6`.
+Tasks are named as on the command line, with settings after a colon: `variable_tracking:chains=2,hops=6`.
 """
 
 import re
@@ -18,30 +18,30 @@ from farsight.errors import nearest
 
 
 class Task(ABC):
-    """A kind of prompt, and how its answers are scored; settings are its fields."""
+    """A kind of prompt and its score; the fields of a subclass are its settings."""
 
     by_depth: ClassVar[bool] = False
-    """Whether what is asked for stands at a depth that can be chosen."""
+    """Whether the depth of the asked needle can be chosen."""
 
     @abstractmethod
     def sample(self, haystack: Haystack, tokenizer: Tokenizer, tokens: int, depth: float | None) -> Sample:
-        """A prompt that has, with its answer, at most `tokens` tokens; exactly so many where the haystack can fill them.
+        """A prompt that, with its answer, has at most `tokens` tokens, and exactly that many if the haystack can fill them.
 
         Args:
-            depth: 0 … 1, for tasks with one.
+            depth: 0 … 1, for tasks with `by_depth`.
 
         Raises:
-            DataError: fewer tokens than the task needs; names the least.
+            DataError: fewer tokens than the task needs; names the minimum.
         """
 
     def score(self, text: str, answers: Sequence[str]) -> float:
-        """What a model's answer is worth, 0 … 1."""
+        """The score of a model's answer, 0 … 1."""
         return share_found(text, answers)
 
 
 @dataclass(frozen=True)
 class Passkey(Task):
-    """A passkey of five digits (Mohtashami and Jaggi, 2023; RULER's single needle)."""
+    """A five-digit passkey (Mohtashami and Jaggi, 2023; RULER's single needle)."""
 
     by_depth = True
 
@@ -55,7 +55,7 @@ class Passkey(Task):
 
 @dataclass(frozen=True)
 class MultiKey(Passkey):
-    """Passkeys with names, one of them asked for by its name; the others are anywhere."""
+    """Named passkeys, of which one is asked for; the others are at random depths."""
 
     keys: int = 4
 
@@ -69,7 +69,7 @@ class MultiKey(Passkey):
 
 @dataclass(frozen=True)
 class MultiPasskey(Task):
-    """A passkey in each of four segments, right only if all four are (RiPRA, 4.2.3)."""
+    """A passkey in each of four segments; correct only if all four are (RiPRA, 4.2.3)."""
 
     def sample(self, haystack: Haystack, tokenizer: Tokenizer, tokens: int, depth: float | None) -> Sample:
         return multi_passkey(haystack, tokenizer, tokens)
@@ -80,7 +80,7 @@ class MultiPasskey(Task):
 
 @dataclass(frozen=True)
 class MultiQuery(Task):
-    """Passkeys with names, all asked for by their names."""
+    """Named passkeys, all of which are asked for."""
 
     keys: int = 4
 
@@ -106,7 +106,7 @@ class MultiValue(Task):
 
 @dataclass(frozen=True)
 class VariableTracking(Task):
-    """The variables that have a value through a chain of assignments."""
+    """Variables that receive a value through a chain of assignments."""
 
     chains: int = 1
     hops: int = 4
@@ -120,7 +120,7 @@ class VariableTracking(Task):
 
 @dataclass(frozen=True)
 class CommonWords(Task):
-    """The ten words that stand most often in a list."""
+    """The ten most frequent words of a list."""
 
     def sample(self, haystack: Haystack, tokenizer: Tokenizer, tokens: int, depth: float | None) -> Sample:
         return common_words(haystack, tokenizer, tokens)
@@ -147,10 +147,10 @@ TASKS: dict[str, type[Task]] = {
 
 
 def parse_task(text: str) -> Task:
-    """The task that `--task` names, with its settings.
+    """Parses the value of `--task`.
 
     Raises:
-        ConfigError: a task or setting that is not there, or a value that it cannot have.
+        ConfigError: an unknown task or setting, or an invalid value.
     """
     name, _, settings = text.partition(":")
     if name not in TASKS:
@@ -165,12 +165,12 @@ def parse_task(text: str) -> Task:
 
 
 def share_found(text: str, answers: Sequence[str]) -> float:
-    """The share of the answers that stand somewhere in the text, capitals or not (RULER's score)."""
+    """The share of the answers that occur in the text, ignoring case (RULER's score)."""
     return sum(answer.lower() in text.lower() for answer in answers) / len(answers)
 
 
 def first_number(text: str, answers: Sequence[str]) -> float:
-    """1 where the first digits of the text are the one answer, else 0."""
+    """1 if the first number in the text is the answer, else 0."""
     found = re.search("[0-9]+", text)
     return float(found is not None and found[0] == answers[0])
 

@@ -1,4 +1,4 @@
-"""From a source in the config to one that can be read: the files of the data, opened and checked."""
+"""Opens the data sources of a config and checks them."""
 
 import math
 from pathlib import Path
@@ -14,7 +14,7 @@ __all__ = ["DataError", "DocumentSource", "Split", "open_source", "open_sources"
 
 
 def open_sources(config: schema.Data, split: Split) -> list[DocumentSource]:
-    """Opens every source of the mixture. Raises `DataError` for a weight or filter that makes no sense."""
+    """Opens every source of the mixture, for the loaders. Raises `DataError` for an invalid weight or filter."""
     if not config.sources:
         raise DataError("data.sources is empty; add at least one [[data.sources]].")
     for i, source in enumerate(config.sources):
@@ -44,11 +44,10 @@ def open_source(
     seed: int,
     on_bad_row: Literal["error", "skip"] = "error",
 ) -> DocumentSource:
-    """Opens a source of the config.
+    """Opens one source of a config.
 
-    `held_out`: share of documents, chosen by a hash of their text, that make the "validation" split; the rest is
-    "train". `seed` orders the documents. Raises `DataError` when nothing is there to read, and for a share
-    that is none.
+    `held_out`: share of the documents, selected by a hash of their text, that make up the "validation" split; the rest
+    is "train". `seed`: shuffles the documents. Raises `DataError` if there is nothing to read, or for an invalid share.
     """
     if not 0 <= held_out < 1:
         raise DataError(f"data.held_out = {held_out}: it is a share of the documents; set 0 … 0.99, e.g. 0.01.")

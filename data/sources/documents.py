@@ -1,12 +1,12 @@
-"""Documents, and what every source of them shares: the split, the lanes, and what happens to a broken row.
+"""Documents, and what all their sources share: splits, lanes, and the handling of bad rows.
 
-A source hands out *documents* (a name and a text) to *lanes*: each row of a global batch is a lane, and lane j of G
-reads items j, j+G, j+2G, … of the source's endless shuffled sequence. That makes what a lane reads a function of
-the seed, j and G alone, whichever rank owns it. Where a lane stands is a short list of integers. The lanes of a source with
-fewer rows than lanes share its documents (`data.shared`).
+A source supplies *documents* (a name and a text) to *lanes*: each row of a global batch is a lane, and lane j of G reads
+items j, j+G, j+2G, … of the source's endless shuffled sequence. So what a lane reads depends only on the seed, j and G, not on
+the rank that owns it, and its position is a short list of integers. If a source has fewer rows than lanes, the lanes share its
+documents (`shared.py`).
 
-Broken input raises `DataError`, which names the file, the line and the remedy; with `on_bad_row = "skip"` the row is
-passed over, counted in `skipped`, and reported once per file.
+Bad input raises `DataError`, which names the file, the line and the remedy; with `on_bad_row = "skip"` the row is skipped,
+counted in `skipped`, and reported once per file.
 """
 
 import logging
@@ -25,23 +25,26 @@ Split = Literal["train", "validation"]
 
 
 class DataError(UserError):
-    """Data, or settings of it, that can't be used. The message names the place and what to do about it."""
+    """Unusable data or data settings. The message names the place and the remedy."""
 
 
 @dataclass(frozen=True)
 class Document:
+    """A document, or a piece of one, before it is tokenised."""
+
     key: str
-    """Names it in errors: "file", "file:line" or "file row n"."""
+    """Its name in errors: "file", "file:line" or "file row n"."""
     text: str
     size: int
-    """Bytes of the text in UTF-8."""
+    """Length of the text in UTF-8 bytes."""
     begins: bool = True
-    """Whether the text starts where the document does; a piece of a document may not."""
+    """Whether the text starts at the document's start; false for later pieces."""
     ends: bool = True
-    """Whether the text ends where the document does."""
+    """Whether the text ends at the document's end."""
 
     @property
     def whole(self) -> bool:
+        """Whether this is a whole document, not a piece."""
         return self.begins and self.ends
 
 
@@ -49,28 +52,30 @@ class DocumentLane(Protocol):
     """One lane's reading position in a source."""
 
     epoch: int
-    """Passes over the source that the lane has begun, less one."""
+    """Completed passes over the source."""
 
     def read(self) -> Document | None:
-        """The next row; None when it is passed over (of the other split, broken and skipped, empty)."""
+        """The next row; None if it is skipped (in the other split, bad, or empty)."""
 
-    def state(self) -> list[int]: ...
+    def state(self) -> list[int]:
+        """The position, to be saved in checkpoints."""
 
-    def load_state(self, state: list[int]) -> None: ...
+    def load_state(self, state: list[int]) -> None:
+        """Continues from a position of `state`."""
 
 
 class BadRows:
-    """Rows that can't be used: the first stops the run, or each is passed over and counted."""
+    """Handles unusable rows: the first one stops the run, or they are skipped and counted."""
 
     def __init__(self, on_bad_row: Literal["error", "skip"]):
         self.skipped: Counter[str] = Counter()
-        """Rows passed over because they could not be read, by reason; each row is counted once."""
+        """Number of unusable rows by reason; each row is counted once."""
         self._on_bad_row = on_bad_row
         self._reported_files: set[str] = set()
         self._bad_rows: set[str] = set()
 
     def bad_row(self, key: str, file: str, reason: str, detail: str, remedy: str) -> None:
-        """Raises `DataError`, or counts the row under `reason` and reports the first of its file."""
+        """Raises `DataError`; or counts the row under `reason`, and logs the first one of each file."""
         message = f"{key}: {reason}: {detail}."
         if self._on_bad_row == "error":
             raise DataError(f'{message} To go on, {remedy}, or set data.on_bad_row = "skip" to leave such rows out.')
@@ -79,7 +84,7 @@ class BadRows:
             self.skipped[reason] += 1
         if file not in self._reported_files:
             self._reported_files.add(file)
-            logger.warning("%s Skipped, as further bad rows of this file will be without a message.", message)
+            logger.warning("%s Skipped; further bad rows of this file are skipped without a message.", message)
 
 
 class DocumentSource(BadRows, ABC):
@@ -93,12 +98,12 @@ class DocumentSource(BadRows, ABC):
 
     @property
     def mean_size(self) -> float:
-        """Bytes of a row on average; a guess where it is not known without reading."""
+        """Average bytes of a row; a guess if that is unknown without reading."""
         return 4096.0
 
     @abstractmethod
     def lane(self, lane: int, lanes: int) -> DocumentLane:
-        """Reading position of lane `lane` of `lanes`, at the start of the sequence."""
+        """A new reading position of lane `lane` of `lanes`, at the start of the sequence."""
 
     def documents(self) -> Iterator[Document]:
         """Every document of the split, once, in file order."""
@@ -106,22 +111,22 @@ class DocumentSource(BadRows, ABC):
 
     @abstractmethod
     def read_rows(self) -> Iterator[Document | None]:
-        """Every row, once, in file order; None for one that is passed over."""
+        """Every row, once, in file order; None for a skipped one."""
 
     @abstractmethod
     def rows_if_fewer(self, than: int) -> int | None:
-        """The number of rows, both splits together, where it is less than `than`; else None."""
+        """The number of rows of both splits if that is less than `than`, else None."""
 
     @abstractmethod
     def read_row(self, row: int) -> Document | None:
-        """Row `row`, counted from 0 over all files; None when it is passed over."""
+        """Row `row`, counted from 0 over all files; None if it is skipped."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """What has to be the same for a run to be resumed on this source."""
+        """The properties of the source that must not change between save and resume."""
 
     def admit(self, key: str, text: str, file: str) -> Document | None:
-        """The document, or None if it belongs to the other split or is empty."""
+        """The document of a text, or None if it belongs to the other split or is empty."""
         try:
             encoded = text.encode()
         except UnicodeEncodeError:
@@ -135,18 +140,19 @@ class DocumentSource(BadRows, ABC):
 
 
 def split_of(text: bytes, held_out: float) -> Split:
-    """The side a text is on. Its hash alone decides, so that copies are always on the same side."""
+    """The split of a text (UTF-8). Its hash alone decides, so copies are always in the same split."""
     place = int.from_bytes(blake2b(text, digest_size=8).digest(), "big") / 2**64
     return "validation" if place < held_out else "train"
 
 
 def missing_field(place: str, field: str, present: Sequence[str]) -> DataError:
+    """The error for a column that a table lacks."""
     there = ", ".join(sorted(present)) or "none"
     return DataError(f"{place}: no column '{field}'. Set the source's `field` to one of those there: {there}.")
 
 
 def text_of(source: DocumentSource, row: dict[str, Any], field: str, key: str, file: str) -> Document | None:
-    """The document of a row, whose `field` has to be a string."""
+    """The document of a row, from its `field`, which must be a string; None if it is skipped."""
     if field not in row:
         there = ", ".join(sorted(row)) or "none"
         source.bad_row(key, file, "missing field", f"no '{field}'; there are: {there}", "set the source's `field`")

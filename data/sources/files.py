@@ -1,7 +1,7 @@
 """Sources in local files: text files, JSON lines, Parquet, and the standard library's modules.
 
-Any row can be read at any time, so the order of a local source is a full shuffle of its rows (of row groups, and of the
-rows in each, for Parquet).
+Rows allow random access, so a local source is read in a full shuffle of its rows (for Parquet: of its row groups, and of
+the rows within each).
 """
 
 import glob
@@ -20,7 +20,7 @@ from farsight.data.sources.rows import JsonRows, ParquetTables, changed_while_re
 
 
 class LocalSource(DocumentSource):
-    """A source with a known number of rows, any of which can be read at any time."""
+    """A source with a known number of rows and random access to them."""
 
     _order: EpochOrder
     _paths: Sequence[str | Path]
@@ -77,7 +77,7 @@ class TextFiles(LocalSource):
     """Whole files, one document each."""
 
     def __init__(self, files: Sequence[tuple[str, Path]], seed: int, **shared: Any):
-        """`files`: (name for errors and order, path); empty ones are reported here."""
+        """`files`: (name for errors and order, path); empty ones are reported as bad rows now."""
         super().__init__(**shared)
         self._files = []
         for key, path in files:
@@ -105,7 +105,7 @@ class TextFiles(LocalSource):
 
 
 class JsonLines(LocalSource):
-    """JSON objects, one a line."""
+    """JSON objects, one per line; the document is their `field`."""
 
     def __init__(self, paths: Sequence[str], field: str, seed: int, **shared: Any):
         super().__init__(**shared)
@@ -120,7 +120,7 @@ class JsonLines(LocalSource):
 
 
 class ParquetRows(LocalSource):
-    """Rows of Parquet files, a row group at a time."""
+    """Rows of Parquet files, read a row group at a time; the document is their column `field`."""
 
     def __init__(self, paths: Sequence[str], field: str, seed: int, **shared: Any):
         super().__init__(**shared)
@@ -136,7 +136,7 @@ class ParquetRows(LocalSource):
 
 @cache
 def stdlib_files() -> list[tuple[str, Path]]:
-    """The standard library's modules by their relative path; files that are not UTF-8 (test data) are left out."""
+    """The standard library's modules as (relative path, path); files that are not UTF-8 (test data) are left out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, below, names in os.walk(root):
@@ -156,7 +156,7 @@ def stdlib_files() -> list[tuple[str, Path]]:
 
 
 def match_files(name: str, pattern: str, directory_suffixes: tuple[str, ...] = ()) -> list[str]:
-    """The files that a path, directory or glob names, sorted."""
+    """The files that a path, directory or glob names, sorted. Raises `DataError` if it names none."""
     if not pattern:
         raise DataError(f'{name}: path is empty. Set it to a file or a glob such as "data/*.jsonl".')
     pattern = os.path.expanduser(pattern)
@@ -173,7 +173,7 @@ def match_files(name: str, pattern: str, directory_suffixes: tuple[str, ...] = (
     directories = [match for match in matches if os.path.isdir(match)]
     if directories and "**" not in pattern:
         raise DataError(f"{name}: the glob matches a directory, {directories[0]}. Make it match files only.")
-    in_loop = cache(_in_loop)  # the files of a folder have its answer
+    in_loop = cache(_in_loop)  # the same for all files of a folder
     files = [m for m in matches if not os.path.isdir(m) and not in_loop(os.path.dirname(m))]
     if not files:
         raise DataError(f"{name}: it matches directories only. Make it match files.")
@@ -185,6 +185,6 @@ def match_files(name: str, pattern: str, directory_suffixes: tuple[str, ...] = (
 
 
 def _in_loop(folder: str) -> bool:
-    """Whether the path to a folder passes a link that leads back to a folder above it: its files are matched already."""
+    """Whether the path to a folder goes through a link back to one of its parents: its files are matched already."""
     links = [p for p in (Path(folder), *Path(folder).parents) if p.is_symlink()]
     return any(link.resolve() in link.parent.resolve().joinpath("x").parents for link in links)

@@ -1,7 +1,7 @@
-"""Which files a source was made of, to tell at a resume whether they are still the same, in the same order.
+"""Identifies a source's files, so that a resuming run can check that they are the same, in the same order.
 
-A file's identity is its size and a hash of blocks spread over it, so that a hundred thousand files are identified in
-seconds. Its name only serves messages: files that were moved are the same, as long as their contents keep their order.
+A file's identity is its size and a hash of a few blocks spread over it, so a hundred thousand files take seconds. Names
+only serve messages: moved files count as the same, as long as their contents keep their order.
 """
 
 import os
@@ -16,16 +16,16 @@ from farsight.data.sources.documents import DataError
 from farsight.progress import progress
 
 FileList = list[list[str]]
-"""[name, identity] of each file, in the order in which they are read."""
+"""[name, identity] of each file, in reading order."""
 
 _BLOCK, _BLOCKS = 4096, 8
 _THREADS = 16
 _NAMED = 3
-"""Differences that a message names; the others are counted."""
+"""Differences that a message names; further ones are counted."""
 
 
 def identify(paths: Sequence[str | Path]) -> FileList:
-    """The files by name (from their common folder on) and identity. Raises `DataError` for one that can't be read."""
+    """Name (relative to the common folder) and identity of each file. Raises `DataError` for an unreadable one."""
     texts = [os.path.abspath(path) for path in paths]
     folder = os.path.commonpath([os.path.dirname(text) for text in texts])
     with (
@@ -40,7 +40,7 @@ def identify(paths: Sequence[str | Path]) -> FileList:
 
 
 def difference(saved: FileList, now: FileList) -> str | None:
-    """Describes how the files have changed since the checkpoint; None if their contents are the same, in the same order."""
+    """Describes how files changed since a checkpoint; None if contents and order are the same."""
     if [identity for _, identity in saved] == [identity for _, identity in now]:
         return None
     found = list(_differences(saved, now)) or ["their order changed"]
@@ -82,7 +82,7 @@ def _identity(path: str) -> str:
 
 @lru_cache(maxsize=1 << 20)
 def _sampled_hash(path: str, size: int, modified: int) -> str:
-    """A hash of a file's first block, its last and some between; of all of it, where it is small. Each is read once a process."""
+    """A hash of a file's first and last block and some between, or of all of a small file; cached per process."""
     hashed = blake2b(digest_size=8)
     blocks = max(1, min(_BLOCKS, -(-size // _BLOCK)))
     with open(path, "rb", buffering=0) as file:

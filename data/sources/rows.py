@@ -1,7 +1,6 @@
-"""Rows of JSON lines and Parquet files, any of which can be read at any time, by number.
+"""Random access to rows of JSON-lines and Parquet files.
 
-Rows are counted over all files of a source. What is wrong with a row goes to the source's `BadRows`; what is wrong
-with a file raises `DataError`.
+Rows are numbered over all files of a source. Bad rows are reported to the source's `BadRows`; a bad file raises `DataError`.
 """
 
 import codecs
@@ -26,28 +25,30 @@ _COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 
 @dataclass(frozen=True)
 class Row:
+    """A row, as sources of documents and of conversations take it."""
+
     key: str
-    """Names it in errors: "file:line" or "file row n"."""
+    """Its name in errors: "file:line" or "file row n"."""
     file: str
     value: dict[str, Any]
 
 
 class JsonRows:
-    """JSON objects, one a line. Opening scans the files once for line ends (about 1 GB/s)."""
+    """JSON objects, one per line. Opening scans the files for line ends (about 1 GB/s)."""
 
     def __init__(self, name: str, paths: Sequence[str], report: BadRows):
-        """`name`: of the source, for errors. `report`: is told of empty files here, and of broken lines later."""
+        """`name`: the source's, for errors. `report`: receives empty files now and bad lines later."""
         self._report = report
         self.bytes = sum(os.path.getsize(path) for path in paths)
         self.paths: list[str] = []
         """Files that are not empty."""
         self._files: list[tuple[str, np.ndarray]] = []
-        """(path, byte offset of each line's start, with the file's size as the last element)"""
+        """(path, byte offset of each line, then the file's size)"""
         with progress(desc="Indexing JSON lines", total=self.bytes, unit="B", unit_scale=True) as shown:
             for path in paths:
                 if path.endswith(_COMPRESSED):
                     raise DataError(
-                        f"{path}: a compressed file can't be read at any line. Decompress it, or stream it with "
+                        f"{path}: a compressed file allows no random access to lines. Decompress it, or stream it with "
                         f'kind = "huggingface", name = "json", data_files = "{path}".'
                     )
                 if os.path.getsize(path) == 0:
@@ -61,7 +62,7 @@ class JsonRows:
         self.count = int(self._first_rows[-1])
 
     def read(self, row: int) -> Row | None:
-        """Row `row`; None for a blank line, and for a broken one that is passed over."""
+        """Row `row`; None for a blank line, and for a bad one that is skipped."""
         at = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         path, starts = self._files[at]
         number = row - int(self._first_rows[at])
@@ -91,12 +92,12 @@ class ParquetTables:
     """Rows of Parquet files, a row group at a time."""
 
     def __init__(self, name: str, paths: Sequence[str], report: BadRows, column: str | None = None):
-        """`column`: of text, the only one that is read; None reads them all."""
+        """`column`: the text column to read; None reads all columns."""
         self._column = column
         self.bytes = sum(os.path.getsize(path) for path in paths)
         self.paths = paths
         self.group_sizes: list[int] = []
-        """Rows of each row group."""
+        """Number of rows of each row group."""
         self._groups: list[tuple[str, int, int]] = []
         """(path, row group of the file, first row of the group within the file)"""
         for path in paths:
@@ -113,10 +114,11 @@ class ParquetTables:
         self._first_rows = np.cumsum([0, *self.group_sizes])
         self.count = int(self._first_rows[-1])
         self._tables: OrderedDict[int, Any] = OrderedDict()
-        """The row groups read last (Arrow tables); the lanes of a rank need the same few."""
+        """Most recently read row groups (Arrow tables); the lanes of a rank need the same few."""
         self._kept_bytes = 0
 
     def read(self, row: int) -> Row:
+        """Row `row`, with the requested columns."""
         at = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         path, _, first_row = self._groups[at]
         within = row - int(self._first_rows[at])
@@ -144,7 +146,7 @@ class ParquetTables:
         return table
 
     def _row_groups(self, path: str) -> list[int]:
-        """Rows of each row group, after checking that the file has the column and that it is text."""
+        """Number of rows of each row group, after checking that the file has the column, with text in it."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -159,28 +161,31 @@ class ParquetTables:
 
 
 def no_rows(name: str) -> DataError:
+    """The error for a source whose files are all empty."""
     return DataError(f"{name}: no documents; every file is empty. Correct the source's path or fill the files.")
 
 
 def changed_while_read(path: str | Path, how: str) -> DataError:
+    """The error for a file that changed during the run."""
     return DataError(
         f"{path} was changed while it is being read: {how}. Put the file back, or begin a new order of data."
     )
 
 
 def why_not_utf8(raw: bytes, error: Exception) -> str:
-    """What is wrong with bytes that are not UTF-8; files of UTF-16 are known by their first two."""
+    """Says why bytes are not UTF-8, recognising UTF-16 by its first two bytes."""
     if is_utf16(raw):
         return "it is UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)"
     return str(error)
 
 
 def is_utf16(raw: bytes) -> bool:
+    """Whether a file's first bytes are a UTF-16 byte order mark."""
     return raw[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def _why_not_json(path: str, error: Exception) -> tuple[str, str, str]:
-    """Reason, detail and remedy for a line that can't be read."""
+    """Reason, detail and remedy for an unreadable line."""
     start = _start(path)
     if isinstance(error, UnicodeDecodeError) or is_utf16(start):
         return "not UTF-8", why_not_utf8(start, error), "convert the file to UTF-8"
@@ -189,7 +194,7 @@ def _why_not_json(path: str, error: Exception) -> tuple[str, str, str]:
 
 def _remedy_of_an_array(path: str) -> str:
     if _start(path).lstrip()[:1] == b"[":
-        return f"write the elements of this JSON array one a line, without commas (jq -c '.[]' '{path}' does so)"
+        return f"write the elements of this JSON array one per line, without commas (jq -c '.[]' '{path}' does so)"
     return 'write each line as {"text": "…"}'
 
 
@@ -213,7 +218,7 @@ def _check_text(path: str, column: str, columns: Any) -> None:
 
 
 def _line_starts(path: str, shown: "tqdm[Any]") -> np.ndarray:
-    """Byte offset of each line of a file, and of the file's end."""
+    """Byte offset of each line of a file, then the file's size: int64 [lines + 1]."""
     starts = [np.zeros(1, dtype=np.int64)]
     size = 0
     with open(path, "rb") as file:

@@ -1,15 +1,15 @@
-"""A source with fewer documents than lanes: its documents are divided among the lanes.
+"""Divides the documents of a source among lanes, if there are fewer documents than lanes.
 
-If every lane read whole documents, several would read the same one from its start, and rows of a batch would be equal. So
-the documents of the split that pass the filters, one after the other, are cut into as many parts of equal length as there
-are lanes, at line ends where there are any near. In each pass the parts are dealt out to the lanes in another order, and
-each lane reads one. A part may hold the end of one document, whole ones, and the beginning of another.
+If every lane read whole documents, several lanes would read the same one, and rows of a batch would be equal. So the
+concatenated documents of the split that pass the filters are cut into one part per lane, all of equal length, at nearby line
+ends if there are any. Each lane reads one part per pass, and every pass deals the parts out in another order. A part may hold
+the end of one document, whole ones, and the beginning of another.
 
     documents      aaaaaaaaaaaaaa bbbb           6 lanes
     parts          aaa aaa aaa aaa aab bbb       pass 0: lane 0 reads part 4, lane 1 part 2, …; another pass, another deal
 
-No token is lost or read twice. What a cut costs is its context: the first token after it is not predicted, and
-attention does not reach back over it.
+No token is lost or read twice. A cut only costs context: the first token after it is not predicted, and attention does not
+reach back across it.
 """
 
 import re
@@ -22,28 +22,29 @@ from farsight.data.sources.documents import Document, DocumentSource
 from farsight.progress import progress
 
 Piece = tuple[int, int, int]
-"""Row, and the characters begin … end-1 of its text, before they are moved to where the text may be cut."""
+"""Row, and the characters begin … end-1 of its text, before both ends move to better places for a cut."""
 
 _NEAR = 4096
-"""Characters before the even place of a cut in which a better one is looked for."""
+"""Characters before a nominal cut that are searched for a better place."""
 _CUTS = (re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"\n"), re.compile(r"(?<=\S)(?= \S)"))
-"""Where a text is cut: at the end of a line, at best one without empty lines around it, or before a word."""
+"""Places for a cut, best first: a line end without empty lines around it, any line end, before a word."""
 
 
 class SharedDocuments:
-    """The parts of a source's documents, for a number of lanes."""
+    """A source's documents, divided into one part per lane; `lane` gives a lane's reader."""
 
     def __init__(self, source: DocumentSource, rows: int, lanes: int, seed: int, wanted: Callable[[Document], bool]):
-        """`rows`: of the source. `wanted`: whether a whole document passes the filters. `seed` deals the parts out."""
+        """`rows`: of the source. `seed`: deals out the parts. `wanted`: whether a whole document passes the filters."""
         self.lanes = lanes
         self._source, self._rows, self._seed, self._wanted = source, rows, seed, wanted
         self._last: tuple[int, Document | None] = (-1, None)
 
     def lane(self, lane: int) -> "SharingLane":
+        """A new reading position for a lane."""
         return SharingLane(self, lane)
 
     def pieces(self, lane: int, epoch: int) -> list[Piece]:
-        """What lane `lane` reads in a pass; nothing, where there are fewer characters than lanes."""
+        """The pieces that lane `lane` reads in a pass; possibly none, if there are fewer characters than lanes."""
         part = shuffled(lane, self.lanes, hash64(self._seed, epoch))
         total = sum(self._lengths.values())
         begin, end = part * total // self.lanes, (part + 1) * total // self.lanes
@@ -56,9 +57,9 @@ class SharedDocuments:
         return found
 
     def read(self, piece: Piece) -> Document | None:
-        """A piece of a document; None where moving its ends to better places left nothing of it."""
+        """Reads a piece of a document; None if moving its ends to better places left nothing."""
         row, begin, end = piece
-        if self._last[0] != row:  # the lanes of a rank read the same few
+        if self._last[0] != row:  # the lanes of a rank read the same few documents
             self._last = (row, self._source.read_row(row))
         document = self._last[1]
         if document is None:
@@ -72,7 +73,7 @@ class SharedDocuments:
 
     @cached_property
     def _lengths(self) -> dict[int, int]:
-        """Characters of each row that is a document of the split and passes the filters."""
+        """Number of characters of each row that is in the split and passes the filters."""
         found = {}
         with progress(
             desc=f"{self._source.name}: measuring documents", total=self._rows, unit="document", unit_scale=True
@@ -84,20 +85,20 @@ class SharedDocuments:
         return found
 
     def _cut(self, text: str, place: int) -> int:
-        """The best place to cut a text shortly before `place`, so that parts stay in order."""
+        """The best place for a cut shortly before `place`; never so far that parts change order."""
         if place in (0, len(text)):
             return place
         part = sum(self._lengths.values()) // self.lanes
         start = max(0, place - min(_NEAR, part // 2))
         for cut in _CUTS:
-            # The end of the search is that of the text for a look ahead.
+            # Look-aheads see the end of the search as the end of the text, hence one more character.
             if found := [m.end() for m in cut.finditer(text, start, place + 1) if m.end() <= place]:
                 return found[-1]
         return place
 
 
 class SharingLane:
-    """A lane's place in divided documents: the pass, and the pieces of its part that were read."""
+    """A lane's position in divided documents: the pass, and the number of pieces read in it."""
 
     def __init__(self, shared: SharedDocuments, lane: int):
         self._shared, self._lane = shared, lane

@@ -1,8 +1,8 @@
-"""Documents of any dataset that `datasets.load_dataset` can stream.
+"""Streams documents of any dataset that `datasets.load_dataset` can stream.
 
 A streamed dataset has no row numbers, but it has shards (files). With at least as many shards as lanes each lane reads
-shards of its own; with fewer, the lanes of a shard take its rows in turn. Which shards or turn a lane gets is drawn
-anew every pass. Within a shard the rows keep their order: shuffle a dataset once, when it is written.
+shards of its own; with fewer, the lanes of a shard take its rows in turn. Shards and turns are drawn again for every
+pass. Within a shard the rows keep their order: shuffle a dataset once, when it is written.
 """
 
 import os
@@ -37,7 +37,7 @@ class StreamedDataset(DocumentSource):
             self._dataset = self._dataset.select_columns([config.field])
         self._dataset = self._dataset.with_format("arrow")
         self.shards = int(self._dataset.num_shards)
-        self._count = cache(lambda most: sum(1 for _ in islice(self._all_rows(), most)))  # every lane asks
+        self._count = cache(lambda most: sum(1 for _ in islice(self._all_rows(), most)))  # called by every lane
 
     def lane(self, lane: int, lanes: int) -> "StreamedLane":
         return StreamedLane(self, self._seed, lane, lanes)
@@ -50,7 +50,7 @@ class StreamedDataset(DocumentSource):
         if self._files and all(os.path.isfile(file) for file in self._files):
             found["files"] = identify(self._files)
         elif self._files:
-            # By name. hf://datasets/NAME@REVISION/FILE: a new revision may differ in its description alone.
+            # By name, without the revision (hf://datasets/NAME@REVISION/FILE): a new one may only change the description.
             found["files"] = [[name, name] for name in (re.sub(r"@[0-9a-f]{40}/", "/", file) for file in self._files)]
         return found
 
@@ -64,15 +64,15 @@ class StreamedDataset(DocumentSource):
         return self.document(*next(islice(self._all_rows(), row, None)))
 
     def _all_rows(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
-        """Shard, number in it, and value of each row."""
+        """Shard, row number within the shard, and value of each row."""
         for shard in range(self.shards):
             for row, value in self.rows(shard):
                 yield shard, row, value
 
     def rows(self, shard: int, start: int = 0, step: int = 1) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Rows start, start + step, … of a shard, with their number in it.
+        """Rows start, start + step, … of a shard, with their row numbers.
 
-        Rows are passed over while still in Arrow, so that the lanes of one shard don't each decode all of it.
+        Other rows are skipped while still in Arrow, so the lanes of one shard don't each decode all of it.
         """
         first, wanted = 0, start
         for table in self._tables(shard):
@@ -82,6 +82,7 @@ class StreamedDataset(DocumentSource):
             first += table.num_rows
 
     def document(self, shard: int, row: int, value: dict[str, Any]) -> Document | None:
+        """The document of a row of `rows`; None if it is skipped."""
         file = f"{place_of(self._config)} [{self._config.split}] shard {shard}"
         return text_of(self, value, self._config.field, f"{file} row {row}", file)
 
@@ -95,7 +96,7 @@ class StreamedDataset(DocumentSource):
             except StopIteration:
                 return
             except Exception as error:
-                # The library raises anything from ArrowInvalid to HTTP errors here; the place is what it leaves out.
+                # The library raises anything from ArrowInvalid to HTTP errors, without naming the place.
                 raise DataError(
                     f"{self.name}: shard {shard} of {self.shards} can't be read after row {at}: "
                     f"{type(error).__name__}: {error}. Repair or replace that file of the dataset."
@@ -105,7 +106,7 @@ class StreamedDataset(DocumentSource):
 
 
 class StreamedLane:
-    """A lane's place in a streamed dataset: the pass, the shard among those of the lane, the next row of that shard."""
+    """A lane's position in a streamed dataset: the pass, the index among the lane's shards, the next row of that shard."""
 
     def __init__(self, source: StreamedDataset, seed: int, lane: int, lanes: int):
         self._source, self._seed, self._lane, self._lanes = source, seed, lane, lanes
@@ -135,7 +136,7 @@ class StreamedLane:
         return None
 
     def _share(self, epoch: int) -> tuple[list[int], int, int]:
-        """The lane's shards in this pass, the first row it takes of each, and the step between its rows."""
+        """The lane's shards in this pass, its first row in each, and the step between its rows."""
         shards, lanes = self._source.shards, self._lanes
         epoch_seed = hash64(self._seed, epoch)
         if shards >= lanes:
@@ -146,13 +147,13 @@ class StreamedLane:
 
 
 def place_of(config: schema.HubSource | InstructionHub) -> str:
-    """Names a dataset in messages; formats such as "json" are told apart by their files."""
+    """A dataset's name in messages; with its files, to tell apart formats such as "json"."""
     files = config.data_files or config.data_dir
     return f"{config.name} ({files})" if files else config.name
 
 
 def open_dataset(config: InstructionHub, name: str) -> Any:
-    """A source's rows, from the cache of the `datasets` library where they are there."""
+    """A source's whole dataset (`datasets.Dataset`), from the library's cache if it is there; fine-tuning reads it."""
     import datasets
 
     with _opening(config, name):
@@ -160,7 +161,7 @@ def open_dataset(config: InstructionHub, name: str) -> Any:
 
 
 def open_streamed(config: schema.HubSource, name: str) -> tuple[Any, list[str]]:
-    """A streamed dataset, and the paths or URLs of its files where they are known."""
+    """A streamed dataset, and the paths or URLs of its files if known."""
     import datasets
 
     with _opening(config, name):
@@ -170,7 +171,7 @@ def open_streamed(config: schema.HubSource, name: str) -> tuple[Any, list[str]]:
 
 
 def _arguments(config: schema.HubSource | InstructionHub) -> dict[str, Any]:
-    """What `datasets` is told of a source."""
+    """Arguments of `datasets.load_dataset` for a source."""
     if not config.name:
         raise DataError(
             'huggingface source: name is empty. Set it to a dataset\'s name, or to a format such as "json".'
@@ -190,7 +191,7 @@ def _opening(config: schema.HubSource | InstructionHub, name: str) -> Iterator[N
     except DataError:
         raise
     except Exception as error:
-        # Anything from a missing file (StopIteration, for a glob that matches none) to a network error ends here.
+        # Anything from a missing file (StopIteration, for a glob without matches) to a network error.
         raise DataError(
             f"{name}: it can't be opened: {type(error).__name__}: {error}. Check its name, config = '{config.config}', "
             f"split = '{config.split}', data_dir = '{config.data_dir}' and data_files = '{config.data_files}', and "

@@ -1,4 +1,4 @@
-"""The interface of all tokenizers, which encode long texts slice by slice."""
+"""The interface of all tokenizers. Long texts are encoded slice by slice."""
 
 import re
 import time
@@ -15,50 +15,50 @@ from farsight.data.tokenizers.files import TEMPLATE_FILE
 from farsight.progress import progress
 
 _SLICE = 1 << 17
-"""Characters of a long text that are encoded at once, about a tenth of a second's work."""
+"""Characters of a long text that are encoded in one call, about a tenth of a second's work."""
 _CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
-"""Before a word or after a line end: tokenizers begin tokens there, unless there is more whitespace."""
+"""Before a word or after a line end: tokens begin there, unless there is more whitespace."""
 _AROUND_CUT = 256
-"""Characters on each side of a cut whose tokens must be the same with and without it."""
+"""Characters on each side of a cut; their tokens must be the same with and without it."""
 _CUTS_TRIED = 64
 
 
 class Tokenizer(ABC):
-    """Text to ids and back."""
+    """Text to token ids and back."""
 
     vocab_size: int
     """Ids are 0 … vocab_size-1."""
     bos_id: int | None
     eos_id: int | None
     special_tokens: dict[str, int]
-    """Ids of the special tokens, by their text."""
+    """Id of each special token, by its text."""
     chat_template: str | None = None
     """Jinja source of the tokenizer's own chat template."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of the text, without special tokens. Raises ValueError for text that is no valid Unicode."""
+        """Ids of the text, without special tokens. Raises ValueError for invalid Unicode."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens give none, and bytes that are no UTF-8 give U+FFFD."""
+        """Text of the ids; special tokens are left out, and invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
     def save(self, directory: str | Path) -> None:
-        """Writes what `load_tokenizer_dir` needs into the directory, which is made if it is not there."""
+        """Writes the files that `load_tokenizer_dir` reads; creates the directory if needed."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """A hash that is the same for equal tokenizers only."""
+        """A hash that differs between different tokenizers."""
 
     @property
     @abstractmethod
     def vocabulary(self) -> dict[int, str]:
-        """Each token as the tokenizer itself writes it, special ones among them, by id."""
+        """Every token, special ones included, as the tokenizer itself writes it, by id."""
 
     def encode_array(self, text: str) -> np.ndarray:
-        """`encode`, as an int64 array. A long text is encoded slice by slice, and shows its progress."""
+        """`encode` as int64 [n]. A long text is encoded slice by slice, with a progress bar."""
         if len(text) < 2 * _SLICE:
             return np.array(self.encode(text), dtype=np.int64)
         found: list[np.ndarray] = []
@@ -72,16 +72,16 @@ class Tokenizer(ABC):
         return np.concatenate(found)
 
     def _slices(self, text: str) -> Iterator[str]:
-        """Parts of a text whose tokens, one part after the other, are the text's."""
+        """Splits a text so that the tokens of the parts, concatenated, are those of the text."""
         begin = 0
-        if self.most_tokens(1) is not None:  # others rewrite the text, and may put something before each part
+        if self.most_tokens(1) is not None:  # other tokenizers rewrite the text, and may prepend something to each part
             while len(text) - begin > 2 * _SLICE and (end := self._place_to_cut(text, begin + _SLICE)):
                 yield text[begin:end]
                 begin = end
         yield text[begin:]
 
     def _place_to_cut(self, text: str, start: int) -> int | None:
-        """The first place from `start` on at which the text may be cut without a change to its tokens."""
+        """The first position from `start` on where a cut leaves the tokens unchanged; None if none is found."""
         for cut in (match.end() for match in islice(_CUT.finditer(text, start), _CUTS_TRIED)):
             left, right = text[max(0, cut - _AROUND_CUT) : cut], text[cut : cut + _AROUND_CUT]
             if self.encode(left + right) == self.encode(left) + self.encode(right):
@@ -89,13 +89,13 @@ class Tokenizer(ABC):
         return None
 
     def most_tokens(self, size: int) -> int | None:
-        """The most tokens that a text of `size` UTF-8 bytes can have; None where there is no known bound."""
+        """Upper bound on the tokens of a text of `size` UTF-8 bytes; None if no bound is known."""
         return None
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
-        """Tokens of texts in which special tokens count as such, as `transformers` reads them.
+        """Encodes texts that a chat template wrote; special tokens in them are recognised, as in `transformers`.
 
-        Raises `DataError` where it is not known which characters a token stands for.
+        Raises `DataError` if the characters of a token can't be determined.
         """
         return [self._encode_rendered(text) for text in texts]
 
@@ -105,11 +105,11 @@ class Tokenizer(ABC):
 
     @property
     def begins_with_bos(self) -> bool:
-        """Whether `transformers` puts bos before a text of its own accord."""
+        """Whether `transformers` puts bos before a text by itself."""
         return self.bos_id is not None
 
     def special_token(self, token_id: int | None) -> str | None:
-        """The text of a special token."""
+        """The text of a special token; None if there is no such id."""
         return next((token for token, i in self.special_tokens.items() if i == token_id), None)
 
     def _encode_rendered(self, text: str) -> Encoded:
@@ -132,11 +132,12 @@ class Tokenizer(ABC):
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def _byte_sizes(self, ids: list[int]) -> list[int]:
-        """Bytes of the text that each token stands for; not asked of a tokenizer that has its own `encode_rendered`."""
+        """Bytes of text that each token stands for; not needed where `encode_rendered` is overridden."""
         raise NotImplementedError
 
 
 def check_ids(ids: Sequence[int], vocab_size: int) -> None:
+    """Raises ValueError for an id outside 0 … vocab_size-1; called before decoding."""
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size}")

@@ -1,4 +1,4 @@
-"""Tokens of a text, and the characters that each stands for."""
+"""Tokens of a text with the span of characters that each stands for."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Encoded:
-    """T tokens, and the characters begins[i] … ends[i]-1 of the text that each stands for. All arrays are int32 [T].
+    """T tokens; token i stands for characters begins[i] … ends[i]-1 of the text. All arrays are int32 [T].
 
-    Tokens that share a character (bytes of it) have the same span.
+    Tokens that hold bytes of the same character have the same span.
     """
 
     ids: np.ndarray
@@ -18,7 +18,7 @@ class Encoded:
 
 
 def with_spans(text: str, ids: list[int], sizes: list[int]) -> Encoded:
-    """Tokens that stand for the text's bytes in UTF-8, `sizes[i]` of them each."""
+    """Spans of tokens from the number of UTF-8 bytes, `sizes[i]`, that each stands for."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     bytes_a_character = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
     character_of_byte = np.repeat(np.arange(len(text), dtype=np.int32), bytes_a_character)
@@ -29,7 +29,7 @@ def with_spans(text: str, ids: list[int], sizes: list[int]) -> Encoded:
 
 
 def from_offsets(ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
-    """Tokens by the tokenizers library's offsets, which may leave out the whitespace before a token."""
+    """Spans of tokens from the tokenizers library's offsets, which may leave out the whitespace before a token."""
     spans = np.array(offsets, dtype=np.int32).reshape(-1, 2)
     ends = np.maximum.accumulate(spans[:, 1])
     begins = np.minimum(spans[:, 0], np.concatenate([[0], ends[:-1]]).astype(np.int32))

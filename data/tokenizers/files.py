@@ -1,4 +1,4 @@
-"""The files of a tokenizer's directory: their names, and what those beside tokenizer.json say."""
+"""The files of a tokenizer's directory: their names, and reading and writing those beside tokenizer.json."""
 
 import json
 from pathlib import Path
@@ -23,14 +23,14 @@ USUAL_EOS = ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]", EOS)
 
 
 def companions(directory: Path) -> dict[str, bytes]:
-    """The files that may lie beside a tokenizer, by name."""
+    """Contents of the known files beside a tokenizer, by name."""
     return {name: (directory / name).read_bytes() for name in _COMPANION_FILES if (directory / name).is_file()}
 
 
 def template_beside(companions: dict[str, bytes], directory: Path) -> str | None:
-    """The chat template that the files beside a tokenizer give; of several named ones, "default".
+    """The chat template in the files beside a tokenizer, or None; of several named templates, "default".
 
-    Raises `DataError` for one that is no text.
+    Raises `DataError` for a template that is not text.
     """
     if TEMPLATE_FILE in companions:
         try:
@@ -43,7 +43,7 @@ def template_beside(companions: dict[str, bytes], directory: Path) -> str | None
     template = parse_json(companions[CONFIG_FILE], place).get("chat_template")
     if isinstance(template, list):
         if not all(isinstance(named, dict) and {"name", "template"} <= named.keys() for named in template):
-            raise DataError(f'{place}: chat_template is a list of something else than {{"name": …, "template": …}}.')
+            raise DataError(f'{place}: chat_template is a list, but not of {{"name": …, "template": …}}.')
         template = {str(named["name"]): named["template"] for named in template}
     template = template.get("default") if isinstance(template, dict) else template
     if template is not None and not isinstance(template, str):
@@ -54,7 +54,7 @@ def template_beside(companions: dict[str, bytes], directory: Path) -> str | None
 def special_id(
     name: str, settings: dict[str, Any], vocabulary: dict[str, int], usual: tuple[str, ...], path: Path
 ) -> int | None:
-    """The id of "bos" or "eos": as the files beside tokenizer.json say, else the one token that has a usual name."""
+    """The id of "bos" or "eos": from the files beside tokenizer.json, otherwise the one token with a usual name."""
     for file in (CONFIG_FILE, "special_tokens_map.json"):
         key = f"{name}_token"
         if key in settings.get(file, {}):
@@ -82,7 +82,7 @@ def special_id(
 
 
 def with_bos(post_processor: dict[str, Any] | None, bos: str, bos_id: int) -> dict[str, Any]:
-    """The post-processor of a tokenizer.json, so that it puts bos before each text too."""
+    """A tokenizer.json's post-processor, extended to put bos before each text."""
     steps: list[dict[str, Any]] = [] if post_processor is None else [post_processor]
     if steps and steps[0]["type"] == "Sequence":
         steps = list(steps[0]["processors"])
@@ -98,7 +98,7 @@ def with_bos(post_processor: dict[str, Any] | None, bos: str, bos_id: int) -> di
 
 
 def write_fast(directory: Path, fast: Any, kind: str, bos: str | None, eos: str | None) -> None:
-    """Saves a `tokenizers.Tokenizer` for transformers, which then puts bos first as training does."""
+    """Saves a `tokenizers.Tokenizer` so that transformers loads it and puts bos first, as training does."""
     from tokenizers import AddedToken, processors
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -113,6 +113,7 @@ def write_fast(directory: Path, fast: Any, kind: str, bos: str | None, eos: str 
 
 
 def fast_config(bos: str | None, eos: str | None) -> dict[str, Any]:
+    """tokenizer_config.json for a tokenizer.json."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
@@ -122,14 +123,17 @@ def fast_config(bos: str | None, eos: str | None) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Writes one of the directory's JSON files."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def is_json(name: str) -> bool:
+    """Whether a companion file is parsed as JSON."""
     return name.endswith(".json")
 
 
 def parse_json(raw: bytes, path: Path) -> dict[str, Any]:
+    """A file's JSON object. Raises `DataError`, naming `path`, for anything else."""
     try:
         value = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""A `tokenizer.json`, read and written."""
+"""Reads and writes `tokenizer.json`."""
 
 import json
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ from farsight.data.tokenizers.files import (
 )
 
 _MOST_UNUSED = 1 << 16
-"""Ids that a vocabulary may leave out, besides as many as it has."""
+"""Unused ids that a vocabulary may have, beyond its own size."""
 _MADE_FROM = "farsight_made_from"
-"""Key in tokenizer_config.json: the fingerprint of the file that a tokenizer.json with this hash was made from."""
+"""Key in tokenizer_config.json: maps the hash of a written tokenizer.json to the fingerprint of its original."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -69,10 +69,10 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         try:
-            # `encode` holds Python's lock throughout, which would stop the thread that launches kernels.
+            # `encode` would hold the GIL throughout and block the thread that launches kernels.
             return self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except (TypeError, UnicodeEncodeError) as error:
-            raise ValueError(f"the text holds a lone surrogate and is no valid Unicode: {text[:40]!r}…") from error
+            raise ValueError(f"the text holds a lone surrogate and is not valid Unicode: {text[:40]!r}…") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.vocab_size)
@@ -87,7 +87,7 @@ class HuggingFaceTokenizer(Tokenizer):
         settings = {} if config is None else parse_json(config, Path(CONFIG_FILE))
         bos = self.special_token(self.bos_id)
         if self.bos_id is not None and bos is not None and not self.begins_with_bos:
-            # Every document was trained with bos before it, which this tokenizer.json leaves out.
+            # Training put bos before every document, but this tokenizer.json does not.
             content = json.loads(self._json)
             content["post_processor"] = with_bos(content.get("post_processor"), bos, self.bos_id)
             saved = json.dumps(content, ensure_ascii=False)
@@ -109,7 +109,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     @cached_property
     def _reads_special(self) -> Any:
-        """The same tokenizer, which takes special tokens in a text for what they are."""
+        """The same tokenizer, but recognising special tokens in a text."""
         from tokenizers import AddedToken
         from tokenizers import Tokenizer as Fast
 
@@ -135,7 +135,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 def _vocab_size(vocabulary: dict[str, int], path: Path) -> int:
-    """One more than the largest id. Raises `DataError` where no model could have so many."""
+    """One more than the largest id. Raises `DataError` if that is implausibly large."""
     if not vocabulary:
         raise DataError(f"{path}: its vocabulary is empty. Copy the file again.")
     token, largest = max(vocabulary.items(), key=lambda item: item[1])
@@ -151,7 +151,7 @@ def _hash(text: str) -> str:
 
 
 def _is_byte_level(tokenizer: dict[str, Any]) -> bool:
-    """Whether every token stands for at least one byte of the text: BPE on bytes, and nothing rewrites the text."""
+    """Whether every token stands for at least one byte of text: byte-level BPE, and nothing rewrites the text."""
     steps = tokenizer.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
     on_bytes = any(step.get("type") == "ByteLevel" and not step.get("add_prefix_space") for step in steps)

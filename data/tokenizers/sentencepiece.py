@@ -1,4 +1,4 @@
-"""Sentencepiece models: training one that keeps source code as it is, and turning one into a `tokenizer.json`."""
+"""Trains sentencepiece models that preserve every text, and converts them to `tokenizer.json`."""
 
 import io
 from collections.abc import Iterable, Iterator
@@ -9,7 +9,7 @@ from farsight.data.order import hash64, shuffled
 from farsight.data.sources.documents import DataError
 
 SPACE = "▁"
-"""U+2581, which sentencepiece writes for a space."""
+"""U+2581, sentencepiece's character for a space."""
 
 BOS, EOS, UNK = "<|bos|>", "<|eos|>", "<|unk|>"
 """Special tokens of the tokenizers made here."""
@@ -21,9 +21,9 @@ _PROBE_TURNS = 8
 def train_model(texts: Iterable[str], vocab_size: int) -> bytes:
     """Trains a BPE model whose decode(encode(text)) is the text, and returns it serialised.
 
-    Characters that get no piece of their own fall back to bytes, no whitespace is added, merged or dropped, and runs
-    of spaces and line ends can be pieces. Equal texts in equal order give equal bytes. Ids: unknown (never used), bos, eos, then
-    the 256 bytes, then the pieces. Raises `DataError` when the texts can't fill the vocabulary.
+    Characters without a piece of their own are spelled in bytes, no whitespace is added, merged or dropped, and runs of spaces
+    and line ends can be pieces. The same texts in the same order give the same bytes. Ids: unknown (never used), bos, eos, the
+    256 bytes, then the pieces. Raises `DataError` if the texts can't fill the vocabulary.
     """
     import sentencepiece
 
@@ -49,7 +49,7 @@ def train_model(texts: Iterable[str], vocab_size: int) -> bytes:
             add_dummy_prefix=False,
             allow_whitespace_only_pieces=True,
             max_sentence_length=1 << 20,
-            num_threads=1,  # sums over threads come in any order, and the model would differ between runs
+            num_threads=1,  # with several threads the order of summation, and so the model, varies between runs
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -73,10 +73,10 @@ def keeps_text(model: bytes) -> bool:
 
 
 def to_fast_tokenizer(model: bytes) -> Any | None:
-    """The same tokenizer as a `tokenizers.Tokenizer`; None where it would not encode as sentencepiece does.
+    """Converts a model to a `tokenizers.Tokenizer`; None if that would not encode exactly as sentencepiece does.
 
-    Only BPE models that keep the text are converted (unigram models resolve ties another way), and the result is
-    compared with sentencepiece on shuffled runs of its own pieces before it is given out.
+    Only BPE models that preserve the text are converted (unigram models resolve ties differently), and the result is first
+    compared with sentencepiece on shuffled sequences of its own pieces.
     """
     import sentencepiece
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -101,7 +101,7 @@ def to_fast_tokenizer(model: bytes) -> Any | None:
 
 
 def _merges(pieces: list[tuple[str, float]], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
-    """BPE merges in the order in which sentencepiece applies them: by the score of what they make."""
+    """BPE merges in sentencepiece's order: by the score of the resulting piece."""
     merges = []
     for piece, score in pieces:
         splits = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
@@ -111,7 +111,7 @@ def _merges(pieces: list[tuple[str, float]], vocabulary: dict[str, int]) -> list
 
 
 def _probe(pieces: list[str]) -> str:
-    """Every piece several times, each time among other neighbours, and characters that no piece has."""
+    """A text with every piece several times, with different neighbours, and with characters outside all pieces."""
     turns = []
     for turn in range(_PROBE_TURNS):
         turns += [pieces[shuffled(i, len(pieces), hash64(turn))] for i in range(len(pieces))]
@@ -128,7 +128,7 @@ def _parse(model: bytes) -> Any:
 
 
 def _sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Whole lines, a few at a time: pieces such as ")\\n" or an indentation are learned, and none is too long."""
+    """Groups of whole lines, of limited size: so pieces such as ")\\n" or an indentation can be learned."""
     for text in texts:
         lines: list[str] = []
         size = 0

@@ -3,9 +3,9 @@
     farsight tokenizer train --vocab-size 2048 --out tokenizers/code
     farsight tokenizer show tokenizers/code --text "def f(x):"
 
-`encode` never adds or recognises special tokens: where a document begins and ends is said by the packing, and no text
-can forge it. `encode_rendered` does, for what a chat template wrote. A directory written by `save` is read back by `load_tokenizer_dir`, and by `transformers.AutoTokenizer`
-(which does recognise special tokens in a text).
+`encode` never adds or recognises special tokens: the packing marks where documents begin and end, and no text can forge
+that. `encode_rendered` does recognise them, in the output of a chat template. A directory written by `save` can be read by
+`load_tokenizer_dir` and by `transformers.AutoTokenizer` (which recognises special tokens in any text).
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ __all__ = [
 
 
 class BytesTokenizer(Tokenizer):
-    """The bytes of the text in UTF-8, 256 for bos, 257 for eos. Lone surrogates survive too."""
+    """One id per UTF-8 byte, 256 for bos, 257 for eos. Lone surrogates are preserved too."""
 
     vocab_size = 258
     bos_id = 256
@@ -92,13 +92,13 @@ class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model."""
 
     def __init__(self, model: bytes, companions: dict[str, bytes] | None = None):
-        """`model`: the serialised model (the content of tokenizer.model). `companions`: the files beside it, by name."""
+        """`model`: content of tokenizer.model. `companions`: the files beside it, by name."""
         import sentencepiece
 
         self._model, self._companions = model, companions or {}
         self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
         self._keeps_text = keeps_text(model)
-        # Sentencepiece writes a space as U+2581, so one that is in the text would come back as a space.
+        # Sentencepiece writes spaces as U+2581, so a U+2581 in the text would be decoded as a space.
         self._space_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
         self.vocab_size = self._processor.vocab_size()
         self.bos_id = _id_or_none(self._processor.bos_id())
@@ -121,7 +121,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             return self._processor.encode(text)
         except RuntimeError as error:
-            raise ValueError(f"the text holds a lone surrogate and is no valid Unicode: {text[:40]!r}…") from error
+            raise ValueError(f"the text holds a lone surrogate and is not valid Unicode: {text[:40]!r}…") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         check_ids(ids, self.vocab_size)
@@ -135,7 +135,7 @@ class SentencePieceTokenizer(Tokenizer):
         if (fast := to_fast_tokenizer(self._model)) is not None:
             write_fast(directory, fast, "sentencepiece", *names)
         else:
-            # transformers makes the tokenizer from the model itself, and then does as this file says.
+            # transformers then builds the tokenizer from the model itself, with the settings of this file.
             own = parse_json(self._companions.get(CONFIG_FILE, b"{}"), Path(CONFIG_FILE))
             usual = {"tokenizer_class": "LlamaTokenizer", "bos_token": names[0], "eos_token": names[1], "legacy": False}
             ours = {"add_bos_token": self.bos_id is not None, "farsight_kind": "sentencepiece"}
@@ -156,23 +156,23 @@ class SentencePieceTokenizer(Tokenizer):
     def _byte_sizes(self, ids: list[int]) -> list[int]:
         if not self._keeps_text:
             raise DataError(
-                "this tokenizer.model rewrites the text that it is given, so that its tokens can't be told apart by turn. "
+                "this tokenizer.model rewrites its input, so its tokens can't be assigned to turns. "
                 "Use the tokenizer.json of the same model."
             )
         return [self._piece_sizes[i] for i in ids]
 
     @cached_property
     def _piece_sizes(self) -> list[int]:
-        """Bytes that each piece stands for."""
+        """Bytes of text that each piece stands for."""
         processor, ids = self._processor, range(self.vocab_size)
         texts = [processor.id_to_piece(i).replace(SPACE, " ") for i in ids]
         return [1 if processor.is_byte(i) else len(text.encode()) for i, text in zip(ids, texts, strict=True)]
 
 
 def load_tokenizer(config: schema.Tokenizer) -> Tokenizer:
-    """The tokenizer of a `[tokenizer]` section.
+    """Loads the tokenizer of a config's `[tokenizer]` section.
 
-    Raises `DataError` when the path is empty or does not hold one of that kind.
+    Raises `DataError` if the path is empty or holds no tokenizer of that kind.
     """
     if config.kind == "bytes":
         return BytesTokenizer()
@@ -193,7 +193,7 @@ def load_tokenizer(config: schema.Tokenizer) -> Tokenizer:
 
 
 def find_tokenizer_dir(start: Path) -> Path | None:
-    """Where the tokenizer of a model directory or checkpoint lies: in it, in its `tokenizer/`, or in its run's."""
+    """The directory with the tokenizer of a model directory or checkpoint: itself, its `tokenizer/`, or that of its run."""
     places = [start, start / "tokenizer"]
     if (start.parent.parent / "config.toml").is_file():  # a run folder
         places.append(start.parent.parent / "tokenizer")
@@ -201,10 +201,10 @@ def find_tokenizer_dir(start: Path) -> Path | None:
 
 
 def load_tokenizer_dir(path: str | Path) -> Tokenizer:
-    """The tokenizer in a directory: one saved here, or any with tokenizer.json or tokenizer.model (in this order)."""
+    """Loads the tokenizer in a directory: one saved by Farsight, else tokenizer.json or tokenizer.model, in this order."""
     path = Path(path)
     config = path / CONFIG_FILE
-    # A directory saved here may hold tokenizer.json for other programs' sake only.
+    # In a directory that Farsight saved, tokenizer.json may be there for other programs only.
     kind = parse_json(config.read_bytes(), config).get("farsight_kind") if config.is_file() else None
     if kind == "bytes":
         tokenizer = BytesTokenizer()
@@ -218,9 +218,9 @@ def load_tokenizer_dir(path: str | Path) -> Tokenizer:
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int, directory: str | Path) -> SentencePieceTokenizer:
-    """Trains a sentencepiece BPE tokenizer that keeps every text as it is, and saves it.
+    """Trains a sentencepiece BPE tokenizer that preserves every text, and saves it in the directory.
 
-    The same texts in the same order give the same tokenizer. Raises `DataError` when the texts can't fill `vocab_size`.
+    The same texts in the same order give the same tokenizer. Raises `DataError` if the texts can't fill `vocab_size`.
     """
     tokenizer = SentencePieceTokenizer(train_model(texts, vocab_size))
     tokenizer.save(directory)
@@ -234,7 +234,7 @@ def _load_file(path: Path) -> Tokenizer:
 def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
     model = path.read_bytes()
     if not model:
-        raise DataError(f"{path} is empty: the model in it was lost. Copy the file again.")
+        raise DataError(f"{path} is empty. Copy the file again.")
     beside = companions(path.parent)
     try:
         tokenizer = SentencePieceTokenizer(model, beside)
@@ -248,7 +248,7 @@ def _load_sentencepiece(path: Path) -> SentencePieceTokenizer:
 
 
 def _byte_letters() -> list[str]:
-    """The letters that stand for bytes 0 … 255 in a byte-level tokenizer.json (GPT-2's table)."""
+    """The letters for bytes 0 … 255 in a byte-level tokenizer.json (GPT-2's table)."""
     visible = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in visible else chr(next(others)) for byte in range(256)]
@@ -256,9 +256,3 @@ def _byte_letters() -> list[str]:
 
 def _id_or_none(token_id: int) -> int | None:
     return token_id if token_id >= 0 else None
-
-
-if __name__ == "__main__":
-    from farsight.data.tokenizers.cli import main
-
-    main()

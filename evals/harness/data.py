@@ -1,6 +1,6 @@
-"""Rows of lm-eval's tasks from files of one's own, where their data sets can't be downloaded.
+"""Rows of lm-eval's tasks from local files, where their data sets can't be downloaded.
 
-A task's questions are `TASK.jsonl` and the examples shown before them `TASK.fewshot.jsonl`: one JSON object a line, with the
+A task's questions are in `TASK.jsonl`, the examples shown before them in `TASK.fewshot.jsonl`: one JSON object a line, with the
 fields of the data set that the task is written for.
 """
 
@@ -15,26 +15,26 @@ from typing import Any
 from farsight.configs.check import ConfigError
 
 EXAMPLES = ".fewshot"
-"""Ends the name of what holds a task's examples."""
+"""Suffix of the name of a file with a task's examples."""
 
 
 @dataclass(frozen=True)
 class LocalData:
-    """Where a task's rows are."""
+    """Files with a task's rows."""
 
     questions: Path
     examples: Path | None = None
 
 
 def local_data(named: Iterable[str], folder: Path | None) -> dict[str, LocalData]:
-    """The files by task.
+    """Files with rows, by task.
 
     Args:
         named: "TASK=FILE" or "TASK.fewshot=FILE".
-        folder: with files named for tasks.
+        folder: contains files named after tasks.
 
     Raises:
-        ConfigError: no such file, or examples without questions.
+        ConfigError: a missing file, or examples without questions.
     """
     files: dict[str, Path] = {}
     if folder is not None:
@@ -60,13 +60,13 @@ def local_data(named: Iterable[str], folder: Path | None) -> dict[str, LocalData
 
 @contextmanager
 def use_local_data(index: dict[str, Any], data: Mapping[str, LocalData]) -> Iterator[None]:
-    """Has lm-eval's tasks read the files for a while: it is shown copies of their configs, with another source of rows.
+    """Makes lm-eval's tasks read the files inside the context, through copies of their configs that name them.
 
     Args:
         index: `TaskManager.task_index`.
 
     Raises:
-        ConfigError: a task whose rows can't come from a file.
+        ConfigError: a task whose rows can't be read from a file.
     """
     before = dict(index)
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def _redirect(index: dict[str, Any], data: Mapping[str, LocalData], folder: Path
         splits = {"test": str(files.questions.resolve())}
         if files.examples is not None:
             splits["examples"] = str(files.examples.resolve())
-        # `test`, as lm-eval leaves a question out of its own examples only where both are of the test split.
+        # `test`: lm-eval leaves a question out of its own examples only if both are of the test split.
         examples = "test" if files.examples is None else "examples"
         listed = "samples" in (entry.cfg.get("fewshot_config") or {})
         config = {

@@ -1,7 +1,7 @@
-"""A model of ours as lm-evaluation-harness knows models. Needs `lm_eval`: import it where it is used.
+"""Adapts our models to lm-evaluation-harness. Needs `lm_eval`, so import it only where it is used.
 
-Text is encoded as lm-eval's own `HFLM` has `transformers` encode it: bos comes first where the tokenizer puts it there, and
-only under a chat template is a special token's text that token.
+Text is encoded as `transformers` encodes it for lm-eval's `HFLM`: bos comes first if the tokenizer puts it there, and the text of a
+special token becomes that token only under a chat template.
 
 Shape suffixes: B rows, L tokens, D model, V vocabulary.
 """
@@ -20,36 +20,36 @@ from torch import Tensor
 
 from farsight.configs.check import ConfigError
 from farsight.data.instructions.chat import ChatTemplate
-from farsight.inference.generate import generate
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.generate.completions import generate
+from farsight.inference.loading import LoadedModel
 from farsight.inference.sampling import Sampling
 from farsight.progress import progress
 
 logger = logging.getLogger("farsight")
 
 HEAD_TOKENS = 512
-"""Positions whose logits are held at once."""
+"""Positions whose logits are held in memory at once."""
 SEED = 1234
-"""Of sampled answers; lm-eval's own default."""
+"""Seed of sampled answers; lm-eval's own default."""
 _GENERATION_SETTINGS = {"do_sample", "temperature", "top_p", "until", "max_gen_toks"}
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
-"""What was asked, and the tokens of the context and of the continuation."""
+"""The request's texts, and the tokens of its context and its continuation."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a task's text is given to the model."""
+    """How the model reads a task's text."""
 
     max_length: int
-    """Most tokens of a text, those that are generated included."""
+    """Most tokens in a text, generated ones included."""
     truncate: Literal["left", "middle"] = "left"
-    """Which tokens of a context go where it is too long: lm-eval's way, or LongBench's, which keeps both ends."""
+    """Where too long a context is cut: on the left as in lm-eval, or in the middle as in LongBench, which keeps both ends."""
     rows_at_once: int = 8
     bos: bool | None = None
-    """Put bos first; None does what the tokenizer does under `transformers`."""
+    """Start with bos; None does what the tokenizer does under `transformers`."""
     chat: bool = False
-    """Write prompts by the tokenizer's chat template."""
+    """Format prompts with the tokenizer's chat template."""
 
 
 class HarnessModel(TemplateLM):
@@ -72,7 +72,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def truncated(self) -> int:
-        """Texts that were cut to `max_length` so far, whatever number of answers to each was scored."""
+        """Number of texts cut to `max_length` so far; a text counts once, however many answers to it were scored."""
         return len(self._cut_contexts)
 
     @property
@@ -81,7 +81,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What comes before a text that has nothing before it."""
+        """The token placed before a text without context."""
         tokenizer = self.model.tokenizer
         found = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
         if found is None:
@@ -102,7 +102,7 @@ class HarnessModel(TemplateLM):
         return None if self.template is None else self.template.source
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages as text; without `add_generation_prompt` the last one is an answer that goes on."""
+        """The messages as text; without `add_generation_prompt`, the last one is an answer to be continued."""
         assert self.template is not None
         if add_generation_prompt:
             return self.template.prompt(chat_history)
@@ -115,7 +115,7 @@ class HarnessModel(TemplateLM):
         else:
             ids = tokenizer.encode_rendered([string])[0].ids.tolist()
         bos = self.bos if add_special_tokens is None else add_special_tokens
-        # A template may have written it.
+        # A template may already have written bos.
         if bos and tokenizer.bos_id is not None and not (self.template and ids[:1] == [tokenizer.bos_id]):
             ids = [tokenizer.bos_id, *ids]
         return ids
@@ -124,8 +124,8 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """For each request the sum of the continuation's log-probabilities, and whether greedy decoding would write it."""
-        # Answers of one token to one question give the model the same tokens: they are read once.
+        """For each request, the sum of its continuation's log-probabilities, and whether greedy decoding would produce it."""
+        # One-token answers to the same question need the same forward pass, so each such text is read once.
         asked: dict[tuple[int, ...], list[int]] = {}
         for number, (_asked, context, continuation) in enumerate(requests):
             if len(continuation) > self.max_length:
@@ -150,7 +150,7 @@ class HarnessModel(TemplateLM):
         return [answers[number] for number in range(len(requests))]
 
     def _last_hidden_states(self, texts: Sequence[Sequence[int]], last: int) -> Tensor:
-        """Hidden states of the last tokens of each text: [B, at most `last`, D], padded on the left."""
+        """Hidden states of the last tokens of each text, left-padded: [B, at most `last`, D]."""
         rows = self.model.decoder.start([len(text) for text in texts])
         longest = max(map(len, texts))
         tokens_BL = torch.zeros(len(texts), longest, dtype=torch.int64)
@@ -172,7 +172,7 @@ class HarnessModel(TemplateLM):
         return total, greedy
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of each text, in windows of at most `max_length` that do not overlap in what they predict."""
+        """The log-probability of each text, from windows of at most `max_length` tokens that predict every token once."""
         windows: list[Request] = []
         counts = []
         for request in requests:
@@ -190,7 +190,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes after each context, up to a stop string."""
+        """The model's continuation of each context, up to a stop string."""
         alike: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -223,7 +223,7 @@ class HarnessModel(TemplateLM):
         return [texts[number] for number in range(len(requests))]
 
     def _settings(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """A task's `generation_kwargs`, complete."""
+        """A task's `generation_kwargs`, completed with defaults."""
         settings = dict(normalize_gen_kwargs(asked))
         settings.setdefault("temperature", 0.0)
         if ignored := sorted(set(settings) - _GENERATION_SETTINGS):
@@ -239,7 +239,7 @@ class HarnessModel(TemplateLM):
         return self._cut(self.tok_encode(context) or [self.prefix_token_id], self.max_length - new_tokens)
 
     def _cut(self, context: list[int], room: int) -> list[int]:
-        """At most `room` tokens of a context, one or more."""
+        """Cuts a context to at most `room` tokens."""
         if len(context) <= room:
             return context
         self._cut_contexts.add(hash(tuple(context)))
@@ -247,7 +247,7 @@ class HarnessModel(TemplateLM):
         return context[:begin] + context[len(context) - (room - begin) :]
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Numbers of rows to read together, the longest first: what does not fit in memory fails at once."""
+        """Numbers of the rows to read together, longest first, so that running out of memory happens at the start."""
         distinct = sorted(set(lengths))
         for group in self.model.decoder.alike(distinct, distinct):
             members = set(group)

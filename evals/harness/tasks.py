@@ -1,5 +1,4 @@
-"""Which tasks of lm-evaluation-harness 0.4.13 the named groups run, with how many examples, and under which key lm-eval
-writes what is reported."""
+"""The named groups of tasks of lm-evaluation-harness 0.4.13, with the number of examples and the metric reported for each task."""
 
 import dataclasses
 import difflib
@@ -12,28 +11,28 @@ from farsight.configs.check import ConfigError
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A task, or a group of tasks that lm-eval averages."""
+    """A task, or a group of tasks averaged by lm-eval."""
 
     task: str
     shots: int | None = None
-    """Examples before each question; None leaves them to the task."""
+    """Examples before each question; None keeps the task's own number."""
     metric: str | None = None
-    """"METRIC,FILTER", as lm-eval writes it; None reports the first that it writes."""
+    """"METRIC,FILTER", as lm-eval writes it; None reports the first one."""
     name: str = ""
-    """In the results; the task's where it is empty."""
+    """Name in the results; the task's if empty."""
     group: str = ""
-    """Whose mean it counts in."""
+    """Group whose mean includes it."""
     length: int | None = None
-    """Of the prompts that it counts, where a task has prompts of several."""
+    """Length of the prompts that count, for a task with prompts of several lengths."""
 
     @property
     def label(self) -> str:
         return self.name or self.task
 
 
-# SCOPE's Table 6 says "Accuracy" throughout. Its shots are those of the Open LLM Leaderboard, which takes acc_norm for ARC and
-# HellaSwag; and its 0.33 on OpenBookQA beside 0.71 on PIQA, and 0.38 on TruthfulQA, are what models of that strength have in
-# acc_norm and in mc2. lm-eval's own BBH is the one with chains of thought.
+# SCOPE's Table 6 says "Accuracy" throughout. Its shots are those of the Open LLM Leaderboard, which uses acc_norm for ARC and
+# HellaSwag; its 0.33 on OpenBookQA (beside 0.71 on PIQA) and 0.38 on TruthfulQA are typical of acc_norm and mc2 for models of that
+# strength. lm-eval's BBH is the variant with chains of thought.
 _SCOPE_NLU = (
     Benchmark("gpqa_main_zeroshot", 0, "acc,none"),
     Benchmark("piqa", 0, "acc,none"),
@@ -46,7 +45,7 @@ _SCOPE_NLU = (
     Benchmark("hellaswag", 10, "acc_norm,none"),
     Benchmark("arc_challenge", 25, "acc_norm,none"),
 )
-# GARFA's section 4, which does not say which variants of GPQA, MATH and MGSM it ran. It ran HumanEval+ with EvalPlus.
+# GARFA's section 4 does not name its variants of GPQA, MATH and MGSM. It ran HumanEval+ with EvalPlus.
 _GARFA_SIX = (
     Benchmark("mmlu", 5, "acc,none"),
     Benchmark("gpqa_main_zeroshot", 0, "acc,none"),
@@ -80,7 +79,7 @@ def named_groups(lengths: Sequence[int] = RULER_LENGTHS) -> dict[str, tuple[Benc
     """The groups by name.
 
     Args:
-        lengths: in tokens, of RULER's prompts; lm-eval writes a task's figure at each under the length as its metric.
+        lengths: of RULER's prompts, in tokens; lm-eval writes a task's figure at each length with the length as its metric.
     """
     ruler = tuple(
         Benchmark(task, 0, f"{length},none", f"{task}@{length}", f"ruler@{length}", length)
@@ -103,14 +102,14 @@ def named_groups(lengths: Sequence[int] = RULER_LENGTHS) -> dict[str, tuple[Benc
 def benchmarks(
     names: Iterable[str], shots: int | None = None, lengths: Sequence[int] = RULER_LENGTHS
 ) -> list[Benchmark]:
-    """What to run.
+    """The benchmarks to run.
 
     Args:
-        names: of a group, of one of its tasks ("garfa_six/mmlu"), or of any task or group that lm-eval knows.
-        shots: of the last kind.
+        names: groups, tasks of a group ("garfa_six/mmlu"), or any tasks or groups of lm-eval.
+        shots: for names of the last kind.
 
     Raises:
-        ConfigError: a group that has no such task, or two that report one task differently.
+        ConfigError: a group has no such task, or two groups report one task differently.
     """
     groups = named_groups(lengths)
     found: dict[str, Benchmark] = {}
@@ -140,13 +139,13 @@ def _asked(benchmark: Benchmark) -> str:
 
 
 def leaves(index: Mapping[str, Any], name: str) -> list[str]:
-    """The tasks that a task, group or tag of lm-eval's consists of.
+    """The tasks in an lm-eval task, group or tag.
 
     Args:
         index: `TaskManager.task_index`.
 
     Raises:
-        ConfigError: a name that is not there; says which are like it.
+        ConfigError: an unknown name; the message suggests similar ones.
     """
     if name not in index:
         like = difflib.get_close_matches(name, [*named_groups(), *index], n=3)
@@ -161,5 +160,5 @@ def leaves(index: Mapping[str, Any], name: str) -> list[str]:
             members = [m if isinstance(m, str) else m.get("group", m.get("task")) for m in given]
         case _:
             return [name]
-    # A group may hold tasks that are written out in it.
+    # A group may define tasks inline, which the index lacks.
     return [leaf for member in members for leaf in (leaves(index, member) if member in index else [member])]

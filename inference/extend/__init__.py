@@ -1,7 +1,8 @@
-"""Training-free ways to read further than a model was trained: plug-ins of `evals.decoder.Decoder`.
+"""Training-free context extension: plug-ins of `inference.decoder.Decoder` that read further than a model was trained.
 
-An extension either changes the positions that a model is built with (`interpolation`), or it keeps and turns keys itself, layer
-by layer (`remapped`). Each is a dataclass whose fields are its settings; `METHODS` lists them.
+An extension either changes the positions that a model is built with (`interpolation`), or keeps and rotates keys itself, layer
+by layer (`remapped`). Each is a dataclass whose fields are its settings. `METHODS` lists them, and
+`inference.model_options.EXTENSIONS` repeats their settings for --help.
 """
 
 import dataclasses
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
 
 
 class Extension(Protocol):
-    """A way to read further."""
+    """A context extension."""
 
     def change(self, config: "ModelConfig") -> "ModelConfig":
-        """The config to build the model with.
+        """Returns the config to build the model with.
 
         Raises:
-            ConfigError: a model that it does not fit, and why.
+            ConfigError: the extension does not fit the model.
         """
         ...
 
     def caches(self, model: "Llama", config: "ModelConfig", batch: "Batch") -> "dict[str, LayerCache] | None":
-        """A cache for each layer, by the layer's number, which turns queries and keys itself; None leaves them to the model."""
+        """Caches that rotate queries and keys themselves, by layer number; None leaves caching to the model."""
         ...
 
 
@@ -44,26 +45,11 @@ METHODS: dict[str, type] = {
 }
 
 
-def _usage(method: type) -> str:
-    """A method with its settings and their defaults."""
-    settings = []
-    for field in dataclasses.fields(method):
-        default = "…" if field.default is dataclasses.MISSING else field.default
-        settings.append(f"{field.name}={default:.3g}" if isinstance(default, float) else f"{field.name}={default}")
-    return f"{method.name}:{','.join(settings)}"  # type: ignore[attr-defined]  # every method has a name
-
-
-EXTENSIONS_HELP = (
-    "read further than the model was trained, without training it (docs/extensions.md); 0 is worked out from the lengths: "
-    + "; ".join(_usage(method) for method in METHODS.values())
-)
-
-
 def parse_extension(text: str) -> Extension:
-    """The extension that `--extend` names: METHOD, METHOD:KEY=VALUE,… or METHOD:VALUE for its first setting alone.
+    """The extension that `--extend` names: METHOD, METHOD:KEY=VALUE,… or METHOD:VALUE for the first setting.
 
     Raises:
-        ConfigError: a method or setting that is not there, or a value that does not fit.
+        ConfigError: an unknown method or setting, or an invalid value.
     """
     name, _, rest = text.partition(":")
     if name not in METHODS:

@@ -1,7 +1,7 @@
-"""AdaGroPE (Xu et al., 2025): each relative position is used more often the farther away it is, as often as a length needs.
+"""AdaGroPE (Xu et al., 2025): the farther away a relative position, the more tokens share it, as far as the length requires.
 
-No code of the authors is public, and the paper's text was not at hand either: what follows is built from a published summary of
-it (its principles, r_n, P, r and the window r·P), and the pieces below are the one arrangement that satisfies all of them.
+The authors' code is not public and the paper's text was not available. This follows a published summary (its principles, r_n, P,
+r and the window r·P); the pieces below are the only arrangement that satisfies all of them.
 """
 
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from farsight.inference.extend.remapped import Distances, Region
 
 @dataclass(frozen=True)
 class AdaGroPE(FixedMethod):
-    """The P positions are shared out over the distances of a sequence so that the number of tokens at one position never falls
-    with distance, is as small as the length allows, and grows first for the farthest; at least ⌊r·P/n⌋ positions keep n tokens
-    for n = 1, 2, 4, 8, …, of which the first is the window of exact distances.
+    """Distributes P positions over the distances of a sequence. The number of tokens at a position never falls with distance, is
+    as small as the length allows, and grows for the farthest positions first; at least ⌊r·P/n⌋ positions keep n tokens for
+    n = 1, 2, 4, 8, …, those with n = 1 being the window of exact distances.
 
-    A prompt is read with the positions of its own length, and each decoded token has those of its length.
+    A prompt is read with the positions for its own length, each decoded token with those for the length at that token.
     """
 
     name: ClassVar[str] = "adagrope"
     limit: int = 0
-    """P. 0: the trained window, as the paper's language modelling; its other tasks use half of it."""
+    """P. 0: the trained window, as in the paper's language modelling; its other tasks use half of it."""
     ratio: float = 0.25
     """r."""
 
@@ -41,20 +41,20 @@ class AdaGroPE(FixedMethod):
 
 
 class Piece(NamedTuple):
-    """Neighbouring positions that as many tokens share."""
+    """Consecutive positions shared by the same number of tokens each."""
 
     tokens: int
-    """At each position."""
+    """Tokens at each position."""
     positions: int
 
 
 def pieces(length: int, limit: int, ratio: float) -> list[Piece]:
-    """From the nearest to the farthest; together as many tokens as `length`, or as `limit` if that is more."""
+    """The pieces from nearest to farthest, which hold `length` tokens together, or `limit` if that is more."""
     kept: list[Piece] = []
-    covered, left, most = 0, limit, 1  # tokens of what is kept; positions that are left, and the tokens at each
+    covered, left, most = 0, limit, 1  # tokens in the kept pieces; positions left, and tokens at each of those
     while covered + left * most < length:
         reserved = int(limit * ratio / most) if most & (most - 1) == 0 else 0
-        # With `most` + 1 tokens at all that are left but those reserved, would the length fit?
+        # Does the length fit with `most` + 1 tokens at every position left except the reserved ones?
         if covered + reserved * most + (left - reserved) * (most + 1) >= length:
             more = length - covered - left * most
             return [p for p in (*kept, Piece(most, left - more), Piece(most + 1, more)) if p.positions]
@@ -72,7 +72,7 @@ class AdaptiveGroups:
     prompt: int
 
     def regions(self, first: int, stop: int, device: torch.device) -> Iterator[Region]:
-        """⌊(i − j − d)/n⌋ is a difference of two positions for queries of the same i mod n: these are taken together."""
+        """⌊(i − j − d)/n⌋ is a difference of two positions among queries with the same i mod n, which form a region."""
         queries, keys = torch.arange(first, stop, device=device), torch.arange(stop, device=device)
         nearest, position = 0, 0
         for n, number in pieces(self.prompt, self.limit, self.ratio):

@@ -1,4 +1,4 @@
-"""ChunkLlama: dual chunk attention (An et al., 2024), positions that start again in every chunk."""
+"""ChunkLlama: dual chunk attention (An et al., 2024), where positions restart in every chunk."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class ChunkLlama(FixedMethod):
     chunk: int = 0
     """s in tokens. 0: 5/8 of the trained window, as in the official code."""
     window: int = 0
-    """w in tokens, which keep their distances across the end of a chunk. 0: 1/8 of the trained window, as there."""
+    """w in tokens: how far distances stay exact across a chunk boundary. 0: 1/8 of the trained window, as there."""
 
     def positions(self, window: int, prompt: int, length: int) -> FixedMap:
         chunk, local = self.chunk or max(1, window * 5 // 8), self.window or max(1, window // 8)
@@ -39,7 +39,7 @@ class DualChunks:
 
     chunk: int
     limit: int
-    """c: one more than the largest position."""
+    """c: the largest position plus one."""
 
     def regions(self, first: int, stop: int, device: torch.device) -> Iterator[Region]:
         s = self.chunk

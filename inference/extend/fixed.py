@@ -1,4 +1,4 @@
-"""Methods whose relative positions follow from the lengths of a sequence and of its prompt, whatever its tokens are."""
+"""Base of methods whose relative positions depend only on the lengths of a sequence and its prompt, not on its tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -21,19 +21,19 @@ from farsight.model.llama import Llama
 
 
 class FixedMap(Protocol):
-    """The relative positions of one sequence, as `evals.extensions.remapped.PositionMap` and for queries that are decoded."""
+    """The relative positions of one sequence: a `remapped.PositionMap` that also covers decoded queries."""
 
     def regions(self, first: int, stop: int, device: torch.device) -> Iterator[Region]: ...
 
     def distances(self, query: int, device: torch.device) -> Distances:
-        """Of the keys [0, query], for a query that is decoded."""
+        """Relative positions of the keys [0, query] for a decoded query."""
         ...
 
 
 class FixedMethod(ABC):
-    """A method of this kind; its settings are the fields of a dataclass.
+    """A method of this kind: a dataclass whose fields are its settings.
 
-    A sequence that stays within the window that the model was trained on is left as it is.
+    Sequences within the trained window are left as they are.
     """
 
     name: ClassVar[str]
@@ -45,18 +45,18 @@ class FixedMethod(ABC):
         """The relative positions of a sequence.
 
         Args:
-            window: tokens of the sequences that the model was trained on, fewer than `length`.
-            prompt: tokens of the prompt.
-            length: that the sequence may reach.
+            window: sequence length that the model was trained on, in tokens; less than `length`.
+            prompt: tokens in the prompt.
+            length: largest length of the sequence.
 
         Raises:
-            ConfigError: settings that do not go with these lengths.
+            ConfigError: settings that do not fit these lengths.
         """
 
     def change(self, config: ModelConfig) -> ModelConfig:
         check_remappable(self.name, config)
         window = config.trained_length
-        self.positions(window, 1, window + 1)  # settings that no longer sequence would suit either
+        self.positions(window, 1, window + 1)  # checks the settings: what fails here fails for longer sequences too
         return config
 
     def caches(self, model: Llama, config: ModelConfig, batch: Batch) -> dict[str, LayerCache]:
@@ -69,10 +69,10 @@ class FixedMethod(ABC):
 
 
 class FixedPositions:
-    """Relative positions that follow from the lengths of the sequences.
+    """A batch's relative positions, which depend only on the lengths of its sequences.
 
     Args:
-        maps: of each row, all of one method.
+        maps: one for each row, all of one method.
     """
 
     def __init__(self, maps: Sequence[FixedMap], batch: Batch, interpolated: bool, seed: int) -> None:
@@ -95,7 +95,7 @@ class FixedPositions:
             found = [positions.distances(column - start, q_BNH.device) for positions, start in pairs]
             noise = None
             if any(distances.noise is not None for distances in found):
-                # A row that is short as yet has none.
+                # A row that is still short has no noise.
                 noise = _right_aligned([n if n is not None else torch.zeros_like(p) for p, n in found])
             distances = Distances(_right_aligned([positions for positions, _ in found]), noise)
             self._column, self._step = column, Step(distances, self.interpolated)
@@ -103,18 +103,18 @@ class FixedPositions:
 
 
 def _right_aligned(rows: Sequence[Tensor]) -> Tensor:
-    """[B, T] of [t] each, zeros before those that are shorter."""
+    """Stacks rows of [t] to [B, T], with zeros before shorter ones."""
     longest = max(map(len, rows))
     return torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
 
 
 def causal(queries: Tensor, keys: Tensor) -> Tensor:
-    """bool [l, t]: the keys up to each query."""
+    """bool [l, t]: whether each key is at or before each query."""
     return keys <= queries[:, None]
 
 
 class PlainPositions:
-    """Every key at its distance: what the model was trained with."""
+    """Every key at its true distance, as the model was trained."""
 
     def regions(self, first: int, stop: int, device: torch.device) -> Iterator[Region]:
         queries, keys = torch.arange(first, stop, device=device), torch.arange(stop, device=device)

@@ -14,11 +14,12 @@ from farsight.inference.extend.remapped import Distances, Region
 
 @dataclass(frozen=True)
 class Gali(FixedMethod):
-    """Past the trained window W, tokens stand at the positions 0 … W − 1 and, from the first on and as far as needed, at
-    fractions between them; the last `local` positions stay whole. A logit between two whole relative positions is the
-    interpolation of their logits, with normal noise in proportion to the distance.
+    """Past the trained window W, tokens take the positions 0 … W − 1 and, starting from the first and only as far as needed,
+    fractions between them; the last `local` positions stay whole. A logit between two whole relative positions is interpolated
+    from their logits, with normal noise in proportion to the distance.
 
-    A prompt is read W tokens first and then in chunks, each with the positions of its end; decoded tokens with those of theirs.
+    The first W tokens of a prompt are read together, the rest in chunks, each with the positions for the length at its end;
+    each decoded token has the positions for the length at that token.
     """
 
     name: ClassVar[str] = "gali"
@@ -28,9 +29,9 @@ class Gali(FixedMethod):
     local: int = 0
     """Whole positions at the end. 0: 128, as in the authors' settings, or a quarter of W if that is less."""
     noise: float = 1.0
-    """Standard deviation of the noise at the distance of the whole length; 0 adds none."""
+    """Standard deviation of the noise at a distance of the whole length; 0 adds none."""
     seed: int = 0
-    """Of the noise."""
+    """Seed of the noise."""
 
     def positions(self, window: int, prompt: int, length: int) -> FixedMap:
         chunk = self.chunk or min(3000, window)
@@ -54,12 +55,12 @@ class GreedyPositions:
     prompt: int
 
     def absolute(self, length: int, device: torch.device) -> Tensor:
-        """Position of each token of a sequence that is as long as this, fp32."""
+        """Position of each token in a sequence of this length, fp32."""
         whole = torch.arange(min(length, self.window), dtype=torch.float32, device=device)
         if length <= self.window:
             return whole
-        parts = -(-(length - self.local) // (self.window - self.local))  # of a position: as few as do
-        cut = -(-(length - self.window) // (parts - 1))  # positions that have to be cut into parts
+        parts = -(-(length - self.local) // (self.window - self.local))  # fewest parts of a position that suffice
+        cut = -(-(length - self.window) // (parts - 1))  # positions that must be cut into parts
         index = torch.arange(length - (self.window - cut), device=device)
         return torch.cat((index // parts + (index % parts).float() / parts, whole[cut:]))
 
@@ -86,7 +87,7 @@ class GreedyPositions:
         return Distances(positions[-1].ceil() - positions, self._noise(distances, positions, query + 1))
 
     def _noise(self, distances: Tensor, positions: Tensor, length: int) -> Tensor | None:
-        """On the logits that are interpolated."""
+        """Standard deviation of the noise on interpolated logits; None without noise."""
         if not self.noise or length <= self.window:
             return None
         return distances / length * self.noise * (positions % 1 != 0)

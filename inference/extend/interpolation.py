@@ -1,4 +1,4 @@
-"""Scaled RoPE: what a model that was trained without scaling is built with in place of its own."""
+"""Scaled RoPE for models that were trained without scaling."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Interpolation(ABC):
-    """A kind of scaling; the formulas are `model.rope`'s."""
+    """A kind of scaling; `model.position.rope` has the formulas."""
 
     name: ClassVar[str]
     factor: float
@@ -29,13 +29,13 @@ class Interpolation(ABC):
 
     @abstractmethod
     def rotary(self, theta: float, trained: int) -> Rotating:
-        """In place of plain RoPE of this base, trained on sequences of this length."""
+        """The scaled RoPE that replaces plain RoPE of base `theta`, trained on sequences of length `trained`."""
 
     def change(self, config: ModelConfig) -> ModelConfig:
-        """The RoPE of all layers that rotate, scaled.
+        """Scales the RoPE of all layers that rotate.
 
         Raises:
-            ConfigError: a model whose RoPE is scaled already or that has none.
+            ConfigError: the model's RoPE is scaled already, or it has none.
         """
         p, shown = config.position, f"{self.name}:{self.factor:g}"
         if p.lasp is not None:
@@ -84,7 +84,7 @@ class Ntk(Interpolation):
 
 @dataclass(frozen=True)
 class Dynamic(Interpolation):
-    """Dynamic NTK (emozilla, 2023): the same with a factor that grows with the sequence past the trained length."""
+    """Dynamic NTK (emozilla, 2023): NTK-aware scaling whose factor grows with the sequence past the trained length."""
 
     name: ClassVar[str] = "dynamic"
 
@@ -94,7 +94,7 @@ class Dynamic(Interpolation):
 
 @dataclass(frozen=True)
 class Yarn(Interpolation):
-    """YaRN (Peng et al., 2023): fast dimensions kept, slow ones interpolated, and a temperature."""
+    """YaRN (Peng et al., 2023): fast dimensions kept, slow ones interpolated, with a temperature on the logits."""
 
     name: ClassVar[str] = "yarn"
 

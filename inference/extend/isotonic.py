@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 FEW = 256
-"""Values of a sequence up to which the quadratic formula takes less time than the linear algorithm."""
+"""Longest sequence for which the quadratic formula is faster than the linear algorithm."""
 
 
 def isotonic_regression(values_BC: Tensor) -> Tensor:
-    """The non-decreasing sequences with the least sum of squared differences from the given ones.
+    """The non-decreasing sequences with the smallest sum of squared differences from the given ones.
 
     Args:
         values_BC: floating point, any device.
@@ -27,13 +27,13 @@ def isotonic_regression(values_BC: Tensor) -> Tensor:
 
 
 def max_of_min_means(values_BC: Tensor) -> Tensor:
-    """The same by its closed form: at i, the largest over a ≤ i of the least over b ≥ i of the mean of [a, b]
-    (Barlow et al., 1972). C² means a sequence, and neither a loop nor a wait for the device.
+    """Isotonic regression by its closed form: the value at i is the maximum over a ≤ i of the minimum over b ≥ i of the mean of
+    [a, b] (Barlow et al., 1972). Takes C² means for each sequence, but no loop and no wait for the device.
     """
     C = values_BC.shape[-1]
     sums_BC = torch.nn.functional.pad(values_BC.cumsum(-1), (1, 0))
     index_C = torch.arange(C, device=values_BC.device)
-    sizes_CC = index_C - index_C[:, None] + 1  # of [a, b]: a by row, b by column
+    sizes_CC = index_C - index_C[:, None] + 1  # of the ranges [a, b]: row a, column b
     means_BCC = (sums_BC[:, None, 1:] - sums_BC[:, :-1, None]) / sizes_CC
     empty_CC = sizes_CC < 1
     least_BCC = means_BCC.masked_fill(empty_CC, torch.inf).flip(-1).cummin(-1).values.flip(-1)
@@ -41,10 +41,9 @@ def max_of_min_means(values_BC: Tensor) -> Tensor:
 
 
 def pool_adjacent_violators(values_BC: np.ndarray) -> np.ndarray:
-    """The same by pooling neighbours that are out of order (De Leeuw et al., 2010), all sequences in step.
+    """Isotonic regression by pooling neighbours that are out of order (De Leeuw et al., 2010), all sequences in step.
 
-    A sequence's pools are a stack: each value is pushed once and each merge takes a pool away, so that the passes are at most
-    2 C a sequence.
+    The pools of a sequence form a stack: each value is pushed once and each merge removes a pool, so there are at most 2 C passes.
     """
     B, C = values_BC.shape
     row_B = np.arange(B)

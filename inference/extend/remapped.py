@@ -1,11 +1,9 @@
-"""Attention over keys that are kept as they were before RoPE and turned at every step, by the relative position that a method
-gives each of them.
+"""Attention over keys cached before RoPE and rotated at every step, by the relative positions that a method assigns.
 
-A prompt is read in spans of queries, whose pairs with keys a method cuts into regions where the relative position is the
-difference of a position of the query and one of the key: a region is plain attention. The last token of a prompt, whose logits
-choose the first new one, and every token after it are decoded: the query stands at 0 and each key at minus its own relative
-position P, which is plain RoPE where P is the distance. Layers with ALiBi take −slope · P instead, layers without either attend
-as they are.
+A prompt is read in spans of queries. A method cuts their pairs with keys into regions in which the relative position is the
+difference of a query position and a key position, so that a region is plain attention. The last token of a prompt, whose logits
+choose the first new token, and every token after it are decoded: the query is at position 0 and each key at minus its relative
+position P, which is plain RoPE if P is the distance. Layers with ALiBi use −slope · P instead; layers without either are unchanged.
 
 Shape suffixes: B batch, R rows that start together, L queries, T keys, N query heads, K key-value heads, G = N/K, H head dim.
 """
@@ -28,95 +26,95 @@ from farsight.model.position.rope import RopeFrequencies, rope_tables
 from farsight.model.position.scope import DENSE_SCOPE
 
 SCORES = 2**26
-"""Scores that are held at once while a prompt is read."""
+"""Attention scores held in memory at once while a prompt is read."""
 
 
 class Region(NamedTuple):
     """Pairs of queries and keys of one sequence whose relative position is the difference of two positions."""
 
     queries: slice
-    """Of the span that was asked for."""
+    """Indices within the requested span."""
     keys: slice
-    """From the sequence's first token."""
+    """Indices from the sequence's first token."""
     query_positions: Tensor
-    """[l], whole numbers where the method interpolates."""
+    """[l]; whole numbers if the method interpolates."""
     key_positions: Tensor
-    """[t], or [R, t] where rows differ; a pair's relative position is the query's less the key's."""
+    """[t], or [R, t] where rows differ; a pair's relative position is the query's position minus the key's."""
     seen: Tensor
     """bool [l, t]: the pairs that belong to the region."""
     noise: Tensor | None = None
-    """[l, t]: standard deviation of what is added to the logits."""
+    """[l, t]: standard deviation of the noise added to the logits."""
 
 
 class Distances(NamedTuple):
-    """What a query that is decoded has before it."""
+    """The keys up to a decoded query."""
 
     positions: Tensor
-    """[…, T] relative position of each key."""
+    """[…, T]: relative position of each key."""
     noise: Tensor | None = None
-    """[…, T], as a region's."""
+    """[…, T]: as in Region."""
 
 
 class PositionMap(Protocol):
     """The relative positions of one sequence."""
 
     def regions(self, first: int, stop: int, device: torch.device) -> Iterator[Region]:
-        """Every pair of the prompt's queries [first, stop) with the keys up to each, once."""
+        """Regions that cover every pair of the prompt's queries [first, stop) and the keys up to each exactly once."""
         ...
 
 
 class Step:
-    """The relative positions of a query in each row, and the tables of the layers that share them."""
+    """Relative positions for one decoded query in each row, with RoPE tables cached for the layers that share them."""
 
     def __init__(self, distances: Distances, interpolated: bool = False) -> None:
         self.positions_BT, self.noise_BT = distances
         self.interpolated = interpolated
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def tables(self, turning: "Turning") -> tuple[Tensor, Tensor]:
-        """That turn the keys."""
-        if turning.row not in self._tables:
-            self._tables[turning.row] = turning.tables(-self.positions_BT, self.interpolated)
-        return self._tables[turning.row]
+    def tables(self, rotation: "LayerRotation") -> tuple[Tensor, Tensor]:
+        """The tables that rotate the keys."""
+        if rotation.row not in self._tables:
+            self._tables[rotation.row] = rotation.tables(-self.positions_BT, self.interpolated)
+        return self._tables[rotation.row]
 
 
 class SharedPositions(Protocol):
-    """Relative positions that layers share. The layers come in their order."""
+    """Relative positions shared by layers, which call it in their order."""
 
     interpolated: bool
-    """Whether logits between those of two whole positions are interpolated, and not the positions."""
+    """Whether logits of two whole positions are interpolated, rather than the positions."""
     seed: int
-    """Of the noise, where there is any."""
+    """Seed of the noise, if there is any."""
 
     def nbytes(self, layer: "RemappedLayer") -> int:
-        """Bytes that a layer keeps for them beside keys and values."""
+        """Bytes kept for a layer's positions, beside its keys and values."""
         ...
 
     def observe(self, layer: "RemappedLayer", rows: Sequence[int], q_RLNH: Tensor, first: int) -> None:
-        """Sees a layer's queries of a prompt, from `first` on, before `regions` is asked about them."""
+        """Receives a layer's queries of a prompt, from index `first` on, before `regions` is called for them."""
         ...
 
     def map_of(self, rows: Sequence[int]) -> PositionMap:
-        """For rows of the batch that start together."""
+        """Positions for rows of the batch that start together."""
         ...
 
     def step(self, layer: "RemappedLayer", q_BNH: Tensor, column: int) -> Step:
-        """For the queries in a column of the batch."""
+        """Positions for the queries in a column of the batch."""
         ...
 
 
 @dataclass(frozen=True)
-class Turning:
-    """How a layer turns queries and keys."""
+class LayerRotation:
+    """How a layer rotates queries and keys."""
 
     row: int
-    """Layers that turn alike have the same."""
+    """Equal for layers with the same frequencies."""
     frequencies: RopeFrequencies
 
     def tables(self, positions: Tensor, interpolated: bool) -> tuple[Tensor, Tensor]:
-        """`rope_tables` of [B, T] positions; interpolated ones lie on the line between their whole neighbours'.
+        """`rope_tables` of positions [B, T]; with `interpolated`, linear interpolations between the tables of whole positions.
 
-        A logit is linear in the turned key, and so on the line between the logits at those two positions.
+        A logit is linear in the rotated key, so this interpolates between the logits at the two whole positions.
         """
         if not interpolated:
             return rope_tables(positions, self.frequencies)
@@ -127,39 +125,44 @@ class Turning:
         return cos, sin
 
 
-def turned(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """`rotate` of [R, …, T, H] with tables [R or 1, T, H], by halves: without the copy that swaps them, it takes 0.7 of the
-    time over a long cache."""
+def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotates [R, …, T, H] with tables [R or 1, T, H], like `rotate` but half by half: saving the copy that swaps the halves takes
+    0.7 of the time on a long cache."""
     cos, sin = (table.view(table.shape[0], *[1] * (x.dim() - 3), *table.shape[1:]) for table in tables)
     half = x.shape[-1] // 2
     first, second = x[..., :half].float(), x[..., half:].float()
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    # The tables repeat their halves, the sines with the first negative.
+    # The halves of a table are equal, up to the sign of the sines: those of the first half are negative.
     torch.mul(first, cos[..., :half], out=out[..., :half]).addcmul_(second, sin[..., :half])
     torch.mul(second, cos[..., half:], out=out[..., half:]).addcmul_(first, sin[..., half:])
     return out.to(x.dtype)
 
 
 class RemappedLayer:
-    """A layer whose cache keeps every key as it was before RoPE, and every value.
+    """A layer whose cache keeps every value, and every key as it was before RoPE.
 
     Args:
-        number: of the layer.
+        number: the layer's.
         positions: shared with other layers.
-        turning: None where the layer does not rotate.
+        rotation: None if the layer has no RoPE.
     """
 
     rotates = True
 
     def __init__(
-        self, number: int, attention: Attention, batch: Batch, positions: SharedPositions, turning: Turning | None
+        self,
+        number: int,
+        attention: Attention,
+        batch: Batch,
+        positions: SharedPositions,
+        rotation: LayerRotation | None,
     ) -> None:
         kv_heads, self.head_dim = len(attention.scopes) // attention.group, attention.head_dim
         shape = len(batch.starts), kv_heads, batch.most_tokens, self.head_dim
         self.k_BKTH = torch.empty(shape, dtype=batch.dtype, device=batch.device)
         self.v_BKTH = torch.empty_like(self.k_BKTH)
         self.heads_N = torch.arange(attention.heads.start, attention.heads.stop, device=batch.device)
-        self.number, self.batch, self.positions, self.turning = number, batch, positions, turning
+        self.number, self.batch, self.positions, self.rotation = number, batch, positions, rotation
         self.tokens = 0
 
     @property
@@ -181,21 +184,21 @@ class RemappedLayer:
         alibi_slopes_N: Tensor | None,
         backend: str,
     ) -> Tensor:
-        assert document_starts_BT is None  # rows hold a document each
+        assert document_starts_BT is None  # each row holds one document
         begin = self.tokens - q_BLNH.shape[1]
         decoded = max(begin, min(self.tokens, self.batch.prompt - 1))  # the prompt's last token is
-        # In their order: positions may be carried on from query to query.
+        # In order, since positions may carry over from query to query.
         parts = [self._read(q_BLNH[:, : decoded - begin], begin, alibi_slopes_N)] if decoded > begin else []
         for column in range(decoded, self.tokens):
             parts.append(self._decode(q_BLNH[:, column - begin], column, alibi_slopes_N)[:, None])
         return torch.cat(parts, dim=1)
 
     def _read(self, q_BLNH: Tensor, begin: int, slopes_N: Tensor | None) -> Tensor:
-        """Queries of prompts, from column `begin` on; rows that start together are taken together."""
+        """Attention of the prompts' queries from column `begin` on, together for rows that start together."""
         o_BLNH, stop = torch.zeros_like(q_BLNH), begin + q_BLNH.shape[1]
         for start in sorted(set(self.batch.starts)):
             if start >= stop:
-                continue  # padding as yet
+                continue  # only padding so far
             rows = [row for row, begins in enumerate(self.batch.starts) if begins == start]
             column = max(start, begin)
             q_RLNH = q_BLNH[rows, column - begin :]
@@ -213,7 +216,7 @@ class RemappedLayer:
         first: int,
         slopes_N: Tensor | None,
     ) -> Tensor:
-        """The queries [first, T) of sequences of T keys as yet, a span at a time."""
+        """Attention of the queries [first, T) of sequences with T keys so far, span by span."""
         (R, L, N, _), T = q_RLNH.shape, k_RKTH.shape[2]
         span = max(16, SCORES // (R * N * T))
         positions, parts = self.positions.map_of(rows), []
@@ -234,14 +237,14 @@ class RemappedLayer:
         begin: int,
         slopes_N: Tensor | None,
     ) -> Tensor:
-        """A span's attention; the sequences' first query is `begin`."""
+        """Attention of one span, whose first query has index `begin`."""
         scores_RKGLT = q_RKGLH.new_full((*q_RKGLH.shape[:-1], k_RKTH.shape[2]), -torch.inf, dtype=torch.float32)
         for region in regions:
             q, k = q_RKGLH[..., region.queries, :], k_RKTH[:, :, region.keys]
             key_positions_RT = torch.atleast_2d(region.key_positions)
-            if self.turning is not None:
-                q = turned(q, self.turning.tables(region.query_positions[None], False))
-                k = turned(k, self.turning.tables(key_positions_RT, self.positions.interpolated))
+            if self.rotation is not None:
+                q = rotated(q, self.rotation.tables(region.query_positions[None], False))
+                k = rotated(k, self.rotation.tables(key_positions_RT, self.positions.interpolated))
             scores = (q @ k[:, :, None].transpose(-1, -2)).float() * self.head_dim**-0.5
             if slopes_N is not None:
                 relative_RLT = region.query_positions[:, None] - key_positions_RT[:, None]
@@ -255,14 +258,14 @@ class RemappedLayer:
         return scores_RKGLT.softmax(-1).to(v_RKTH.dtype) @ v_RKTH[:, :, None]
 
     def _decode(self, q_BNH: Tensor, column: int, slopes_N: Tensor | None) -> Tensor:
-        """The query of each row in a column."""
+        """Attention of each row's query in one column."""
         step = self.positions.step(self, q_BNH, column)
         q_BKGH = q_BNH.unflatten(1, (self.k_BKTH.shape[1], -1))
         k_BKTH = self.k_BKTH[:, :, : column + 1]
-        if self.turning is not None:
-            # At position 0 the query is not turned, but takes its share of YaRN's temperature.
-            q_BKGH = q_BKGH * self.turning.frequencies.attention_factor
-            k_BKTH = turned(k_BKTH, step.tables(self.turning))
+        if self.rotation is not None:
+            # At position 0 the query is not rotated, but still scaled by YaRN's temperature.
+            q_BKGH = q_BKGH * self.rotation.frequencies.attention_factor
+            k_BKTH = rotated(k_BKTH, step.tables(self.rotation))
         scores_BKGT = (q_BKGH @ k_BKTH.transpose(-1, -2)).float() * self.head_dim**-0.5
         if slopes_N is not None:
             slopes = slopes_N.view(*scores_BKGT.shape[1:3], 1)
@@ -278,28 +281,28 @@ class RemappedLayer:
         return o_BKGH.flatten(1, 2)
 
     def _noise(self, std_LT: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """[N, L, T], the same whichever rows and chunks are read together."""
+        """Noise [N, L, T], the same whichever rows and chunks are read together."""
         return logit_noise(self.positions.seed, self.number, self.heads_N, queries, keys) * std_LT
 
 
 def remapped_layers(model: Llama, batch: Batch, positions: Sequence[SharedPositions]) -> dict[str, LayerCache]:
-    """A cache for each layer, by its number; `positions` of each layer."""
+    """A cache for each layer, by its number; `positions` has one entry for each layer."""
     layers: dict[str, LayerCache] = {}
     for (name, attention), shared in zip(model.attentions(), positions, strict=True):
         row = model.rotary_of_layer[name]
-        turning = None
+        rotation = None
         if row is not None:
             frequencies = RopeFrequencies(model.rope_frequencies[row], model.attention_factors[row])
-            turning = Turning(row, frequencies)
-        layers[name] = RemappedLayer(int(name), attention, batch, shared, turning)
+            rotation = LayerRotation(row, frequencies)
+        layers[name] = RemappedLayer(int(name), attention, batch, shared, rotation)
     return layers
 
 
 def check_remappable(name: str, config: ModelConfig) -> None:
-    """Refuses models whose positions another method cannot take over.
+    """Checks that a method can replace a model's positions.
 
     Raises:
-        ConfigError: naming the method and what it does not fit.
+        ConfigError: it cannot; names the method and the reason.
     """
     p, layers = config.position, config.layers()
     if all(isinstance(layer.rotary, NoRotary) and layer.alibi_slopes is None for layer in layers):

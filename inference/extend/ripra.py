@@ -1,8 +1,8 @@
-"""RiPRA: relevance-informed positional resource allocation (Zhao et al.), with the corrections that docs/extensions.md lists.
+"""RiPRA: relevance-informed positional resource allocation (Zhao et al.), with the corrections listed in docs/extensions.md.
 
-A query has a budget of positions, `limit`, to give to the tokens before it. The nearest `near` keep their distances; the rest of
-the budget goes to chunks of tokens by how well their mean key matches the query, less with distance. Relevance is taken in a few
-anchor layers, and the layers that follow each share its positions.
+A query has a budget of positions, `limit`, for the tokens before it. The nearest `near` tokens keep their distances; the rest of
+the budget is divided among chunks of tokens by how well their mean key matches the query, and less with distance. Relevance is
+computed in a few anchor layers; the layers after each share its positions.
 
 Chunks are fixed in the sequence and counted from its start; distances are counted back from the query. Shape suffixes: B batch,
 R rows that start together, C chunks, L queries, T keys, N query heads, K key-value heads, H head dim.
@@ -44,19 +44,19 @@ class Ripra:
     """Budget of positions in tokens. 0: `limit_ratio` of the trained window."""
     limit_ratio: float = 0.5
     near: int = 0
-    """Tokens that keep their distances. 0: 1,024, or half of the limit if that is less."""
+    """Nearest tokens, which keep their distances. 0: 1,024, or half of the limit if that is less."""
     chunk: int = 256
-    """Tokens of a chunk."""
+    """Tokens in a chunk."""
     anchors: str = "0+middle"
-    """Layers whose relevance counts, with + between them; "middle" is the half of the depth, "all" every layer."""
+    """Anchor layers, joined with +; "middle" is the layer at half the depth, "all" means every layer."""
     relevance: Literal["on", "off"] = "on"
-    """off: every chunk is as relevant as any other."""
+    """off: all chunks are equally relevant."""
     isotonic: Literal["on", "off"] = "on"
     """off: resolution need not fall with distance."""
     round: Literal["on", "off"] = "off"
-    """on: whole positions."""
+    """on: positions are rounded to whole numbers."""
     block: int = 0
-    """Queries of a prompt that share what its first finds relevant; 1 is exact. 0: 128, or a quarter of `near` if less."""
+    """Queries of a prompt that share the relevance of the first of them; 1 is exact. 0: 128, or a quarter of `near` if less."""
 
     def change(self, config: ModelConfig) -> ModelConfig:
         check_remappable(self.name, config)
@@ -65,7 +65,7 @@ class Ripra:
         return config
 
     def allocation(self, window: int) -> "Allocation":
-        """What the settings come to for a model that was trained on sequences of `window` tokens."""
+        """The settings resolved for a model that was trained on sequences of `window` tokens."""
         limit = self.limit or int(self.limit_ratio * window)
         near = self.near or max(1, min(1024, limit // 2))
         block = self.block or max(1, min(128, near // 4))
@@ -81,7 +81,7 @@ class Ripra:
         return Allocation(limit, near, self.chunk, block, self.isotonic == "on", self.round == "on")
 
     def anchor_layers(self, n_layers: int) -> tuple[int, ...]:
-        """In order, from layer 0."""
+        """The anchor layers in ascending order, starting with layer 0."""
         named = range(n_layers) if self.anchors == "all" else self.anchors.split("+")
         try:
             layers = sorted({n_layers // 2 if layer == "middle" else int(layer) for layer in named})
@@ -113,15 +113,15 @@ class Ripra:
 
 
 def chunk_scores(q_BNH: Tensor, fingerprints_BCKH: Tensor) -> Tensor:
-    """Mean over query heads of their products with the chunks' fingerprints (Eq. 5), fp32 [B, C]; with grouped-query attention
-    a query head takes its key-value head's."""
+    """Mean over query heads of their products with the chunks' fingerprints (Eq. 5), fp32 [B, C]. With grouped-query attention, a
+    query head meets its key-value head's fingerprints."""
     K = fingerprints_BCKH.shape[2]
     q_BKH = q_BNH.float().unflatten(1, (K, -1)).sum(2)  # the group's heads meet the same fingerprint
     return torch.einsum("bkh,bckh->bc", q_BKH, fingerprints_BCKH) / q_BNH.shape[1]
 
 
 def relevance_landscape(scores_BC: Tensor, chunks_B: Tensor) -> Tensor:
-    """Scores from 0 to 1 among the first `chunks_B` chunks of each row (Eq. 6), fp64 [B, C]; 0 for the others."""
+    """Scores rescaled to 0 … 1 over the first `chunks_B` chunks of each row (Eq. 6), fp64 [B, C]; 0 for other chunks."""
     there_BC = torch.arange(scores_BC.shape[1], device=scores_BC.device) < chunks_B[:, None]
     scores_BC = scores_BC.double()
     least_B1 = scores_BC.masked_fill(~there_BC, torch.inf).amin(1, keepdim=True)
@@ -131,7 +131,7 @@ def relevance_landscape(scores_BC: Tensor, chunks_B: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Allocation:
-    """How a budget of positions is shared out."""
+    """How a budget of positions is divided."""
 
     limit: int
     near: int
@@ -146,9 +146,9 @@ class Allocation:
         return (query_B[:, None] - self.near - begin_C).clamp(0, self.chunk)
 
     def resolutions(self, landscape_BC: Tensor, query_B: Tensor) -> Tensor:
-        """Positions that each token beyond the near window gets (Eq. 7 and 8, and 3.3.2), fp64 [B, C].
+        """Positions for each token beyond the near window, by chunk (Eq. 7 and 8, and 3.3.2), fp64 [B, C].
 
-        A share is at most 1; what that leaves over goes to the others in proportion, until the budget is spent.
+        A token gets at most 1; what that leaves over goes to the others in proportion, until the budget is spent.
 
         Args:
             landscape_BC: relevance of each chunk.
@@ -158,12 +158,12 @@ class Allocation:
         far_BC = tokens_BC > 0
         wanted_BC = landscape_BC.double() + EPSILON
         if self.isotonic:
-            # Later chunks are nearer. What is no far chunk stands behind all others, above them, and so pools with none.
+            # Later chunks are nearer. Chunks that are not far come last with the largest value, so they pool with no other.
             wanted_BC = isotonic_regression(wanted_BC.masked_fill(~far_BC, 2.0))
         wanted_BC = wanted_BC.masked_fill(~far_BC, 0.0)
-        # A context shorter than the limit takes less than the budget: every share is 1.
+        # A context shorter than the limit does not use up the budget: every share is 1.
         budget_B1 = tokens_BC.sum(1, keepdim=True).clamp_max(self.limit - self.near)
-        # With the c largest wants at 1, what is left of the budget goes to the rest: the first c that puts none of these above 1.
+        # The c largest wants get 1 and the rest divide what is left of the budget: take the first c that puts none of the rest above 1.
         sorted_BC, order_BC = wanted_BC.sort(1, descending=True)
         sizes_BC = tokens_BC.gather(1, order_BC)
         room_BC = budget_B1 - (sizes_BC.cumsum(1) - sizes_BC)
@@ -174,13 +174,12 @@ class Allocation:
         return (wanted_BC * scale_B1).clamp_max(1.0).masked_fill(~far_BC, 0.0)
 
     def positions(self, resolutions_BC: Tensor, query_B: Tensor, tokens: int) -> Tensor:
-        """P of every token up to the query (Eq. 11), fp64 [B, T]: `tokens` of the sequence from its first; later ones at
-        minus their distance."""
+        """P of the sequence's first `tokens` tokens (Eq. 11), fp64 [B, T]; tokens after the query are at minus their distance."""
         index_T = torch.arange(tokens, device=query_B.device)
         distance_BT = query_B[:, None] - index_T
         sizes_BC = self.far_tokens(query_B, resolutions_BC.shape[1])
         spent_BC = sizes_BC * resolutions_BC
-        nearer_BC = spent_BC.flip(1).cumsum(1).flip(1) - spent_BC  # by the chunks between this one and the near window
+        nearer_BC = spent_BC.flip(1).cumsum(1).flip(1) - spent_BC  # spent between this chunk and the near window
         chunk_BT = (index_T // self.chunk).expand_as(distance_BT)
         end_BT = index_T - index_T % self.chunk + sizes_BC.gather(1, chunk_BT)
         inside_BT = (end_BT - index_T) * resolutions_BC.gather(1, chunk_BT)
@@ -189,15 +188,15 @@ class Allocation:
         return positions_BT.round() if self.round else positions_BT
 
     def block_of(self, query: int) -> int:
-        """Which block of a prompt a query past the limit is in: they begin behind it, and are counted from 0."""
+        """The block of a query past the limit; blocks start right after the limit and count from 0."""
         return (query - self.limit - 1) // self.block
 
     def block_begin(self, block: int) -> int:
-        """Its first query."""
+        """First query of a block."""
         return self.limit + 1 + block * self.block
 
     def block_last(self, block: int, rows: Tensor) -> Tensor:
-        """Its last query, for each of the rows of a tensor [R, …]."""
+        """Last query of a block, repeated for each row of a tensor [R, …]."""
         return torch.full((len(rows),), self.block_begin(block + 1) - 1, device=rows.device)
 
 
@@ -205,14 +204,14 @@ class Allocation:
 
 
 class Fingerprints:
-    """Mean of the keys of each chunk, before RoPE (Eq. 4), kept up to date as keys come."""
+    """Running mean of each chunk's keys, before RoPE (Eq. 4)."""
 
     def __init__(self, rows: int, chunks: int, kv_heads: int, head_dim: int, chunk: int, device: torch.device) -> None:
         self.sums_BCKH = torch.zeros(rows, chunks, kv_heads, head_dim, device=device)
         self.chunk, self.counted = chunk, [0] * rows
 
     def extend(self, rows: Sequence[int], k_BKTH: Tensor, start: int, tokens: int) -> None:
-        """Counts the keys of rows that begin in column `start` up to so many tokens."""
+        """Adds the keys of rows that begin in column `start`, up to `tokens` tokens."""
         counted = self.counted[rows[0]]
         new_RTKH = k_BKTH[rows, :, start + counted : start + tokens].transpose(1, 2).float()
         chunk_T = torch.arange(counted, tokens, device=k_BKTH.device) // self.chunk
@@ -223,7 +222,7 @@ class Fingerprints:
             self.counted[row] = tokens
 
     def means(self, rows: Sequence[int]) -> Tensor:
-        """[R, C, K, H], and 0 for chunks without keys as yet."""
+        """The means [R, C, K, H]; 0 for chunks without keys so far."""
         tokens_R1 = torch.tensor([self.counted[row] for row in rows], device=self.sums_BCKH.device)[:, None]
         begin_C = torch.arange(self.sums_BCKH.shape[1], device=tokens_R1.device) * self.chunk
         sizes_RC = (tokens_R1 - begin_C).clamp(1, self.chunk)
@@ -231,12 +230,11 @@ class Fingerprints:
 
 
 class RelevancePositions:
-    """Relative positions of an anchor layer, which the layers up to the next anchor share.
+    """Relative positions of an anchor layer, shared by the layers up to the next anchor.
 
-    A decoded query has positions of its own. Of a prompt, each block of queries past the limit shares the resolutions that its
-    first query's relevance gives, laid out for its last query: so nobody's positions depend on later tokens or go past the
-    limit, and the block is one plain attention. For other queries of a block the near window is shorter by their distance from
-    the last.
+    A decoded query has its own positions. In a prompt, each block of queries past the limit shares the resolutions from its first
+    query's relevance, laid out for its last query. So no query's positions depend on later tokens or exceed the limit, and a block
+    is one plain attention. For the other queries of a block, the near window is shorter by their distance from the last.
     """
 
     interpolated, seed = False, 0
@@ -252,7 +250,7 @@ class RelevancePositions:
             else None
         )
         self.blocks: dict[int, dict[int, Tensor]] = {start: {} for start in batch.starts}
-        """By the rows' start and the block's number: its resolutions, fp64 [R, C]."""
+        """Resolutions of each block, fp64 [R, C], by the rows' start and the block's number."""
         self._column = -1
         self._step: Step | None = None
 
@@ -262,7 +260,7 @@ class RelevancePositions:
         return self.fingerprints.sums_BCKH.nbytes
 
     def landscape(self, layer: RemappedLayer, rows: Sequence[int], q_RNH: Tensor, query: int) -> Tensor:
-        """Relevance of the chunks to the queries at this index of rows that start together, fp64 [R, C]."""
+        """Relevance of the chunks to the queries at index `query` of rows that start together, fp64 [R, C]."""
         if self.fingerprints is None:
             return torch.ones(len(rows), self.chunks, dtype=torch.float64, device=q_RNH.device)
         self.fingerprints.extend(rows, layer.k_BKTH, self.batch.starts[rows[0]], query + 1)
@@ -275,7 +273,7 @@ class RelevancePositions:
             return
         allocation, start, last = self.allocation, self.batch.starts[rows[0]], first + q_RLNH.shape[1] - 1
         blocks = self.blocks[start]
-        # The block that was begun before goes on.
+        # A block may continue from the chunk before; earlier ones are done.
         for block in [block for block in blocks if block < allocation.block_of(first)]:
             del blocks[block]
         if last <= allocation.limit:
@@ -297,7 +295,7 @@ class RelevancePositions:
         return self._step
 
     def decoded(self, layer: RemappedLayer, q_BNH: Tensor, column: int) -> Tensor:
-        """fp32 [B, T]: positions of the keys up to a column, for the queries in it; padding at its distance or so."""
+        """Positions of the keys up to a column for the queries in it, fp32 [B, T]; those of padding are arbitrary."""
         allocation, starts = self.allocation, self.batch.starts
         query_B = torch.tensor([column - start for start in starts], device=q_BNH.device)
         distance_BT = (column - torch.arange(column + 1, device=q_BNH.device)).expand(len(starts), -1).float()
@@ -309,7 +307,7 @@ class RelevancePositions:
             landscape_BC[rows] = self.landscape(layer, rows, q_BNH[rows], column - start)
         resolutions_BC = allocation.resolutions(landscape_BC, query_B)
         positions_BT = allocation.positions(resolutions_BC, query_B, column + 1).float()
-        # They are counted from each row's first token: shifted to its column.
+        # Positions count from each row's first token, so shift them to its column.
         for row, start in enumerate(starts):
             if start:
                 positions_BT[row, start:] = positions_BT[row, : column + 1 - start].clone()
@@ -318,7 +316,7 @@ class RelevancePositions:
 
 @dataclass(frozen=True)
 class BlockPositions:
-    """Of the queries of prompts that start together, by block; one row's where rows have positions of their own."""
+    """Positions of the queries of prompts that start together, by block."""
 
     allocation: Allocation
     blocks: dict[int, Tensor]

@@ -19,11 +19,11 @@ class SelfExtend(FixedMethod):
 
     name: ClassVar[str] = "self_extend"
     group: int = 0
-    """G. 0: the least that keeps w + (length − w)/G within `share` of the trained window, and every position in the window."""
+    """G. 0: the smallest group that keeps w + (length − w)/G within `share` of the trained window, and every position in it."""
     window: int = 0
     """w in tokens. 0: a quarter of the trained window, at most 1,024."""
     share: float = 2 / 3
-    """Of the trained window that a group of 0 makes use of; the authors advise 1/2 to 2/3 (README of their code)."""
+    """Share of the trained window that a group of 0 aims to use; the authors advise 1/2 to 2/3 (README of their code)."""
 
     def positions(self, window: int, prompt: int, length: int) -> FixedMap:
         neighbours = self.window or max(1, min(1024, window // 4))
@@ -37,7 +37,7 @@ class SelfExtend(FixedMethod):
             return (length - 1) // group + neighbours - neighbours // group
 
         least = max(1, math.ceil((length - neighbours) / (self.share * window - neighbours)))
-        while farthest(least) >= window:  # of whole groups, which the formula does not know
+        while farthest(least) >= window:  # the formula does not account for rounding to whole groups
             least += 1
         group = self.group or least
         if group < 1 or farthest(group) >= window:
@@ -58,7 +58,7 @@ class Grouped:
 
     @property
     def shift(self) -> int:
-        """Of the queries' groups, so that they follow on the neighbours."""
+        """Added to the queries' groups, so that grouped positions continue where the neighbours' end."""
         return self.window - self.window // self.group
 
     def regions(self, first: int, stop: int, device: torch.device) -> Iterator[Region]:

@@ -1,4 +1,4 @@
-"""Attention in which every head sees its own number of tokens, at the cost of what it sees."""
+"""Attention in which every head sees its own number of tokens, at a cost in proportion to what it sees."""
 
 from farsight.kernels.scoped_attention.api import BACKENDS, scoped_attention, scoped_decode, scoped_prefill
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache

@@ -1,4 +1,4 @@
-"""The door to the attention kernels: checks what it is given, picks a backend, calls it.
+"""The entry points of the attention kernels: they check arguments, pick a backend and call it.
 
 Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
 """
@@ -17,7 +17,7 @@ from farsight.kernels.scoped_attention.reference import reference_attention
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 
 BACKENDS = ("reference", "banded", "triton", "flex", "flash")
-"""What `backend` may name, besides "auto"."""
+"""Values of `backend`, besides "auto"."""
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -39,20 +39,20 @@ def scoped_attention(
         k_BLKH: keys [B, Lk, K, H], tokens 0 to Lk - 1, with Lk = Lq + q_offset. N is a multiple of K; head n uses
             key-value head n // (N // K).
         v_BLKH: values, shaped like the keys.
-        scopes_N: integer tensor [N]; the number of tokens a head sees, itself included. Lk or more is dense attention.
+        scopes_N: integer tensor [N]; the number of tokens a head sees, the query's own included. Lk or more is dense.
         document_starts_BL: integer tensor [B, Lk]; the index of the first token of each token's document.
-        alibi_slopes_N: float tensor [N]; slope_n * (t - i) is taken off the score of token i seen from token t.
-        q_offset: tokens before the first query, as in chunked prefill.
-        scale: of the scores; None is 1 / sqrt(H).
+        alibi_slopes_N: float tensor [N]; slope_n * (t - i) is subtracted from the score of token i seen from token t.
+        q_offset: number of tokens before the first query, as in chunked prefill.
+        scale: factor on the scores; None is 1 / sqrt(H).
         backend: "reference" (O(L²) memory, any device), "banded" (O(L) memory, any device), "triton" (GPUs), "flex"
             (PyTorch's FlexAttention; GPUs, and CPUs without gradients), "flash" (the package flash-attn; GPUs, bf16 and
-            fp16), or "auto", which is "triton" or "banded" as `choice.py` says.
+            fp16), or "auto", which picks "triton" or "banded" (`choice.py`).
 
     Returns:
         o_BLNH: [B, Lq, N, H] in q's dtype. Gradients flow to q, k and v. Softmax and sums are fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: on shapes, dtypes, devices or values that do not fit, naming the value and what to set instead.
+        ValueError: invalid shapes, dtypes, devices or values; the message says what to set instead.
 
     Source: SCOPE, Eq. 2 (t - S < i <= t); ALiBi, Press et al. 2022 (arXiv:2108.12409).
     """
@@ -86,24 +86,24 @@ def scoped_decode(
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Attention of the newest token alone, over the keys and values that a rolling cache has kept.
+    """Attention of only the newest token, over the keys and values in a rolling cache.
 
     Args:
         q_BNH: the queries [B, N, H] of the token that was appended last.
         cache: holds that token and those before it.
-        scopes_N: integer tensor [N], those that the cache was made for; head n sees the last S_n tokens. "triton", which
-            reads nothing on the host, takes wider ones for what the cache keeps.
+        scopes_N: integer tensor [N], the scopes that the cache was made for; head n sees the last S_n tokens. "triton",
+            which reads nothing on the host, cuts wider ones to what the cache keeps.
         document_starts_B: integer tensor [B]; the first token that each row sees, as for prompts padded on the left. It
-            is not later than the newest token.
+            must not be later than the newest token.
         alibi_slopes_N: float tensor [N], as in `scoped_attention`.
-        scale: of the scores; None is 1 / sqrt(H).
+        scale: factor on the scores; None is 1 / sqrt(H).
         backend: "auto", "banded" (any device) or "triton" (GPUs).
 
     Returns:
         o_BNH: [B, N, H] in q's dtype, equal to the last row of `scoped_attention`. There is no gradient.
 
     Raises:
-        ValueError: on shapes, dtypes, devices or values that do not fit, naming the value and what to set instead.
+        ValueError: invalid shapes, dtypes, devices or values; the message says what to set instead.
     """
     _check_decode(q_BNH, cache, scopes_N, document_starts_B, alibi_slopes_N)
     scale = q_BNH.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -131,25 +131,25 @@ def scoped_prefill(
     backend: str = "auto",
     seen: int | None = None,
 ) -> Tensor:
-    """Attention of the next tokens of a prompt over what a rolling cache kept and over themselves; it then keeps them.
+    """Attention of the next tokens of a prompt over a rolling cache and themselves; appends them to the cache.
 
-    Key-value heads whose rings are equally long go to `scoped_attention` together. A ring that wraps is read before it is
-    written over, so that a chunk may be longer than any scope.
+    Key-value heads whose rings are equally long share a call of `scoped_attention`. A ring that wraps is read before it is
+    overwritten, so that a chunk may be longer than any scope.
 
     Args:
-        q_BLNH, k_BLKH, v_BLKH: of the next L tokens, shaped as in `scoped_attention`.
+        q_BLNH, k_BLKH, v_BLKH: those of the next L tokens, shaped as in `scoped_attention`.
         cache: holds the tokens before them, as far as they can be seen.
-        scopes_N: integer tensor [N], those that the cache was made for.
+        scopes_N: integer tensor [N], the scopes that the cache was made for.
         document_starts_B: integer tensor [B]; the first token that each row sees, as for prompts padded on the left.
-            Padding sees itself alone.
+            A padding token sees only itself.
         alibi_slopes_N, backend: as in `scoped_attention`.
-        seen: tokens that the cache was given before; None asks it, which waits for the device.
+        seen: number of tokens already appended; None reads it from the cache, which waits for the device.
 
     Returns:
         o_BLNH: [B, L, N, H] in q's dtype. There is no gradient.
 
     Raises:
-        ValueError: more tokens than the cache has room for; and as `scoped_attention`.
+        ValueError: more tokens than the cache has room for; otherwise as `scoped_attention`.
     """
     attend = partial(scoped_attention, backend=backend)
     seen = int(cache.tokens) if seen is None else seen
@@ -158,7 +158,7 @@ def scoped_prefill(
 
 @torch.compiler.assume_constant_result
 def _require_triton() -> None:
-    """Says so where a machine without a GPU has no Triton; the kernels are imported on first use for that reason."""
+    """Raises ValueError if Triton is not installed, as on some machines without a GPU: its kernels are imported on first use."""
     if importlib.util.find_spec("triton") is None:
         raise ValueError('backend "triton" needs the package triton: install it, or use "banded"')
 
@@ -166,7 +166,7 @@ def _require_triton() -> None:
 def _check(
     q: Tensor, k: Tensor, v: Tensor, scopes: Tensor, documents: Tensor | None, slopes: Tensor | None, q_offset: int
 ) -> None:
-    """All that can be told without reading a tensor; the backends check values where reading them is free."""
+    """Checks everything that does not need a tensor's values; backends check values where reading them is free."""
     for name, x in (("q_BLNH", q), ("k_BLKH", k), ("v_BLKH", v)):
         _require(x.dim() == 4, f"{name} has shape {list(x.shape)}: pass [batch, tokens, heads, head dim]")
         floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

@@ -1,8 +1,7 @@
-"""Which backend "auto" is. The rule follows the table in docs/kernels.md; what was picked is logged once.
+"""Which backend "auto" picks. The rule follows the table in docs/kernels.md; the choice is logged once.
 
-On a GPU the Triton kernels are tried before they are trusted: a small input, forward and backward, against the
-reference. It takes a moment, once in a process for each dtype and head dim, and a compiler or GPU on which they were
-never run cannot train on wrong numbers.
+On a GPU the Triton kernels are checked before use: a small input, forward and backward, against the reference. This takes
+a moment, once per process for each dtype and head dim, so that an untested compiler or GPU can't train on wrong results.
 """
 
 import importlib.util
@@ -20,19 +19,19 @@ from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 
 TRITON_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 TRIAL_TOLERANCE = {"torch.bfloat16": 3e-2, "torch.float16": 4e-3, "torch.float32": 1e-3}
-"""Largest error of output and gradients, in parts of the largest value: rounding is far below, a wrong tile far above."""
+"""Largest error of output and gradients, relative to the largest value: rounding is far below, a wrong tile far above."""
 
 logger = logging.getLogger("farsight.kernels")
 
 
 @torch.compiler.assume_constant_result
 def pick_backend(device_type: str, dtype: str, head_dim: int, decode: bool = False) -> str:
-    """The fastest backend for a device, dtype (as `str` gives it) and head dim.
+    """The fastest backend for a device, a dtype (as a string, "torch.bfloat16") and a head dim.
 
-    Called once while compiling, so that its trial and its logging break no graph.
+    torch.compile calls it while compiling, so that its trial and logging do not break the graph.
 
     Raises:
-        RuntimeError: if the Triton kernels give wrong numbers on this machine.
+        RuntimeError: the Triton kernels give wrong results on this machine.
     """
     return _pick(device_type, dtype, head_dim, decode)
 
@@ -56,7 +55,7 @@ def _pick(device_type: str, dtype: str, head_dim: int, decode: bool) -> str:
 
 
 def _can_run_triton(device_type: str, dtype: str, head_dim: int) -> bool:
-    """On NVIDIA GPUs from Ampere on, for which every tile is compiled in the tests."""
+    """True on NVIDIA GPUs from Ampere on, for which the tests compile every tile."""
     if device_type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability()[0] >= 8 and dtype in TRITON_DTYPES and head_dim <= 128
@@ -67,7 +66,7 @@ TRIAL_TOKENS, TRIAL_DOCUMENT = 300, 170  # where the second of two documents sta
 
 
 def _attention_error(device_type: str, dtype: str, head_dim: int) -> float:
-    """Largest error of output and gradients, of one document and of two, in parts of the largest value."""
+    """Largest error of output and gradients, with one document and with two, relative to the largest value."""
     from farsight.kernels.scoped_attention.triton.attention import triton_attention
 
     q, k, v, do = _trial_inputs(device_type, dtype, head_dim)
@@ -90,7 +89,7 @@ def _attention_error(device_type: str, dtype: str, head_dim: int) -> float:
 
 
 def _decode_error(device_type: str, dtype: str, head_dim: int) -> float:
-    """Largest error of the last token's output, in parts of the largest value."""
+    """Largest error of the last token's output, relative to the largest value."""
     from farsight.kernels.scoped_attention.triton.decode import triton_decode
 
     q, k, v, _ = _trial_inputs(device_type, dtype, head_dim)
@@ -117,7 +116,7 @@ def _largest_error(found: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> floa
 
 
 def in_a_thread(function: Callable[..., float], *args) -> float:
-    """Calls outside the modes around the caller (checkpointing, autocast, inference), which belong to its thread."""
+    """Calls a function in a new thread, outside the caller's thread-local modes (checkpointing, autocast, inference)."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run() -> float:

@@ -1,4 +1,4 @@
-"""One query against a rolling cache, on any device: a matrix product for key-value heads whose rings are equally long.
+"""One query against a rolling cache, on any device: one matrix product for key-value heads whose rings are equally long.
 
 Shape suffixes: B batch, N query heads, K key-value heads, G query heads of a key-value head, H head dim, S slots.
 """
@@ -41,7 +41,7 @@ def ring_attention(
         scores_BKGS = q_BKGH[:, run] @ keys_BKSH.transpose(2, 3)
         if min(scopes[members]) < filled or document_starts_B is not None or alibi_slopes_N is not None:
             query = torch.tensor(token, device=q_BNH.device)
-            # Which token a slot holds: the last one, up to the query, that fell on it.
+            # The token in each slot: the latest one, up to the query, that was written to it.
             held_S = token - (token - torch.arange(filled, device=q_BNH.device)) % capacity
             scopes_KG = torch.tensor(scopes[members], device=q_BNH.device).unflatten(0, (-1, group))
             seen = semantics.visible(query, held_S, scopes_KG[..., None])

@@ -1,10 +1,10 @@
-"""Scoped attention by the package flash-attn (FlashAttention 2): one call for all heads of equal scope.
+"""Scoped attention with the package flash-attn (FlashAttention 2): one call for all heads of equal scope.
 
-Its sliding window counts the tokens before a query's own, so that scope S is window S - 1; a window of -1 is all of
-them. Its causal mask is aligned to the last key, as in chunked prefill. Documents are its sequences of varying length.
-What decides about calls, the scopes and the documents' lengths, is read on the host: once, until the tensor changes.
+Its sliding window counts the tokens before the query's own, so scope S is window S - 1; a window of -1 has no limit. Its
+causal mask is aligned to the last key, as in chunked prefill. Documents are its variable-length sequences. Scopes and
+document lengths, which decide the calls, are read on the host once, until the tensor changes.
 
-Each head group is a launch, which has to fill a GPU by itself: the Triton kernels launch all heads at once.
+Each head group is a separate launch that has to fill the GPU by itself; the Triton kernels launch all heads at once.
 
 Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
 """
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from farsight.kernels.scoped_attention import semantics
-from farsight.kernels.scoped_attention.host import host_values, kept
+from farsight.kernels.scoped_attention.host import cached, host_values
 
 DTYPES = (torch.bfloat16, torch.float16)
-MOST_HEAD_DIM = 256
-MOST_DOCUMENTS = 65535
-"""Documents are the second dimension of the package's CUDA grids, which ends there."""
+MAX_HEAD_DIM = 256
+MAX_DOCUMENTS = 65535
+"""Documents are the second dimension of the package's CUDA grids, and this is its limit."""
 
 
 def flash_attention(
@@ -39,11 +39,11 @@ def flash_attention(
 ) -> Tensor:
     """`api.scoped_attention` with all arguments given.
 
-    Backward, the package adds up dq in no fixed order. Under `torch.use_deterministic_algorithms(True)` it has a fixed
-    one, and up to as many fp32 copies of a call's dq as the GPU has SMs for each of its heads and batch rows.
+    In the backward pass the package sums dq in no fixed order. Under `torch.use_deterministic_algorithms(True)` the order
+    is fixed, but each of a call's heads and batch rows may take as many fp32 copies of its dq as the GPU has SMs.
 
     Raises:
-        ValueError: where the package is missing or cannot run, and under torch.compile.
+        ValueError: the package is missing or cannot run, or this is called under torch.compile.
     """
     if torch.compiler.is_compiling():
         _refuse_compilation()
@@ -60,14 +60,14 @@ def flash_attention(
         attend = partial(flash_attn.flash_attn_func, **options)
     else:
         build = partial(_sequences, q_offset=q_offset, device=device)
-        sequences = kept(document_starts_BL, ("sequences", q_offset, device), build)
+        sequences = cached(document_starts_BL, ("sequences", q_offset, device), build)
         longest = sequences.max_seqlen_k
         attend = partial(flash_attn.flash_attn_varlen_func, **sequences._asdict(), **options)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     slopes_N = None if alibi_slopes_N is None else alibi_slopes_N.to(device, torch.float32).contiguous()
 
-    # The right end is 0 and not -1, which means the same to a causal mask: with both ends -1, the package takes one
-    # query a document for granted where no document has two (Dao-AILab/flash-attention#1537).
+    # The right end is 0, not the equivalent -1: with both ends -1 and no document of more than one query, the package assumes
+    # exactly one query in each document (Dao-AILab/flash-attention#1537).
     groups = _groups(tuple(-1 if scope >= longest else scope - 1 for scope in scopes), k.shape[-2], device)
     if len(groups) == 1:
         o = attend(q, k, v, window_size=(groups[0].window, 0), alibi_slopes=slopes_N)
@@ -89,22 +89,26 @@ def flash_attention(
 
 @torch.compiler.assume_constant_result
 def _refuse_compilation() -> None:
-    """Called while compiling, not compiled: so that the message is the first line of what the compiler raises."""
+    """Called while compiling instead of being compiled, so that the message is the first line of the compiler's error."""
     raise ValueError('backend "flash" reads scopes on the host: turn compile off, or use "triton"')
 
 
 def _check(q_BLNH: Tensor) -> None:
-    """Refuses what the package would."""
+    """Refuses inputs that the package does not support."""
     if q_BLNH.device.type != "cuda":
         raise ValueError(f'backend "flash" needs a GPU, and q_BLNH is on {q_BLNH.device}: use "banded"')
     if q_BLNH.dtype not in DTYPES:
         raise ValueError(f'backend "flash" does not take {q_BLNH.dtype}: use bfloat16 or float16, or "banded"')
-    if q_BLNH.shape[-1] > MOST_HEAD_DIM:
-        raise ValueError(f'backend "flash" takes head dims up to {MOST_HEAD_DIM}, not {q_BLNH.shape[-1]}: use "banded"')
+    if q_BLNH.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(f'backend "flash" takes head dims up to {MAX_HEAD_DIM}, not {q_BLNH.shape[-1]}: use "banded"')
 
 
 def package() -> Any:
-    """The module flash_attn. One that is installed and does not load says why itself."""
+    """The module flash_attn. If it is installed but fails to load, its own error is raised.
+
+    Raises:
+        ValueError: it is not installed.
+    """
     try:
         import flash_attn
     except ModuleNotFoundError as error:
@@ -120,21 +124,21 @@ def package() -> Any:
 
 
 class _Sequences(NamedTuple):
-    """Documents of all batch rows one after the other, under the names of the package's arguments."""
+    """The documents of all batch rows one after the other, under the names of the package's arguments."""
 
     cu_seqlens_q: Tensor
-    """int32 [documents + 1]: where each begins among the B * Lq queries. Those before q_offset have none."""
+    """int32 [documents + 1]: where each begins among the B * Lq queries. Documents before q_offset have no queries."""
     cu_seqlens_k: Tensor
-    """The same, among the B * Lk keys."""
+    """int32 [documents + 1]: where each begins among the B * Lk keys."""
     max_seqlen_q: int
     max_seqlen_k: int
 
 
 def _sequences(document_starts_BL: Tensor, q_offset: int, device: torch.device) -> _Sequences:
-    """The whole tensor is moved to the host, in one wait, and looked at there.
+    """Document lengths from document starts; the tensor is copied to the host, which waits for the device once.
 
     Raises:
-        ValueError: on starts that are not those of packed documents, or on too many documents.
+        ValueError: starts that are not those of packed documents, or too many documents.
     """
     starts_BL = document_starts_BL.cpu().long()
     semantics.check_values((), starts_BL)
@@ -148,8 +152,8 @@ def _sequences(document_starts_BL: Tensor, q_offset: int, device: torch.device) 
         )
     B, Lk = starts_BL.shape
     row, start = (starts_BL == torch.arange(Lk)).nonzero(as_tuple=True)
-    if len(row) > MOST_DOCUMENTS:
-        raise ValueError(f'backend "flash" takes {MOST_DOCUMENTS} documents a batch, not {len(row)}: use "triton"')
+    if len(row) > MAX_DOCUMENTS:
+        raise ValueError(f'backend "flash" takes {MAX_DOCUMENTS} documents a batch, not {len(row)}: use "triton"')
 
     def cumulative(first_token: int) -> tuple[Tensor, int]:
         tokens = Lk - first_token
@@ -164,29 +168,29 @@ def _sequences(document_starts_BL: Tensor, q_offset: int, device: torch.device) 
 # Which heads go together
 
 Heads = slice | Tensor
-"""Indexes of heads: a slice, which makes views, where they are evenly spaced."""
+"""Indexes of heads: a slice, for views without copies, if they are evenly spaced."""
 
 
 class _Group(NamedTuple):
     """Heads of equal scope, for one call."""
 
     window: int
-    """Tokens before its own that a query sees; -1 is all."""
+    """Number of tokens before its own that a query sees; -1 is no limit."""
     heads: Heads
     kv_heads: Heads
-    """All of these serve equally many of the heads, in order."""
+    """Each of these serves equally many of the heads, in order."""
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
 def _groups(windows_N: tuple[int, ...], kv_heads: int, device: torch.device) -> tuple[_Group, ...]:
-    """Query heads by window. Kept, because a list of heads on the GPU costs a wait."""
+    """Query heads by window. Cached, because copying a list of heads to the GPU waits for it."""
     ratio = len(windows_N) // kv_heads
     groups = []
     for window in sorted(set(windows_N)):
         heads = [n for n, other in enumerate(windows_N) if other == window]
         served = [(kv_head, len(list(same))) for kv_head, same in groupby(n // ratio for n in heads)]
-        # A key-value head that serves more heads than the others is repeated, as often as makes the shares equal.
+        # A key-value head that serves more heads than others is repeated until all serve equally many.
         share = math.gcd(*(count for _, count in served))
         repeated = [kv_head for kv_head, count in served for _ in range(count // share)]
         groups.append(_Group(window, _indexes(heads, device), _indexes(repeated, device)))
@@ -200,7 +204,7 @@ def _indexes(heads: list[int], device: torch.device) -> Heads:
 
 
 class _Take(torch.autograd.Function):
-    """Some heads of [..., heads, H] for each call. Autograd would make a whole gradient for each, and add them up."""
+    """The heads of each call, from [..., heads, H]. Autograd would make a full-size gradient for each call and add them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Iterable[Heads]) -> tuple[Tensor, ...]:
@@ -219,7 +223,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """The calls' outputs in the place of their heads, with one copy; backward, views of the gradient."""
+    """Puts the calls' outputs in the places of their heads with one copy; the backward pass takes views of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, groups: Iterable[Heads], *parts: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Scoped attention through PyTorch's FlexAttention, compiled, its block mask worked out from scopes and documents.
+"""Scoped attention through PyTorch's FlexAttention, compiled, with a block mask computed from scopes and documents.
 
 FlexAttention is told which blocks of 128 queries and 128 keys to compute, and which of them to mask token by token. Its
-own `create_block_mask` finds that out by looking at every pair of tokens. Here a row of blocks is three runs, as in
-`triton_forward.py`: blocks that the scope or a document cuts, those that every query sees, those on the diagonal.
+own `create_block_mask` evaluates every pair of tokens to find out. Here a row of blocks is three runs, as in
+`triton/forward.py`: blocks that the scope or a document cuts, those that every query sees, those on the diagonal.
 
 Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim; R blocks of
 queries, C blocks of keys. The batch dim of the tables is 1 without documents.
@@ -27,15 +27,15 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 128
 """Queries and keys of a block of the mask; on GPUs FlexAttention's own tiles have to divide it."""
 RECOMPILE_LIMIT = 32
-"""Most variants compiled in a process. Dynamo's own limit of 8 is soon reached by evaluation after training."""
+"""Most variants compiled in a process. Evaluation after training soon reaches Dynamo's own limit of 8."""
 BYTES_KEPT = 2**31
-"""Of masks that wait for the next layer or step. One takes 0.5 GB at 32 heads and 131,072 tokens, 2 MB at 8,192."""
+"""Limit for masks cached for later layers and steps. One takes 0.5 GB at 32 heads and 131,072 tokens, 2 MB at 8,192."""
 
 
 class BlockTables(NamedTuple):
-    """Which blocks are computed, as `BlockMask` takes it: first those that are masked, then those that are full.
+    """Which blocks are computed, in the format of `BlockMask`: first the masked blocks, then the full ones.
 
-    All int32. Of a row's indices its first `num_blocks` count; those after them mean nothing, but exist.
+    All int32. Only the first `num_blocks` indices of a row count; those after them are valid indices without meaning.
     """
 
     kv_num_blocks_BNR: Tensor
@@ -49,16 +49,17 @@ class BlockTables(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Blocks, and what is read to mask one."""
+    """The blocks to compute, and the tensors needed to mask one."""
 
     tables: BlockTables
     scopes_N: Tensor
     document_starts_BL: Tensor | None
     q_offset: Tensor | int
-    """0-dim where it is not to be compiled for."""
+    """An int32 scalar tensor if no program should be compiled for its value."""
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the block tables."""
         return sum(table.nbytes for table in self.tables)
 
 
@@ -74,12 +75,12 @@ def flex_attention(
 ) -> Tensor:
     """`api.scoped_attention` with all arguments given.
 
-    Layers of equal scopes share one mask, which is kept from call to call: see `shared_mask`. Under torch.compile the
-    mask is made inside the graph instead, by each layer, and nothing checks values.
+    Layers with equal scopes share one mask, which is cached across calls: see `shared_mask`. Under torch.compile each
+    layer builds its mask inside the graph instead, and values are not checked.
 
     Raises:
-        ValueError: where FlexAttention cannot run.
-        RuntimeError: where it would run uncompiled, with the whole matrix of scores in memory.
+        ValueError: FlexAttention cannot run here.
+        RuntimeError: it would run uncompiled, with the full matrix of scores in memory.
     """
     on_cpu = q_BLNH.device.type == "cpu"
     if q_BLNH.dtype not in DTYPES:
@@ -88,14 +89,14 @@ def flex_attention(
         raise ValueError('backend "flex" has no backward on a CPU: use "banded"')
     if not on_cpu and q_BLNH.shape[-1] < 16:
         raise ValueError(f'backend "flex" takes head dims from 16 on a GPU, not {q_BLNH.shape[-1]}: use "triton"')
-    if on_cpu:  # FlexAttention refuses what requires grad, even where gradients are off
+    if on_cpu:  # FlexAttention refuses tensors that require grad, even where gradients are off
         q_BLNH, k_BLKH, v_BLKH = q_BLNH.detach(), k_BLKH.detach(), v_BLKH.detach()
     q_BNLH, k_BKLH, v_BKLH = q_BLNH.transpose(1, 2), k_BLKH.transpose(1, 2), v_BLKH.transpose(1, 2)
     Lq, device = q_BLNH.shape[1], q_BLNH.device
     slopes_N = None if alibi_slopes_N is None else alibi_slopes_N.to(device, torch.float32)
     with torch.autocast(device.type, enabled=False):
         if torch.compiler.is_compiling():
-            # Scopes and documents as they come: for a CPU, torch 2.13 compiles no mask that reads what its graph computes.
+            # Scopes and documents unchanged: on a CPU, torch 2.13 can't compile a mask that reads tensors its graph computes.
             scopes_N = scopes_N.to(device)
             document_starts_BL = None if document_starts_BL is None else document_starts_BL.to(device)
             tables = block_tables(scopes_N, document_starts_BL, Lq, q_offset)
@@ -108,7 +109,7 @@ def flex_attention(
 def _attend(
     q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask, slopes_N: Tensor | None, scale: float
 ) -> Tensor:
-    """What is compiled: [B, N, Lq, H]. All that may change between calls is a tensor or a size."""
+    """The function that is compiled: [B, N, Lq, H]. Everything that varies between calls is a tensor or a size."""
     if not torch.compiler.is_compiling():
         raise RuntimeError(
             'backend "flex" was about to run without compilation, which takes O(L²) memory: enable torch.compile '
@@ -135,7 +136,7 @@ def _attend(
 
 _compiled: Callable[..., Tensor] | None = None
 _variants: dict[str, set] = {}
-"""Values that calls have had of what is compiled for one value at a time."""
+"""The values seen so far of each property that a program is compiled for, for the error message."""
 
 
 def _attend_compiled(
@@ -155,7 +156,7 @@ def _attend_compiled(
     limit_hit = torch._dynamo.exc.FailOnRecompileLimitHit
     with contextlib.suppress(limit_hit):
         return _compiled(*arguments)
-    # Past Dynamo's own limit, under ours. Setting it takes a millisecond, and is not needed for what is compiled.
+    # Past Dynamo's own limit, under ours. Setting it takes a millisecond, and programs already compiled do not need it.
     try:
         with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True):
             return _compiled(*arguments)
@@ -172,15 +173,15 @@ def _attend_compiled(
 
 
 def block_tables(scopes_N: Tensor, document_starts_BL: Tensor | None, queries: int, q_offset: int = 0) -> BlockTables:
-    """The blocks to compute, in both directions, without reading a tensor.
+    """The blocks to compute, by rows and by columns, without reading a tensor on the host.
+
+    A block is full if all its queries see all its keys. One that extends past the end of the sequence is not full, as in
+    PyTorch's `create_block_mask`. Blocks without a visible pair are left out.
 
     Args:
-        scopes_N: [N].
-        document_starts_BL: [B, Lk], on the same device; no start is smaller than the one before it.
-        queries: Lq.
-
-    A block is full where all its queries see all its keys. One that sticks out past the end of the sequence is not,
-    as in PyTorch's `create_block_mask`. Blocks without a visible pair are left out.
+        scopes_N: integer tensor [N].
+        document_starts_BL: integer tensor [B, Lk], on the same device; starts never fall.
+        queries: number of queries Lq.
     """
     device = scopes_N.device
     keys = queries + q_offset
@@ -189,8 +190,8 @@ def block_tables(scopes_N: Tensor, document_starts_BL: Tensor | None, queries: i
     scope = scopes_N.long().clamp(max=keys).int()[None, :, None]
     starts_BL = None if document_starts_BL is None else document_starts_BL.int().contiguous()
 
-    # Keys of a block of queries. Neither the scope nor the start of a query falls from one token to the next, so that
-    # the first query bounds what any sees, and the last what all see.
+    # Keys of a block of queries. Neither the edge of the scope nor the document start falls from one token to the next, so
+    # the first query bounds what any query sees, and the last query what all see.
     first_t = row * BLOCK + q_offset
     last_t = (first_t + BLOCK).clamp(max=keys) - 1
     first_start = last_start = torch.zeros_like(row)
@@ -204,13 +205,13 @@ def block_tables(scopes_N: Tensor, document_starts_BL: Tensor | None, queries: i
         blocks=column,
     )
 
-    # Queries of a block of keys, as rows: from the first key's own, or the first row, up to where the scope or the
-    # document of the last key ends; all those of the block up to where the first key's ends.
+    # Queries of a block of keys, as rows: from the first key's own row (or row 0) to where the scope or the document of the
+    # last key ends; they see the whole block up to where those of the first key end.
     first_i = column * BLOCK
     last_i = (first_i + BLOCK).clamp(max=keys) - 1
     first_until = last_until = torch.full_like(column, keys)
     if starts_BL is not None:
-        # Starts do not fall: the tokens that see token i are those up to the last with a start no later than i.
+        # Starts never fall, so token i is seen up to the last token whose document starts no later than i.
         ends = torch.cat((first_i, last_i)).repeat(len(starts_BL), 1)
         ends = torch.searchsorted(starts_BL, ends, right=True, out_int32=True)[:, None]
         first_until, last_until = ends.chunk(2, dim=-1)
@@ -225,14 +226,14 @@ def block_tables(scopes_N: Tensor, document_starts_BL: Tensor | None, queries: i
 
 
 def _blocks(tokens: Tensor) -> Tensor:
-    """Blocks that so many tokens begin."""
+    """Number of blocks that hold this many tokens, rounded up."""
     return (tokens + BLOCK - 1) // BLOCK
 
 
 def _runs(
     begin: Tensor, end: Tensor, seen_from: Tensor, seen_to: Tensor, blocks: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Number and indices of partial, then of full blocks: full from `seen_from` to `seen_to`, partial around them."""
+    """Number and indices of masked blocks, then of full ones: full from `seen_from` to `seen_to`, masked around them."""
     begin = torch.minimum(begin, end)
     seen_from = torch.minimum(torch.maximum(seen_from, begin), end)
     full_count = torch.minimum(torch.maximum(seen_to, seen_from), end) - seen_from
@@ -244,7 +245,7 @@ def _runs(
 
 
 def _new_mask(scopes_N: Tensor, document_starts_BL: Tensor | None, queries: int, q_offset: int) -> Mask:
-    """In tensors of its own, alike in dtype, so that one compilation serves all and a mask keeps no caller's tensor."""
+    """A mask of new tensors with fixed dtypes, so that one program serves all, and the caller's tensors are not kept alive."""
     tables = block_tables(scopes_N, document_starts_BL, queries, q_offset)
     scopes_N = scopes_N.long().clamp(max=queries + q_offset).int()
     if document_starts_BL is not None:
@@ -256,10 +257,10 @@ def _new_mask(scopes_N: Tensor, document_starts_BL: Tensor | None, queries: int,
 
 
 def _with_static_sizes(starts_BL: Tensor) -> Tensor:
-    """Document starts with columns added up to a power of two, and compiled for that size.
+    """Document starts padded to a power of two columns, a size that is compiled as a constant.
 
-    In a mask, torch 2.13's C++ code mixes up the names of sizes that vary (`ks1` is replaced inside `ks13`) and does
-    not compile, or reads at a wrong stride. This leaves the mask no such size, at a variant for each power of two.
+    In a mask, torch 2.13's C++ code mixes up the names of dynamic sizes (`ks1` is replaced inside `ks13`) and fails to
+    compile, or reads with a wrong stride. This way the mask has no dynamic size, at one variant per power of two.
     """
     L = starts_BL.shape[1]
     starts_BL = F.pad(starts_BL, (0, max(1024, 1 << (L - 1).bit_length()) - L))
@@ -280,15 +281,15 @@ _kept: OrderedDict[tuple, _Kept] = OrderedDict()
 def shared_mask(
     scopes_N: Tensor, document_starts_BL: Tensor | None, queries: int, q_offset: int, device: torch.device
 ) -> Mask:
-    """A new mask, or that of an earlier call with equal scopes and sizes, and the same document tensor unchanged.
+    """A new mask, or that of an earlier call with equal scopes and sizes and the same, unchanged document tensor.
 
-    Scopes are read on the host once for each tensor, and again when it has changed; documents on a GPU never are. The
-    masks last used are kept, up to BYTES_KEPT, those of documents no longer than their tensor. One holds 16 BNRC bytes.
-    Tensors made under inference_mode do not tell when they change: they are read at each call, and masks of such
-    documents are not kept.
+    Scopes are read on the host once per tensor, and again when it changes; documents on a GPU are never read. The most
+    recently used masks are cached, up to BYTES_KEPT, and those with documents only as long as their tensor lives. A mask
+    takes 16 BNRC bytes. Tensors made under inference_mode do not track changes: they are read at each call, and masks of
+    such documents are not cached.
 
     Raises:
-        ValueError: on a scope below 1, and on a CPU on document starts that are none.
+        ValueError: a scope below 1 or, on a CPU, invalid document starts.
     """
     scopes = host_values(scopes_N)
     documents = document_starts_BL
@@ -300,7 +301,7 @@ def shared_mask(
             _kept.move_to_end(key)
             return kept.mask
     semantics.check_values(scopes, documents if documents is not None and documents.device.type == "cpu" else None)
-    with torch.inference_mode(False), torch.no_grad():  # training may use what is made for an evaluation
+    with torch.inference_mode(False), torch.no_grad():  # training may reuse a mask made for an evaluation
         mask = _new_mask(scopes_N.to(device), None if documents is None else documents.to(device), queries, q_offset)
     if keep:
         forget = functools.partial(_forget, key)
@@ -313,6 +314,6 @@ def shared_mask(
 
 
 def _forget(key: tuple, reference: weakref.ref[Tensor]) -> None:
-    """Drops the mask of documents that are gone, unless another has taken its place."""
+    """Drops the mask of a deleted document tensor, unless another has taken its place."""
     if key in _kept and _kept[key].documents is reference:
         del _kept[key]

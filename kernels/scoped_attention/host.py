@@ -1,6 +1,6 @@
-"""What is read of tensors on the host, or computed from that: once, until the tensor changes.
+"""A cache of tensor values read on the host, and of results computed from them, valid until the tensor changes.
 
-Reading a tensor of a GPU waits for all that the GPU was given to do; layers call attention with the same few tensors.
+Reading a GPU tensor waits for all queued work on the GPU, and layers call attention with the same few tensors.
 """
 
 from collections.abc import Callable, Hashable
@@ -13,21 +13,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 T = TypeVar("T")
 
 _memory = WeakTensorKeyDictionary()
-"""Tensor: its version, and by name what was computed from that. Goes with the tensor."""
+"""For each tensor, its version and the results computed from it, by name. An entry dies with its tensor."""
 
 
 def host_values(x: Tensor) -> tuple[int, ...]:
-    """The values of a one-dimensional integer tensor, such as scopes_N. Read when the tensor is new or has changed.
+    """The values of a one-dimensional integer tensor, such as scopes_N; read only if the tensor is new or has changed.
 
-    A tensor made under inference_mode does not say when it changes: it is read each time. A change through `x.data`
-    says nothing either, and goes unseen.
+    Tensors made under inference_mode do not track changes and are read every time. A change through `x.data` is not
+    tracked either, and goes unnoticed.
     """
-    return kept(x, "values", lambda x: tuple(x.tolist()))
+    return cached(x, "values", lambda x: tuple(x.tolist()))
 
 
-def kept(x: Tensor, name: Hashable, compute: Callable[[Tensor], T]) -> T:
-    """compute(x), remembered under a name until x changes in place or is gone."""
-    # Tensors that are kept serve a later backward pass too, which refuses those made in inference mode.
+def cached(x: Tensor, name: Hashable, compute: Callable[[Tensor], T]) -> T:
+    """compute(x), cached under a name until x changes in place or is deleted."""
+    # Cached tensors may be saved for a later backward pass, which refuses tensors made in inference mode.
     with torch.inference_mode(False):
         if x.is_inference():
             return compute(x)

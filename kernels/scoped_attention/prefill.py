@@ -1,6 +1,6 @@
-"""The next tokens of a prompt against a rolling cache: what it kept, and the tokens themselves.
+"""The next tokens of a prompt against a rolling cache and themselves.
 
-Shape suffixes: B batch, L tokens of the chunk, T keys that were kept and of the chunk, N query heads, K key-value heads, H head dim.
+Shape suffixes: B batch, L tokens of the chunk, T keys from cache and chunk, N query heads, K key-value heads, H head dim.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ def chunk_attention(
     alibi_slopes_N: Tensor | None,
     seen: int,
 ) -> Tensor:
-    """`api.scoped_prefill`, with `attend` called as `scoped_attention` for key-value heads that keep equally much."""
+    """`api.scoped_prefill`; `attend` is `scoped_attention`, called for all key-value heads with equally long rings at once."""
     L = q_BLNH.shape[1]
     group = q_BLNH.shape[2] // cache.kv_heads
     if seen + L > cache.most_tokens:
@@ -37,7 +37,7 @@ def chunk_attention(
         if seen + L <= capacity:
             together.append(None)
             continue
-        # This chunk is about to be written over tokens that it still sees.
+        # This chunk is about to overwrite tokens that it still sees.
         past = cache.last_tokens(run, seen, min(seen, capacity - 1))
         new = k_BLKH[:, :, run], v_BLKH[:, :, run]
         together.append((torch.cat((past[0], new[0]), dim=1), torch.cat((past[1], new[1]), dim=1)))
@@ -48,7 +48,7 @@ def chunk_attention(
         starts_BT = None
         if document_starts_B is not None:
             own = torch.arange(before + L, device=q_BLNH.device)
-            # Relative to the first key; a token before its row's start is padding, and sees itself.
+            # Relative to the first key. A token before its row's start is padding, and sees itself.
             starts_BT = torch.minimum((document_starts_B.long() - (seen - before)).clamp_min(0)[:, None], own)
         queries = slice(run.start * group, run.stop * group)
         o_BLNH[:, :, queries] = attend(

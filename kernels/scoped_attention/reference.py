@@ -1,4 +1,4 @@
-"""Scoped attention as the formula says it, O(L²) in memory: what every other backend is tested against.
+"""Scoped attention straight from the formula, O(L²) in memory: all other backends are tested against it.
 
 Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
 """
@@ -19,7 +19,7 @@ def reference_attention(
     q_offset: int,
     scale: float,
 ) -> Tensor:
-    """`api.scoped_attention` with all arguments given. Computes in fp32 or wider; autograd does the rest."""
+    """`api.scoped_attention` with all arguments given, in fp32 or wider; gradients come from autograd."""
     if not torch.compiler.is_compiling():
         semantics.check_values(scopes_N.tolist(), document_starts_BL)
     Lq, N = q_BLNH.shape[1:3]

@@ -1,4 +1,4 @@
-"""The keys and values that one layer keeps while it generates: for each key-value head no more than can still be seen.
+"""The keys and values that one layer keeps during generation: for each key-value head, only those that can still be seen.
 
 Shape suffixes: B batch, L tokens, N query heads, K key-value heads, H head dim, S slots of all key-value heads.
 """
@@ -13,8 +13,9 @@ from torch import Tensor
 class RollingCache:
     """A ring of slots for each key-value head, as long as the widest scope among the query heads that share it.
 
-    Token t of a head with capacity C lies in slot t mod C of its ring, where it replaces the token that has just left
-    the widest scope. A head that sees everything has as many slots as the sequence may have tokens.
+    Token t of a head with capacity C is in slot t mod C of its ring, where it replaces the token that has just left the
+    widest scope. A head that sees everything has `most_tokens` slots. Fill it with `append` or `scoped_prefill`, and read
+    it with `scoped_decode`.
 
     Args:
         scopes_N: tokens that each query head sees; N is a multiple of `kv_heads`.
@@ -23,13 +24,13 @@ class RollingCache:
         batch, head_dim, dtype, device: of the keys and values.
 
     Attributes:
-        keys_BSH, values_BSH: [B, S, H]; the rings of all key-value heads one after the other.
-        tokens: int32 tensor [1] on the device, the tokens appended so far. Nothing here reads it on the host, so that a
-            decoding step can be captured in a CUDA graph.
-        runs: adjacent key-value heads whose rings are equally long, which one product can take together.
+        keys_BSH, values_BSH: [B, S, H] in `dtype`; the rings of all key-value heads one after the other.
+        tokens: int32 tensor [1] on the device, the number of tokens appended so far. Nothing here reads it on the host, so
+            that a decoding step can be captured in a CUDA graph.
+        runs: adjacent key-value heads whose rings are equally long, which one product can compute together.
 
     Raises:
-        ValueError: if a scope or `most_tokens` is below 1, or heads do not divide.
+        ValueError: a scope or `most_tokens` below 1, or query heads that are not a multiple of `kv_heads`.
     """
 
     def __init__(
@@ -68,23 +69,25 @@ class RollingCache:
 
     @property
     def kv_heads(self) -> int:
+        """Number of key-value heads K."""
         return len(self.capacities)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of keys and values."""
         return self.keys_BSH.nbytes + self.values_BSH.nbytes
 
     def rings(self, run: slice) -> tuple[Tensor, Tensor]:
-        """Keys and values of one of `runs`, [B, heads of the run, capacity, H], slot by slot; views."""
+        """Keys and values of one of `runs`, in slot order: views [B, heads of the run, capacity, H]."""
         first, capacity = sum(self.capacities[: run.start]), self.capacities[run.start]
         slots = slice(first, first + (run.stop - run.start) * capacity)
         keys, values = (x[:, slots].unflatten(1, (-1, capacity)) for x in (self.keys_BSH, self.values_BSH))
         return keys, values
 
     def last_tokens(self, run: slice, tokens: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the last `count` of the `tokens` appended, in order: [B, count, heads of the run, H].
+        """Keys and values of the last `count` of `tokens` appended tokens, in token order: [B, count, heads of the run, H].
 
-        Views where the ring has not wrapped; `count` is at most its capacity.
+        They are views if the ring has not wrapped; `count` is at most its capacity.
         """
         keys_BKCH, values_BKCH = self.rings(run)
         capacity = keys_BKCH.shape[2]
@@ -96,13 +99,13 @@ class RollingCache:
 
     @torch.no_grad()
     def append(self, k_BLKH: Tensor, v_BLKH: Tensor) -> None:
-        """Keeps the next L tokens, as far as any later token can see them.
+        """Stores the next L tokens, except those that no later token can see: keys and values [B, L, K, H].
 
-        Appending beyond `most_tokens` makes heads that see everything lose their oldest tokens; that is not detected,
-        since the count is not read on the host.
+        Beyond `most_tokens` heads that see everything silently lose their oldest tokens, since the count is not read on the
+        host.
 
         Raises:
-            ValueError: if shapes differ from the cache's.
+            ValueError: shapes that do not match the cache's.
         """
         B, L, K, H = k_BLKH.shape
         if k_BLKH.shape != v_BLKH.shape or (len(self.keys_BSH), self.kv_heads, self.keys_BSH.shape[-1]) != (B, K, H):

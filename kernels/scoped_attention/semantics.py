@@ -1,4 +1,4 @@
-"""Who sees whom: the one place that says which keys a query of a head attends to.
+"""The rule of visibility: the one place that defines which keys a query of a head attends to.
 
 Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
 
@@ -6,7 +6,7 @@ Token t of a head with scope S, in a document that starts at token d, sees the t
 
     max(d, t - S + 1) <= i <= t          (SCOPE, Eq. 2: t - S < i <= t)
 
-and nothing else. A scope counts the token itself, so that S = 1 sees only itself and S >= t + 1 sees all before it.
+and no others. A scope counts the token itself: with S = 1 a token sees only itself, with S >= t + 1 all tokens before it.
 """
 
 from collections import Counter
@@ -17,42 +17,42 @@ from torch import Tensor
 
 
 def visible(query: Tensor, key: Tensor, scope: Tensor, document_start: Tensor | None = None) -> Tensor:
-    """True where `key` is seen from `query`; all arguments are token indexes or scopes and broadcast.
+    """bool, True where `query` sees `key`; all arguments are token indexes or scopes, and broadcast.
 
-    `document_start` is the first token of the query's document. Written as a difference, so that the largest int32
-    scope does not overflow.
+    `document_start` is the first token of the query's document. The scope is compared with a difference, so that the
+    largest int32 scope does not overflow.
     """
     seen = (key <= query) & (query - key < scope)
     return seen if document_start is None else seen & in_document(key, document_start)
 
 
 def in_document(key: Tensor, document_start: Tensor) -> Tensor:
-    """True where `key`, no later than the query, lies in the query's document, which starts at `document_start`."""
+    """bool, True where `key`, no later than the query, is in the query's document, which starts at `document_start`."""
     return key >= document_start
 
 
 def visibility(scopes_N: Tensor, queries: int, q_offset: int = 0) -> Tensor:
-    """The whole mask of a sequence without documents: [N, queries, queries + q_offset], True where seen."""
+    """The full mask without documents: bool [N, queries, queries + q_offset], True where seen."""
     keys = torch.arange(queries + q_offset, device=scopes_N.device)
     return visible(keys[None, q_offset:, None], keys[None, None, :], scopes_N.long()[:, None, None])
 
 
 def visibility_in_documents(scopes_N: Tensor, document_starts_BL: Tensor, q_offset: int = 0) -> Tensor:
-    """The whole mask with documents: [B, N, Lk - q_offset, Lk], True where seen. `document_starts_BL` has Lk columns."""
+    """The full mask with documents: bool [B, N, Lk - q_offset, Lk], True where seen; `document_starts_BL` is [B, Lk]."""
     starts = document_starts_BL[:, q_offset:].long().to(scopes_N.device)
     keys = torch.arange(document_starts_BL.shape[1], device=scopes_N.device)
     return visibility(scopes_N, starts.shape[1], q_offset) & in_document(keys, starts[:, None, :, None])
 
 
 def alibi_bias(query: Tensor | int, key: Tensor, slope: Tensor) -> Tensor:
-    """What ALiBi adds to the score of `key` seen from `query`: -slope * (query - key). Arguments broadcast."""
+    """ALiBi's term in the score of `key` seen from `query`: -slope * (query - key). Arguments broadcast."""
     return -slope * (query - key)
 
 
 def visible_pairs(scopes: Sequence[int] | Tensor, length: int, q_offset: int = 0) -> int:
-    """Query-key pairs that all heads together see, exactly: the sum over heads and queries of min(S, t + 1).
+    """Exact number of query-key pairs that all heads see: the sum over heads and queries of min(S, t + 1).
 
-    `length` counts the keys; queries are the tokens `q_offset` to `length - 1`.
+    `length` is the number of keys; queries are the tokens `q_offset` to `length - 1`.
     """
     scopes = scopes.tolist() if isinstance(scopes, Tensor) else scopes
 
@@ -64,7 +64,10 @@ def visible_pairs(scopes: Sequence[int] | Tensor, length: int, q_offset: int = 0
 
 
 def visible_pairs_in_documents(scopes: Sequence[int] | Tensor, document_starts_BL: Tensor, q_offset: int = 0) -> int:
-    """As `visible_pairs`, for a batch of packed rows: the sum over rows, heads and queries of min(S, t - start + 1)."""
+    """`visible_pairs` for a batch of packed rows: the sum over rows, heads and queries of min(S, t - start + 1).
+
+    `document_starts_BL` is an integer tensor [B, Lk].
+    """
     scopes = scopes.tolist() if isinstance(scopes, Tensor) else scopes
     tokens = torch.arange(document_starts_BL.shape[1], device=document_starts_BL.device)
     return visible_pairs_at_positions(scopes, (tokens - document_starts_BL.long())[:, q_offset:])
@@ -73,9 +76,9 @@ def visible_pairs_in_documents(scopes: Sequence[int] | Tensor, document_starts_B
 def visible_pairs_at_positions(scopes: Iterable[int], positions: Tensor) -> int:
     """Query-key pairs of all heads, from the queries' positions in their documents: the sum of min(S, position + 1).
 
-    Linear in the number of positions, whatever the number of scopes.
+    `positions` is an integer tensor of any shape. The time is linear in its size, whatever the number of scopes.
     """
-    counts = torch.bincount(positions.flatten().long() + 1)  # tokens that would see n others, itself included
+    counts = torch.bincount(positions.flatten().long() + 1)  # how many tokens could see n tokens, themselves included
     seen_upto = (counts * torch.arange(counts.numel(), device=counts.device)).cumsum(0).tolist()
     tokens_upto = counts.cumsum(0).tolist()
     pairs = 0
@@ -86,10 +89,10 @@ def visible_pairs_at_positions(scopes: Iterable[int], positions: Tensor) -> int:
 
 
 def check_values(scopes: Sequence[int], document_starts_BL: Tensor | None) -> None:
-    """Raise ValueError unless every scope is at least 1 and document starts are those of packed rows.
+    """Raises ValueError unless every scope is at least 1 and document starts are those of packed rows.
 
-    That is: 0 <= start of t <= t, never falling from one token to the next. Reads the tensors, so that a backend calls
-    it where that costs no synchronisation with an accelerator.
+    That is: 0 <= start of t <= t, never falling from one token to the next. It reads the tensor, so backends call it only
+    where that costs no synchronisation with an accelerator.
     """
     for head, scope in enumerate(scopes):
         if scope < 1:

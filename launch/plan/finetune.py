@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from farsight.checkpoints.model_dir.api import read_model_config
+from farsight.checkpoints.load import read_model_config
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import load_config, read_toml
@@ -40,12 +40,12 @@ from farsight.launch.plan.heads import layers_of
 from farsight.launch.plan.layout import Layout
 from farsight.launch.plan.memory import local_tokens
 from farsight.launch.plan.suggest import Options
-from farsight.launch.plan.text import count, duration, shown_seconds
 from farsight.model.adapt.layers import adapted
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.model.flops import Adapters, batch_flops, layer_matmul_weights
 from farsight.training.finetune.base import take_base
 from farsight.training.start import names_theta
+from farsight.units import count, duration, shown_seconds
 
 
 def is_finetuning(path: Path) -> bool:

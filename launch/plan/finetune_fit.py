@@ -13,9 +13,9 @@ from farsight.launch.plan.finetune_memory import FinetuneMemory, adapter_paramet
 from farsight.launch.plan.hardware import Efficiency, find_gpu, usable_bytes
 from farsight.launch.plan.layout import Layout
 from farsight.launch.plan.suggest import Options, as_options, changed
-from farsight.launch.plan.text import gib
 from farsight.model.adapt.layers import adapted
-from farsight.parallel.device import GIB, total_memory
+from farsight.parallel.device import total_memory
+from farsight.units import GIB, gib
 
 
 @dataclass(frozen=True)

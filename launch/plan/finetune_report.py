@@ -9,11 +9,12 @@ from farsight.data.instructions.view import inspect_rows
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.launch.plan.finetune_fit import find_device, memory_text
 from farsight.launch.plan.finetune_memory import adapter_parameters, finetune_memory
-from farsight.launch.plan.out_of_memory import MemoryMarks, explain_out_of_memory
+from farsight.launch.plan.out_of_memory import explain_out_of_memory
 from farsight.model.adapt.layers import adapted
 from farsight.model.build import ModelConfig, count_parameters
 from farsight.model.position.layers import describe, layer_selection
 from farsight.training.finetune.trainer import Finetuner
+from farsight.training.memory_recorder import MemoryMarks
 
 
 def take_flags(arguments: Sequence[str]) -> tuple[list[str], bool, int]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from farsight.configs.check import ConfigError
 from farsight.errors import nearest
-from farsight.parallel.device import GIB
+from farsight.units import GIB
 
 
 @dataclass(frozen=True)

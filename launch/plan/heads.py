@@ -14,8 +14,8 @@ from farsight.kernels.scoped_attention.semantics import visible_pairs
 from farsight.launch.plan.layout import Layout
 from farsight.model.build import ModelConfig
 from farsight.model.position.layers import LayerPosition
-from farsight.model.position.scope import Layout as HeadLayout
-from farsight.parallel.context import Layout as Cut
+from farsight.model.position.scope import HeadLayout
+from farsight.parallel.context import SequenceLayout as Cut
 from farsight.parallel.context import keys_seen, pieces, reaches, received_bytes
 
 Reach = tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which layers an adapter is on: `lora.layers` and `garfa.layers` of a config, as layer numbers."""
+"""Which layers an adapter covers: `lora.layers` and `garfa.layers` of a config, as layer numbers."""
 
 import json
 import random
@@ -15,20 +15,25 @@ from farsight.model.position.layers import select_layers
 
 @dataclass(frozen=True)
 class AdaptedLayers:
-    """The layers that train, and with what."""
+    """The layers that fine-tuning trains, by method."""
 
     lora: tuple[int, ...]
     garfa: tuple[int, ...]
     whole: tuple[int, ...]
+    """Layers whose own weights are trained (`training.layers`)."""
 
     @property
     def lowest(self) -> int:
-        """The backward pass ends there."""
+        """The lowest trained layer, where the backward pass ends."""
         return min((*self.lora, *self.garfa, *self.whole))
 
 
 def adapted(config: FinetuneConfig) -> AdaptedLayers:
-    """Raises ConfigError for layers that the base does not have."""
+    """The layers that a config trains.
+
+    Raises:
+        ConfigError: layers that the base model does not have.
+    """
     n_layers, chosen = config.architecture.n_layers, {}
     for name, part in (("lora", config.lora), ("garfa", config.garfa)):
         try:
@@ -46,7 +51,7 @@ def adapted_layers(selection: str | tuple[int, ...], n_layers: int, profile: str
         profile: JSON file with "delta", each layer's sensitivity.
 
     Raises:
-        ValueError: a layer that the model does not have, or a profile that is missing or of another depth.
+        ValueError: a layer that the model does not have, or a profile that is missing or has another number of layers.
     """
     if not isinstance(selection, str):
         if wrong := [layer for layer in selection if not 0 <= layer < n_layers]:
@@ -64,20 +69,20 @@ def adapted_layers(selection: str | tuple[int, ...], n_layers: int, profile: str
         others = [layer for layer in range(n_layers) if layer not in sensitive]
         if count > len(others):
             raise ValueError(f"{selection!r}: only {len(others)} layers are not in 'sensitive:{count}'")
-        # As the paper draws: over the sorted layers outside the sensitive set.
+        # The paper samples from the sorted layers outside the sensitive set.
         return tuple(sorted(random.Random(seed).sample(others, count)))
     return tuple(sorted(select_layers(selection, n_layers)))
 
 
 def _sensitive(count: int, n_layers: int, profile: str) -> tuple[int, ...]:
-    """The layers of the largest sensitivity; of equal ones the lower."""
+    """The most sensitive layers of a profile; the lower layer wins a tie."""
     if not profile:
         raise ValueError(f"'sensitive:{count}' needs the layers' sensitivities: set layer_profile to their JSON file")
     try:
         delta = json.loads(Path(profile).read_text(encoding="utf-8"))["delta"]
         delta = [float(value) for value in delta]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'layer_profile = {profile!r} is no JSON file with {{"delta": [...]}}: {error!r}') from None
+        raise ValueError(f'layer_profile = {profile!r} is not a JSON file with {{"delta": [...]}}: {error!r}') from None
     if len(delta) != n_layers:
         raise ValueError(f"layer_profile = {profile!r} has {len(delta)} layers, the model {n_layers}")
     if not 1 <= count <= n_layers:
@@ -86,5 +91,5 @@ def _sensitive(count: int, n_layers: int, profile: str) -> tuple[int, ...]:
 
 
 def largest(values: Sequence[float], count: int) -> tuple[int, ...]:
-    """The layers of the `count` largest values, of equal ones the lower; ascending."""
+    """The layers of the `count` largest values, ascending; the lower layer wins a tie."""
     return tuple(sorted(sorted(range(len(values)), key=lambda layer: (-values[layer], layer))[:count]))

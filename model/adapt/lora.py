@@ -1,4 +1,4 @@
-"""LoRA on our model: PEFT's own layers, so that DoRA, rsLoRA and rank patterns come with it."""
+"""LoRA on our model, through PEFT's own layers, so that DoRA, rsLoRA and rank patterns come with it."""
 
 import math
 import re
@@ -16,12 +16,12 @@ from farsight.model.llama import Llama, name_seed
 N = TypeVar("N", int, float)
 
 ADAPTER = "default"
-"""PEFT's name for an adapter that has none."""
+"""PEFT's name for an unnamed adapter."""
 MODULES: dict[Projection, str] = {
     "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo",
     "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2",
 }  # fmt: skip
-"""Hugging Face's names of a block's linear layers, and ours."""
+"""Hugging Face's names for a block's linear layers, and ours."""
 ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Those in `self_attn`; the others are in `mlp`."""
 
@@ -29,10 +29,10 @@ ATTENTION: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
 def add_lora(model: Llama, lora: Lora, layers: Sequence[int], base: Base) -> None:
     """Puts LoRA on linear layers of some blocks, and freezes everything else.
 
-    On the meta device, after `quantize_linears`. LoRA's own weights are fp32, whatever the base is in.
+    Called on the meta device, after `quantize_linears`. LoRA's own weights are fp32, whatever the dtype of the base.
 
     Raises:
-        ValueError: a rank that is none.
+        ValueError: a rank below 1.
         ConfigError: as `by_linear`.
     """
     from peft import LoraConfig, inject_adapter_in_model
@@ -60,17 +60,17 @@ def add_lora(model: Llama, lora: Lora, layers: Sequence[int], base: Base) -> Non
         if is_lora(name):
             parameter.data = parameter.data.float()
     for module in lora_layers(model).values():
-        # Under autocast the products are taken in bf16: raising their input to fp32 first would only cost memory.
+        # Under autocast the products are computed in bf16: casting their input to fp32 first would only cost memory.
         module.cast_input_dtype_enabled = base.dtype == "float32"
 
 
 def by_linear(pattern: Mapping[str, N], lora: Lora, layers: Sequence[int]) -> dict[tuple[int, Projection], N]:
-    """What `rank_pattern` or `alpha_pattern` gives to linear layers, by layer and module; those that it leaves out are not in it.
+    """The values that `rank_pattern` or `alpha_pattern` gives to linear layers, by layer and module; only those it matches.
 
-    PEFT's own function decides, on the names of a Llama of `transformers`: plain `peft` has to come to the same.
+    PEFT's own function decides, on the names of a `transformers` Llama, so that plain `peft` gets the same result.
 
     Raises:
-        ConfigError: a pattern that is no regular expression, or that decides for no layer that LoRA is on.
+        ConfigError: a key that is not a valid regular expression, or that decides for no layer that LoRA is on.
     """
     if not (pattern and layers):
         return {}
@@ -83,7 +83,7 @@ def by_linear(pattern: Mapping[str, N], lora: Lora, layers: Sequence[int]) -> di
             for module in lora.modules
         }
     except re.error as error:
-        raise ConfigError(f"lora: a key of {dict(pattern)} is no regular expression: {error}") from error
+        raise ConfigError(f"lora: a key of {dict(pattern)} is not a valid regular expression: {error}") from error
     if unused := [key for key in pattern if key not in keys.values()]:
         raise ConfigError(
             f"lora: pattern {unused[0]!r} decides for no layer that LoRA is on: it matches none, or an earlier pattern comes "
@@ -93,15 +93,15 @@ def by_linear(pattern: Mapping[str, N], lora: Lora, layers: Sequence[int]) -> di
 
 
 def as_pattern(values: Mapping[tuple[int, Projection], N], name: Callable[[int, Projection], str]) -> dict[str, N]:
-    """A pattern for PEFT that names each layer in full: it means the same in any order, and PEFT sorts those that it saves."""
+    """A pattern for PEFT that names each layer in full: PEFT sorts saved patterns, and this one is valid in any order."""
     names: dict[N, list[str]] = {}
     for linear, value in values.items():
         names.setdefault(value, []).append(re.escape(name(*linear)))
-    return {"|".join(those): value for value, those in names.items()}
+    return {"|".join(full_names): value for value, full_names in names.items()}
 
 
 def hf_linear(layer: int, module: Projection) -> str:
-    """A linear layer in a Llama of `transformers`."""
+    """The name of a linear layer in a `transformers` Llama."""
     return f"model.layers.{layer}.{'self_attn' if module in ATTENTION else 'mlp'}.{module}"
 
 
@@ -110,6 +110,7 @@ def _our_name(layer: int, module: Projection) -> str:
 
 
 def is_lora(name: str) -> bool:
+    """Whether a parameter of that name belongs to LoRA."""
     return ".lora_" in name
 
 
@@ -121,13 +122,13 @@ def lora_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def initial_lora(name: str, shape: Sequence[int], seed: int, base_weight: Tensor | None) -> Tensor:
-    """The fp32 tensor that a LoRA weight starts from: A uniform, B zero, so that at first nothing changes.
+    """The initial value of a LoRA weight, fp32: A uniform, B zero, so that the adapter changes nothing at first.
 
-    A depends on the seed and its name alone, hence on no layout of ranks. It is PEFT's default: Kaiming's uniform
-    initialisation with a = sqrt(5), which is ±1/sqrt(fan in).
+    A depends only on the seed and its name, so it is the same in every parallel layout. As PEFT's default: Kaiming
+    uniform initialisation with a = sqrt(5), which is ±1/sqrt(fan in).
 
     Args:
-        base_weight: [out, in], what the adapter is beside, de-quantised: DoRA's magnitudes are the norms of its rows.
+        base_weight: [out, in], the adapted weight, dequantised; used by DoRA, whose magnitudes are the norms of its rows.
     """
     if ".lora_B." in name:
         return torch.zeros(*shape)
@@ -139,10 +140,11 @@ def initial_lora(name: str, shape: Sequence[int], seed: int, base_weight: Tensor
 
 
 def merged_weight(weight: Tensor, tensors: dict[str, Tensor], scaling: float) -> Tensor:
-    """W + scaling·B·A, and with DoRA's magnitudes m: m · (W + scaling·B·A) / ‖W + scaling·B·A‖ by rows; fp32.
+    """W + scaling·B·A; with DoRA's magnitudes m, row by row, m · (W + scaling·B·A) / ‖W + scaling·B·A‖. fp32 [out, in].
 
     Args:
-        tensors: "A", "B", and "magnitude" with DoRA.
+        weight: W [out, in], dequantised.
+        tensors: "A" [rank, in], "B" [out, rank], and with DoRA "magnitude" [out].
     """
     merged = weight.float() + scaling * (tensors["B"].float() @ tensors["A"].float())
     if "magnitude" in tensors:

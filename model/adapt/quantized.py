@@ -1,7 +1,7 @@
 """Base weights in 4 or 8 bits, in bitsandbytes' linear layers (QLoRA, Dettmers et al., 2023, section 3).
 
-Built on the meta device in the shapes that are kept, so that an unquantised model never exists; `fill` then quantises one
-weight at a time. Until it does, weights are plain parameters: FSDP can share those out, and bitsandbytes' own it can't.
+The layers are built on the meta device in their quantised shapes, so that an unquantised model never exists; `fill` then
+quantises one weight at a time. Until then weights are plain parameters, because FSDP cannot shard bitsandbytes' own.
 """
 
 import logging
@@ -17,13 +17,13 @@ from farsight.model.llama import Llama, copy_whole
 BLOCK = 64
 """Weights that share a scale in 4 bits."""
 OUTLIER = 6.0
-"""Inputs beyond it are multiplied in 16 bits where the base is in 8 (LLM.int8, Dettmers et al., 2022)."""
+"""With an 8-bit base, inputs beyond this are multiplied in 16 bits (LLM.int8, Dettmers et al., 2022)."""
 
 
 def quantize_linears(model: Llama, base: Base) -> None:
-    """Puts bitsandbytes' layers in place of the blocks' linear ones, and all other weights into `base_model.dtype`.
+    """Replaces the blocks' linear layers with bitsandbytes' and casts all other weights to `base_model.dtype`.
 
-    On the meta device. Norms, embedding and head stay in the type that is computed in: nothing is raised to fp32.
+    Called on the meta device. Norms, embedding and head have the dtype of the computation too: nothing is kept in fp32.
     """
     dtype = getattr(torch, base.dtype)
     for parameter in model.parameters():
@@ -33,7 +33,7 @@ def quantize_linears(model: Llama, base: Base) -> None:
     for name, linear in _linears(model):
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, _quantized(linear, base, dtype))
-    # PEFT chooses its layers by these.
+    # PEFT picks its layer classes by these flags.
     model.is_loaded_in_8bit = base.quantization == "int8"  # type: ignore[assignment]
     model.is_loaded_in_4bit = not model.is_loaded_in_8bit  # type: ignore[assignment]
 
@@ -48,7 +48,7 @@ def _quantized(linear: nn.Linear, base: Base, dtype: torch.dtype) -> nn.Module:
     rows, columns = linear.out_features, linear.in_features
     shapes: dict[str, Any] = {"input_features": columns, "output_features": rows, "bias": False, "device": "meta"}
     if base.quantization == "int8":
-        # It says at every call that bf16 is multiplied as fp16, which is how LLM.int8 does it.
+        # It warns at every call that bf16 is cast to fp16, which is how LLM.int8 works.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         eight = bnb.nn.Linear8bitLt(**shapes, has_fp16_weights=False, threshold=OUTLIER)
         numbers = torch.empty(rows, columns, dtype=torch.int8, device="meta")
@@ -59,10 +59,10 @@ def _quantized(linear: nn.Linear, base: Base, dtype: torch.dtype) -> nn.Module:
     four = bnb.nn.Linear4bit(
         **shapes, compute_dtype=dtype, compress_statistics=base.double_quantization, quant_type=base.quantization
     )
-    # On CPUs with AVX512-BF16 an evaluation would repack the weights, and gradients through them vanish ever after.
+    # On CPUs with AVX512-BF16 an evaluation would repack the weights, and no gradient would pass through them again.
     four.support_avx512bf16_for_cpu = False
     packed = torch.empty(-(-rows * columns // 2), 1, dtype=torch.uint8, device="meta")
-    # DoRA asks for the de-quantised weight when it is put on, also on the meta device.
+    # DoRA reads the dequantised weight when it is added, even on the meta device.
     state = bnb.functional.QuantState(
         absmax=torch.empty(-(-rows * columns // BLOCK), device="meta"),
         shape=torch.Size((rows, columns)), code=torch.empty(16, device="meta"), blocksize=BLOCK,
@@ -76,7 +76,7 @@ def _quantized(linear: nn.Linear, base: Base, dtype: torch.dtype) -> nn.Module:
 
 
 def unpack_parameters(model: nn.Module) -> None:
-    """Makes quantised weights plain parameters of the same bytes, once PEFT has seen what they are."""
+    """Makes quantised weights plain parameters of the same bytes, once PEFT has seen their types."""
     for module in model.modules():
         if is_quantized(module):
             weight: Tensor = module.weight  # type: ignore[assignment]
@@ -85,12 +85,12 @@ def unpack_parameters(model: nn.Module) -> None:
 
 
 def is_quantized(module: nn.Module) -> bool:
-    """Whether it is one of bitsandbytes' layers."""
+    """Whether a module is one of bitsandbytes' layers."""
     return type(module).__module__.startswith("bitsandbytes.")
 
 
 def quantize(weight: Tensor, base: Base) -> tuple[Tensor, Any]:
-    """A weight as it is kept, and what it takes to read it: a QuantState in 4 bits, a scale for each row in 8."""
+    """A weight [out, in] quantised, and what it takes to read it: a QuantState for 4 bits, fp32 row scales [out] for 8."""
     import bitsandbytes as bnb
 
     if base.quantization == "int8":
@@ -105,7 +105,7 @@ def quantize(weight: Tensor, base: Base) -> tuple[Tensor, Any]:
 
 
 def dequantize(weight: Tensor, base: Base) -> Tensor:
-    """A weight after quantising and reading it back, in `base_model.dtype`: what the adapter is trained beside."""
+    """A weight [out, in] quantised and read back, in `base_model.dtype`: the base that the adapter is trained on."""
     import bitsandbytes as bnb
 
     dtype = getattr(torch, base.dtype)
@@ -119,10 +119,10 @@ def dequantize(weight: Tensor, base: Base) -> Tensor:
 
 @torch.no_grad()
 def fill(module: Any, weight: Tensor, base: Base) -> None:
-    """Gives a layer of `quantize_linears` its weight.
+    """Sets the weight of a layer that `quantize_linears` made.
 
     Args:
-        weight: the whole of it, unquantised; under FSDP every rank quantises it, and keeps its part and all the scales.
+        weight: the full weight [out, in], unquantised; under FSDP every rank quantises it, and keeps its shard and all scales.
     """
     import bitsandbytes as bnb
 

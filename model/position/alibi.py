@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def alibi_slopes(n_heads: int, uniform: bool = False) -> Tensor:
-    """Slope m of each head's bias −m · distance, in score units a token: fp32 [N], on the CPU.
+    """Slope m of each head's bias −m · distance, in score units per token: fp32 [N], on the CPU.
 
-    For a power of two heads the slopes are 2^(−8/N), 2^(−16/N), …, 2^(−8). Otherwise those of the power of two
-    below, followed by every other slope of the power of two above, as in the authors' code and BLOOM.
-    `uniform` gives every head the smallest slope, the one for the longest range (SCOPE, appendix B.4).
+    If N is a power of two, the slopes are 2^(−8/N), 2^(−16/N), …, 2^(−8). Otherwise they are those of the next lower power
+    of two, followed by every other slope of the next higher one, as in the authors' code and BLOOM.
+    `uniform` gives every head the smallest slope, the one with the longest range (SCOPE, appendix B.4).
     """
     if n_heads < 1:
         raise ValueError(f"ALiBi needs at least one head, but n_heads is {n_heads}")

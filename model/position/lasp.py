@@ -1,12 +1,12 @@
 """LASP: a RoPE scale and base for each layer (Anchors First, Reason Later; section 5.1, Eq. 8–11).
 
 The first L_anchor layers ramp the scale up and keep the base; the layers after them keep the scale and let
-the base grow. Layers count from 0. The formulas are used as printed, so the base approaches b_max and would
+the base grow. Layers count from 0. The formulas are used as printed, so the base approaches b_max but would
 reach it only one past the last layer.
 
-How S(l) meets the factor of a host such as YaRN is not said in the paper: here it *replaces* that factor at
-layer l, and the two are never stacked. YaRN's attention temperature follows the factor layer by layer, unless
-`attention_factor` fixes it.
+The paper does not say how S(l) combines with the factor of a host such as YaRN: here it *replaces* that factor
+at layer l, and the two are never multiplied. YaRN's attention temperature follows the factor layer by layer,
+unless `attention_factor` fixes it.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def lasp_scale(lasp: Lasp, layer: int) -> float:
 
 
 def lasp_base(lasp: Lasp, layer: int, n_layers: int) -> float:
-    """B(l), Eq. 11: b_min below layer L_anchor, then growing by (b_max − b_min) / (L_tot − L_anchor) a layer.
+    """B(l), Eq. 11: b_min below layer L_anchor, then growing by (b_max − b_min) / (L_tot − L_anchor) per layer.
 
     When every layer is an anchor layer (L_anchor = L_tot) the base is b_min throughout.
     Raises ValueError for bases or an L_anchor that the equation cannot take.
@@ -52,9 +52,9 @@ def lasp_base(lasp: Lasp, layer: int, n_layers: int) -> float:
 
 
 def apply_lasp(rotary: Rotary, lasp: Lasp, layer: int, n_layers: int) -> Rotary:
-    """The host RoPE as LASP sets it at one layer: factor S(l), theta B(l), or one of them, by `lasp.schedule`.
+    """The host RoPE with LASP applied at one layer: factor S(l), theta B(l), or both, according to `lasp.schedule`.
 
-    Bare RoPE with a scale becomes linear RoPE (Eq. 9). A layer without rotation is left as it is.
+    Plain RoPE with a scale becomes linear RoPE (Eq. 9). A layer without rotation is left as it is.
     Raises ValueError for a LongRoPE host with a scale schedule, and as `lasp_scale` and `lasp_base` do.
     """
     _check(lasp, n_layers)

@@ -1,6 +1,6 @@
-"""What each layer knows of position: the one place where `[position]` turns into layers.
+"""The position settings of each layer: the one place where `[position]` of a config is resolved into layers.
 
-Rules first, in the order given; then LASP, on whatever rotary a layer ended up with; then GARFA's factors on it, and the
+Rules apply first, in the order given; then LASP, to whatever rotary the layer has by then; then GARFA's factors, and the
 scopes and slopes of the layer's heads. NoPE in every k-th layer is the rule `layers = "k-1::k"` with `rotary.kind = "none"`.
 """
 
@@ -11,8 +11,8 @@ from typing import assert_never
 import torch
 
 from farsight.configs.schema import Alibi, LayerRule, LongRope, NoBias, NoRotary, Position, Rope, Rotary, Scope
-from farsight.model.adapt.garfa import LayerGarfa, alpha, layer_garfas
 from farsight.model.position.alibi import alibi_slopes
+from farsight.model.position.garfa import LayerGarfa, alpha, layer_garfas
 from farsight.model.position.lasp import apply_lasp
 from farsight.model.position.rope import rope_frequencies
 from farsight.model.position.scope import DENSE_SCOPE, head_scopes, layout_order
@@ -20,18 +20,18 @@ from farsight.model.position.scope import DENSE_SCOPE, head_scopes, layout_order
 
 @dataclass(frozen=True)
 class LayerPosition:
-    """Position and attention of one layer, with everything resolved."""
+    """Position and attention of one layer, fully resolved; `Attention` and `Llama` are built from it."""
 
     rotary: Rotary
     """After rules and LASP."""
     scopes: tuple[int, ...]
-    """Tokens that each of the N query heads sees, itself included, in physical head order."""
+    """Tokens that each of the N query heads sees, the query's own included, in physical head order."""
     alibi_slopes: tuple[float, ...] | None
-    """Slope of each query head's −slope · distance, in physical head order; None for no bias."""
+    """Slope of each query head's bias −slope · distance, in physical head order; None for no bias."""
     scope_ranks: tuple[int, ...] | None = None
-    """h of each query head's ceil(T^(h/N)) where T grows with sequences past the trained length, else None."""
+    """h in each query head's scope ceil(T^(h/N)), if T grows with sequences past the trained length; else None."""
     garfa: LayerGarfa | None = None
-    """Factors on the base of each key/value head; None turns all heads alike."""
+    """Factors on the base of each key/value head; None rotates all heads alike."""
 
 
 def resolve_layers(
@@ -43,13 +43,12 @@ def resolve_layers(
     trained_length: int,
     length: int,
 ) -> tuple[LayerPosition, ...]:
-    """Every layer's position, from config alone, so that all ranks agree.
+    """Every layer's position. It follows from config alone, so that all ranks agree.
 
-    `trained_length` is the stage's training sequence length and `length` the sequence's own, in tokens; while
-    training they are equal.
+    `trained_length` is the training sequence length of the stage and `length` that of the current sequence, in tokens;
+    they are equal during training.
 
-    Raises ValueError, naming the setting, for rules that name no layer or set nothing and for settings that their
-    mechanism cannot take.
+    Raises ValueError, naming the setting, for rules that name no layer or set nothing and for settings out of range.
     """
     garfas, resolved = layer_garfas(position.garfa, n_layers, n_kv_heads), []
     for layer, setting in enumerate(layer_settings(position, n_layers)):
@@ -79,7 +78,7 @@ def resolve_layers(
 
 
 def layer_settings(position: Position, n_layers: int) -> list[Position]:
-    """The position of each layer with its rules applied, and nothing else yet.
+    """The position of each layer after its rules, before LASP and GARFA.
 
     Raises ValueError for rules that name no layer or set nothing.
     """
@@ -96,8 +95,8 @@ def layer_settings(position: Position, n_layers: int) -> list[Position]:
 def select_layers(selection: str, n_layers: int) -> frozenset[int]:
     """Layers named by comma-separated Python indices and slices: "0", "-1", "0:8", "3::4", "0:4,28:".
 
-    Stricter than Python: an index or bound outside the model and a part that names no layer raise ValueError,
-    because they mean that the rule was written for another depth.
+    Stricter than Python: an index or bound outside the model, or a part that names no layer, raises ValueError,
+    because it means that the rule was written for a model of another depth.
     """
     layers: set[int] = set()
     for part in selection.split(","):
@@ -131,7 +130,7 @@ def select_layers(selection: str, n_layers: int) -> frozenset[int]:
 
 
 def describe(layers: tuple[LayerPosition, ...]) -> str:
-    """A table of the layers for people, equal ones on one row; layers are written as a rule would name them."""
+    """A human-readable table of the layers, with equal layers on one row; layers are named as in a rule."""
     alike: dict[LayerPosition, list[int]] = {}
     for index, layer in enumerate(layers):
         alike.setdefault(layer, []).append(index)
@@ -147,7 +146,7 @@ def describe(layers: tuple[LayerPosition, ...]) -> str:
 
 
 def _ruled(setting: Position, rule: LayerRule) -> Position:
-    """The setting with the rule's fields in place of its own."""
+    """The setting, with the fields that the rule sets replaced."""
     fields = {name: getattr(rule, name) for name in ("rotary", "heads", "bias") if getattr(rule, name) is not None}
     if not fields:
         raise ValueError(f"layers {rule.layers!r} sets nothing; give it a rotary, heads or bias, or leave it out")
@@ -194,7 +193,7 @@ def _bias(layer: LayerPosition) -> str:
 
 
 def _alphas(layer: LayerPosition) -> str:
-    """From the least to the largest, with what they multiply."""
+    """Smallest and largest alpha, and whether they apply to queries too."""
     if layer.garfa is None:
         return "-"
     values = alpha(torch.tensor(layer.garfa.raw))

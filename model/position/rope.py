@@ -2,9 +2,9 @@
 
 Shape suffixes: B batch, L sequence length, N heads, H head dim, F = H/2 frequencies.
 
-A head's H dimensions are paired as Hugging Face pairs them: dimension i turns with i + H/2, not with its
-neighbour, so Llama weights need no permutation. The arithmetic follows `transformers.modeling_rope_utils`
-operation by operation in fp32, so a converted model sees the same angles to the last bit.
+A head's H dimensions are paired as in Hugging Face: dimension i rotates with i + H/2, not with its neighbour,
+so Llama weights need no permutation. The arithmetic follows `transformers.modeling_rope_utils` operation by
+operation in fp32, so a converted model gets the same angles to the last bit.
 """
 
 import math
@@ -28,12 +28,12 @@ from farsight.configs.schema import (
 
 
 class RopeFrequencies(NamedTuple):
-    """How fast each pair of dimensions turns, and what the rotated vectors are multiplied by."""
+    """How fast each pair of dimensions rotates, and the factor on the rotated vectors."""
 
     inv_freq: Tensor
     """fp32 [F], radians per token, fastest first."""
     attention_factor: float
-    """Multiplies cos and sin, hence both queries and keys: scores grow with its square (YaRN's temperature)."""
+    """Multiplies cos and sin, and so both queries and keys: scores grow with its square (YaRN's temperature)."""
 
 
 def rope_frequencies(rotary: Rotary, head_dim: int, length: int) -> RopeFrequencies:
@@ -75,12 +75,12 @@ def rope_frequencies(rotary: Rotary, head_dim: int, length: int) -> RopeFrequenc
 
 
 def rope_tables(positions_BL: Tensor, frequencies: RopeFrequencies) -> tuple[Tensor, Tensor]:
-    """The two factors of `rotate` for every position, attention factor included: fp32 [B, L, H] each.
+    """The two tables that `rotate` takes, attention factor included: fp32 [B, L, H] each.
 
-    The first repeats the angles' cosines for both halves of a head, the second their sines, negative in the first
-    half: made once for all the layers that rotate alike, so that no layer has to.
+    The first repeats the cosines for both halves of a head, the second the sines, negated in the first half. They are
+    built once for all layers that rotate alike.
 
-    `positions_BL` holds integers, from 0, exact up to 2^24; [1, L] where all sequences share their positions.
+    `positions_BL` holds integers from 0, exact up to 2^24; [1, L] if all sequences share their positions.
     """
     inv_freq_F = frequencies.inv_freq.to(positions_BL.device)
     angles_BLF = positions_BL[..., None].float() * inv_freq_F
@@ -92,19 +92,19 @@ def rope_tables(positions_BL: Tensor, frequencies: RopeFrequencies) -> tuple[Ten
 def rotate(x_BLNH: Tensor, cos_BLH: Tensor, sin_BLH: Tensor) -> Tensor:
     """Rotate queries or keys (RoFormer, Eq. 34, with half-split pairs); returns x's shape and dtype.
 
-    The tables are `rope_tables`' [B, L, H] (B may be 1), or [B, L, N, H] where each head has its own
-    frequencies. The products are taken in fp32 whatever x's dtype is.
+    The tables are [B, L, H] from `rope_tables` (B may be 1), or [B, L, N, H] if each head has its own
+    frequencies. Products are fp32 whatever x's dtype.
     """
     if cos_BLH.dim() == x_BLNH.dim() - 1:
         cos_BLH, sin_BLH = cos_BLH.unsqueeze(-2), sin_BLH.unsqueeze(-2)  # the same for all heads
-    # (x1, x2) → (x1·cos − x2·sin, x2·cos + x1·sin), with the halves swapped by a roll: this passes over x half as often
-    # as multiplying the halves apart does.
+    # (x1, x2) → (x1·cos − x2·sin, x2·cos + x1·sin), with the halves swapped by a roll: this reads x half as often as
+    # multiplying the halves separately.
     x = x_BLNH.float()
     return (x * cos_BLH).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin_BLH).to(x_BLNH.dtype)
 
 
-# ── The frequencies of each kind ──────────────────────────────────────────────────────────────────────
-# Device and dtype are named throughout: models are built under torch.device("meta") and a bf16 default.
+# ── Frequencies of each kind of RoPE ──────────────────────────────────────────────────────────────────
+# Device and dtype are always explicit: models are built under torch.device("meta") and a bf16 default.
 
 
 def _dimension_powers(theta: float, head_dim: int) -> Tensor:
@@ -122,7 +122,7 @@ def _yarn(rotary: YarnRope, head_dim: int) -> RopeFrequencies:
     """YaRN, section 3.2: keep the fast dimensions, interpolate the slow ones, ramp between the two."""
 
     def dimension_turning(rotations: float) -> float:
-        """The (fractional) dimension that makes this many turns over the original length."""
+        """The (fractional) dimension that makes this many rotations over the original length."""
         wavelength = rotary.original_length / (rotations * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rotary.theta))
 
@@ -131,10 +131,10 @@ def _yarn(rotary: YarnRope, head_dim: int) -> RopeFrequencies:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # a step, but one without 0/0
+        high += 0.001  # a step without 0/0
 
     dimensions_F = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
-    # `1 - (1 - ramp)` below is not always `ramp` in fp32; written as transformers does to agree with it.
+    # `1 - (1 - ramp)` below is not always `ramp` in fp32; written this way to match transformers.
     keep_F = 1 - torch.clamp((dimensions_F - low) / (high - low), 0, 1)
     powers_F = _dimension_powers(rotary.theta, head_dim)
     inv_freq_F = 1.0 / (rotary.factor * powers_F) * (1 - keep_F) + 1.0 / powers_F * keep_F
@@ -146,7 +146,7 @@ def _yarn(rotary: YarnRope, head_dim: int) -> RopeFrequencies:
 
 
 def _llama3(rotary: Llama3Rope, head_dim: int) -> RopeFrequencies:
-    """Llama 3.1: long wavelengths are divided by the factor, short ones kept, those between are blended."""
+    """Llama 3.1: low frequencies are divided by the factor, high ones kept, those in between blended."""
     inv_freq_F = _inverse_frequencies(rotary.theta, head_dim)
     wavelength_F = 2 * math.pi / inv_freq_F
     low, high = rotary.low_freq_factor, rotary.high_freq_factor
@@ -159,7 +159,7 @@ def _llama3(rotary: Llama3Rope, head_dim: int) -> RopeFrequencies:
 
 
 def _longrope(rotary: LongRope, head_dim: int, length: int) -> RopeFrequencies:
-    """LongRoPE: a searched factor for each dimension, one set within the original length and one beyond it."""
+    """LongRoPE: a searched factor for each dimension, with one set within the original length and another beyond it."""
     factors = rotary.long_factor if length > rotary.original_length else rotary.short_factor
     factors_F = torch.tensor(factors, dtype=torch.float32, device="cpu")
     inv_freq_F = 1.0 / (factors_F * _dimension_powers(rotary.theta, head_dim))
@@ -172,7 +172,7 @@ def _longrope(rotary: LongRope, head_dim: int, length: int) -> RopeFrequencies:
 
 
 def _check(rotary: Rotating, head_dim: int) -> None:
-    """Refuse what would come out as nan, inf or a complex number."""
+    """Refuses settings that would give nan, inf or a complex number."""
 
     def refuse(name: str, value: object, wanted: str) -> ValueError:
         return ValueError(f"rotary.{name} is {value!r} in a RoPE of kind '{rotary.kind}'; set {wanted}")

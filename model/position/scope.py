@@ -1,11 +1,11 @@
 """Head scopes: how many tokens each head sees, and which physical head gets which scope.
 
-A scope S includes the token itself: the head at t sees t − S < i ≤ t (SCOPE, Eq. 2). Heads and layers count
+A scope S includes the token itself: at token t a head sees t − S < i ≤ t (SCOPE, Eq. 2). Heads and layers count
 from 0, in physical order: head n reads KV head n // (N / K), and tensor-parallel rank r of P holds the r-th of P
 equal, contiguous runs of heads.
 
-Scopes are powers of one ratio, so the widest few heads do most of the work, and the layout decides which rank
-gets them. Attention work of the busiest rank over the mean, N = 32 query heads, K = 8 KV heads, by TP degree:
+Scopes are powers of one ratio, so the few widest heads do most of the work, and the layout decides which rank
+gets them. Attention work of the busiest rank relative to the mean, N = 32 query heads, K = 8 KV heads, by TP degree:
 
     ==============  ==================  ==================  ==================
     T               4,096               32,768              131,072
@@ -17,7 +17,7 @@ gets them. Attention work of the busiest rank over the mean, N = 32 query heads,
     ==============  ==================  ==================  ==================
 
 Interleaved balances best, but every KV group holds a wide head, so every group's cache and halo is long: at
-131,072 tokens a cache cut to each group's widest scope holds 38 % of the dense one. Group-balanced keeps
+131,072 tokens a cache limited to each group's widest scope has 38 % of the dense size. Group-balanced keeps
 neighbouring scopes together, so most groups stay short (16 %); but its widest group alone does 70 % of the
 work, which no order of whole groups can split. Sorted is the paper's order, meant for one rank.
 """
@@ -30,12 +30,12 @@ from farsight.configs.schema import Dense, Heads, Scope, SlidingWindow
 from farsight.kernels.scoped_attention.semantics import visible_pairs
 
 DENSE_SCOPE = 2**31 - 1
-"""Scope of a head that sees every earlier token: the largest that an int32 holds."""
+"""Scope of a head that sees every earlier token: the largest int32."""
 
 _LAYOUT_LENGTH = 131072
-"""T for which group_balanced weighs its groups: fixed, because the order of heads is stored with the weights."""
+"""T at which group_balanced compares the cost of groups: fixed, because head order is part of the stored weights."""
 
-Layout = Literal["sorted", "interleaved", "group_balanced"]
+HeadLayout = Literal["sorted", "interleaved", "group_balanced"]
 
 
 @cache
@@ -55,12 +55,12 @@ def geometric_scopes(longest: int, heads: int) -> tuple[int, ...]:
     )
 
 
-def layout_order(layout: Layout, heads: int, kv_heads: int) -> tuple[int, ...]:
-    """For each physical head, which scope it gets: an index into the scopes from narrow to wide.
+def layout_order(layout: HeadLayout, heads: int, kv_heads: int) -> tuple[int, ...]:
+    """The scope of each physical head, as an index into the scopes from narrow to wide.
 
     sorted: head n has the n-th scope.
     interleaved: a KV group holds every K-th scope, and groups follow each other in bit-reversed order. So rank r
-        of P holds every P-th scope, for each power of two P that divides K at once; bit reversal makes the runs
+        of P holds every P-th scope, for all powers of two P that divide K at once: bit reversal makes the runs
         of 2, 4, 8 … ranks nest. Other K reverse the digits of their prime factors.
     group_balanced: a KV group holds neighbouring scopes. Groups are dealt to the two halves of the ranks so that
         they cost about the same, then to the two halves of each, and so on: groups 7 0, 2 1, 6 3, 5 4 for K = 8.
@@ -89,9 +89,9 @@ def layout_order(layout: Layout, heads: int, kv_heads: int) -> tuple[int, ...]:
 def head_scopes(heads: Heads, n_heads: int, n_kv_heads: int, trained_length: int, length: int) -> tuple[int, ...]:
     """Scope in tokens of each physical head of one layer.
 
-    `trained_length` is the stage's training sequence length, `length` that of the sequence at hand, in tokens.
-    They matter to SCOPE alone: T is `s_max`, or the trained length where that is 0. With `scope_max = "length"` a
-    sequence longer than the trained length raises T to its own length; shorter ones leave T as it was trained.
+    `trained_length` is the training sequence length of the stage, `length` that of the current sequence, in tokens.
+    Only SCOPE uses them: T is `s_max`, or the trained length if that is 0. With `scope_max = "length"` a sequence
+    longer than the trained length raises T to its own length; shorter ones leave T as trained.
 
     Raises ValueError for a window or s_max out of range.
     """
@@ -118,9 +118,9 @@ def head_scopes(heads: Heads, n_heads: int, n_kv_heads: int, trained_length: int
 
 
 def cost_ratio(length: int, scopes: tuple[int, ...]) -> float:
-    """Attention work of dense heads over that of these scopes, in causal pairs: how many times less is computed.
+    """Causal pairs of dense heads over those of these scopes: the factor by which attention work shrinks.
 
-    Exact, unlike the paper's Eq. 5, which forgets that wide windows are cut at the sequence start.
+    Exact, unlike the paper's Eq. 5, which ignores that wide windows are cut off at the start of the sequence.
     """
     return visible_pairs([length] * len(scopes), length) / visible_pairs(scopes, length)
 
@@ -131,7 +131,7 @@ def _smallest_factor(n: int) -> int:
 
 
 def _digit_reversed(groups: range) -> list[int]:
-    """Bit reversal for a power of two, e.g. 0 4 2 6 1 5 3 7; in general, digits in the prime factors reversed."""
+    """Bit reversal for a power of two, e.g. 0 4 2 6 1 5 3 7; in general, reversed digits in the prime factors."""
     if len(groups) <= 1:
         return list(groups)
     parts = _smallest_factor(len(groups))
@@ -139,9 +139,9 @@ def _digit_reversed(groups: range) -> list[int]:
 
 
 def _dealt(groups: list[int], cost: list[int]) -> list[int]:
-    """Order groups so that equal contiguous shards of them cost about the same.
+    """Orders groups so that equal contiguous shards of them cost about the same.
 
-    Costliest first, each group goes to the cheapest part that has room; each part is then dealt out in the same
+    Costliest first, each group goes to the cheapest part that has room; each part is then divided in the same
     way. `groups` is sorted by cost.
     """
     if len(groups) <= 1:

@@ -1,4 +1,4 @@
-"""The section of a report on benchmarks, from `farsight harness`."""
+"""The report's section on benchmarks, from `farsight harness`."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from farsight.reports.results import Result, names
 
 
 def harness_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
-    """A row for each task, a column for each result."""
+    """A table with a row for each task and a column for each result."""
     if not results:
         return section("Benchmarks", *absent)
     tasks = list(dict.fromkeys(task for result in results for task in result.values["results"]))
@@ -21,12 +21,12 @@ def harness_section(results: Sequence[Result], absent: Sequence[Part]) -> Elemen
         rows.append([f"mean of {group}", *(_mean(result.values.get("means", {}).get(group)) for result in results)])
     if any(result.values.get("mean") is not None for result in results):
         rows.append(["mean of all", *(_mean(result.values.get("mean")) for result in results)])
-    caption = "± is the standard error that lm-evaluation-harness gives. In brackets: the metric, and how many examples the prompt has."
+    caption = "± is lm-evaluation-harness's standard error. In brackets: the metric, the number of examples in the prompt, and n questions."
     return section("Benchmarks", table(["task", *names(results)], rows, caption), *absent)
 
 
 def _task(task: str, results: Sequence[Result]) -> Element:
-    """With its metric and shots, each as all results have them."""
+    """A task's name with its metrics, shots and numbers of questions in all results."""
     entries = [result.values["results"][task] for result in results if task in result.values["results"]]
     metrics = ", ".join(dict.fromkeys(str(entry["metric"]) for entry in entries if entry.get("metric") is not None))
     shots = ", ".join(dict.fromkeys(str(entry["shots"]) for entry in entries if entry.get("shots") is not None))

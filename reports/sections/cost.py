@@ -1,4 +1,4 @@
-"""The section of a report on what models take to serve: by formula, and as `farsight generate` measured it."""
+"""The report's section on the cost of serving: calculated from configs, and measured by `farsight generate`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ class ModelCost:
 
 
 def model_costs(models: Sequence[ReportedModel], lengths: Sequence[int]) -> list[ModelCost]:
-    """Each model's cost; once more with scopes that grow, where that differs at one of the lengths."""
+    """Each model's cost, and a second one with grown scopes where that differs at one of the lengths."""
     found = []
     for model in models:
         found.append(ModelCost(model, False, tuple(serving_costs(model.config, lengths))))
@@ -42,11 +42,11 @@ def model_costs(models: Sequence[ReportedModel], lengths: Sequence[int]) -> list
 
 
 def cost_section(costs: Sequence[ModelCost], generated: Sequence[Result], absent: Sequence[Part]) -> Element:
-    """Cache and prefill by context length, and what runs of `farsight generate` took."""
+    """Cache and prefill by context length, and the measured cost of `farsight generate` runs."""
     parts: list[Part] = [
         note(
-            "From each model's config alone, for one sequence. Past the trained length, scopes stay as they were trained "
-            "or grow with the sequence (", tag("code", "scope_max"), "); where both are possible, both are shown."
+            "Calculated from each model's config, for one sequence. Past the trained length, scopes stay as trained or grow with the "
+            "sequence (", tag("code", "scope_max"), "); where both are possible, both are shown."
         )
     ]  # fmt: skip
     parts += [
@@ -60,7 +60,7 @@ def cost_section(costs: Sequence[ModelCost], generated: Sequence[Result], absent
             lambda c: f"{c.cache_bytes:,} of {c.dense_cache_bytes:,} bytes",
             2,
             "Bytes that farsight generate allocates, in bfloat16: each key/value head keeps what the widest scope among its query "
-            "heads can see. Grey: every head keeps every token.",
+            "heads can see. Grey: a cache in which every head keeps every token.",
         ),
         tag("h3", "Attention of a prefill"),
         _figure(
@@ -92,7 +92,7 @@ def _figure(
     base: int,
     caption: str,
 ) -> Element:
-    """A chart of one figure and the same of dense attention, over context length, with its table."""
+    """A chart of one figure over context length, beside dense attention's, with its table."""
     dense = _dense(costs, of)
     references = [Series(name, points, None, dashed=True) for name, points in dense.items()]
     lines = [
@@ -129,7 +129,7 @@ def _figure(
 def _dense(
     costs: Sequence[ModelCost], of: Callable[[ServingCost], tuple[int, int]]
 ) -> dict[str, list[tuple[float, float]]]:
-    """What the models' shapes would take with dense attention: one line where all agree."""
+    """The figure with dense attention for each model's shape, or a single line if all agree."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for c in costs:
         if not c.grown:
@@ -154,7 +154,7 @@ def _prefill_table(costs: Sequence[ModelCost]) -> Element:
     return table(
         ["tokens", *(c.name for c in costs)],
         rows,
-        "FLOPs of attention and of the layers' linear parts together, and their share of the same with dense attention.",
+        "FLOPs of attention and of the layers' linear parts together, with their share of the FLOPs with dense attention.",
     )
 
 
@@ -175,13 +175,13 @@ def _measured_table(generated: Sequence[Result]) -> Element:
     return table(
         ["run", "tokens read", "a second", "tokens written", "a second", "cache"],
         rows,
-        "What farsight generate took: prompts and completions of all rows, and the cache of its largest batch with its share of "
-        "a dense one.",
+        "Measured by farsight generate: tokens of all prompts and completions, and the cache of the largest batch with its share "
+        "of a dense one.",
     )
 
 
 def percent(share: float) -> str:
-    """Three digits or more: 100.0 %, 16.2 %, 0.604 %."""
+    """A percentage with at least three digits: 100.0 %, 16.2 %, 0.604 %."""
     return f"{100 * share:.1f} %" if share >= 0.1 else f"{100 * share:#.3g} %"
 
 
@@ -194,7 +194,7 @@ def flops_text(number: float) -> str:
 
 
 def _with_unit(number: float, step: int, units: Sequence[str]) -> str:
-    """Three digits and the unit that leaves them before 1000; 1,024 stays whole."""
+    """A number in the largest fitting unit, with three digits, or four if they are whole."""
     power = 0
     while number >= step and power < len(units) - 1:
         number, power = number / step, power + 1

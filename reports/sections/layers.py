@@ -1,4 +1,4 @@
-"""The sections of a report on what each layer does: sensitivity, probes, order, grafts."""
+"""The report's sections on single layers: sensitivity, probes, order awareness, grafts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def _points(values: Sequence[float | None]) -> list[tuple[float, float]]:
 
 
 def layers_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
-    """Sensitivity to correctness and influence of RoPE, by layer."""
+    """Each layer's sensitivity to correctness and the influence of its RoPE."""
     if not results:
         return section("Layer sensitivity", *absent)
     named = list(zip(results, names(results), line_numbers(results), strict=True))
@@ -40,13 +40,13 @@ def layers_section(results: Sequence[Result], absent: Sequence[Part]) -> Element
     return section(
         "Layer sensitivity",
         note(
-            "δ: how far apart correct and wrong texts lie after a layer (cosine distance). ρ: what the loss gains when one layer's RoPE "
-            "base is multiplied by γ. ", tag("code", "analysis.layers"), " says how both are measured; fine-tuning reads them from its profile."
+            "δ: the cosine distance between correct and wrong texts after a layer. ρ: the increase in loss when one layer's RoPE base is "
+            "multiplied by γ. ", tag("code", "analysis.layers"), " says how both are measured; fine-tuning reads them from its profile."
         ),
         legend(delta),
         layer_figure(delta, "δ", "Sensitivity."),
         layer_figure(rho, "ρ", "Influence of RoPE; 0 where a layer has none."),
-        table(header, rows, "Rank correlation of δ with ρ, and the layers that come first in each.", numbers=False),
+        table(header, rows, "Rank correlation of δ with ρ, and the top layers by each.", numbers=False),
         *absent,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def layer_probes_section(results: Sequence[Result], absent: Sequence[Part]) -> E
 
 
 def position_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
-    """What a probe can tell of a token's position from the hidden states of each layer."""
+    """How well a probe recovers tokens' positions from each layer's hidden states."""
     if not results:
         return section("Position probes", *absent)
     named = list(zip(results, names(results), line_numbers(results), strict=True))
@@ -106,12 +106,12 @@ def position_section(results: Sequence[Result], absent: Sequence[Part]) -> Eleme
     return section(
         "Position probes",
         note(
-            "A small network reads positions off hidden states; its mean distance from the truth, in tokens, on sequences it was not "
-            "trained on. Layer −1 is the embedding. One guess for all would miss by: ", guesses, ". ",
+            "A small network predicts positions from hidden states; shown is its mean error in tokens on sequences that it was not "
+            "trained on. Layer −1 is the embedding. The error of a constant guess: ", guesses, ". ",
             tag("code", "analysis.probes"), " says how."
         ),
         legend(lines),
-        layer_figure(lines, "mean distance in tokens", "By layer.", 4),
+        layer_figure(lines, "mean error in tokens", "By layer.", 4),
         heat_map_scale(),
         tag("div", *(_probe_panel(name, r.values) for r, name, _ in named), class_="panels"),
         *absent,
@@ -119,7 +119,7 @@ def position_section(results: Sequence[Result], absent: Sequence[Part]) -> Eleme
 
 
 def _probe_panel(name: str, values: Mapping[str, Any]) -> Element:
-    """Bright where the probe is right: 100 % is no error, 0 % what one guess for all would miss by, or more."""
+    """A heat map of a probe's accuracy: 100 % is no error, 0 % the error of a constant guess, or a larger one."""
     edges, layers, guess = values["positions"], values["layers"], values["guess"]
     shares = {
         (column, row): max(0.0, 1 - error / guess)
@@ -145,13 +145,13 @@ def _probe_panel(name: str, values: Mapping[str, Any]) -> Element:
         tag("h4", name),
         figure(
             picture,
-            "100 %: no error; 0 %: as wrong as one guess for all, or more. That guess is the middle, which is bright in a layer that knows nothing.",
+            "100 %: no error; 0 %: the error of a constant guess, or more. The constant is the middle position, so the middle is bright even in a layer without information.",
         ),
     )
 
 
 def order_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
-    """How far back the order of tokens changes the last one's hidden state."""
+    """How far back the order of tokens affects the last token's hidden state."""
     if not results:
         return section("Order awareness", *absent)
     named = list(zip(results, names(results), line_numbers(results), strict=True))
@@ -162,25 +162,25 @@ def order_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
     points = [point for line in lines for point in line.points]
     chart = line_chart(
         lines,
-        length_axis([int(x) for x, _ in points], "tokens back at which two are exchanged"),
+        length_axis([int(x) for x, _ in points], "distance of the exchanged tokens"),
         value_axis([y for _, y in points], "relative change", "{:,.10g}".format),
-        lambda s, x, y: f"{s.name}\ntwo tokens exchanged {x:,.0f} back: {y:.3g}",
+        lambda s, x, y: f"{s.name}\ntwo tokens exchanged {x:,.0f} tokens back: {y:.3g}",
     )
     rows: list[list[Part]] = [[name, f"{r.values['horizon']:,}"] for r, name, _ in named]
     return section(
         "Order awareness",
         note(
-            "How much the last token's hidden state changes when two neighbours so many tokens back change places. ",
+            "How much the last token's hidden state changes when two neighbouring tokens at a distance before it swap places. ",
             tag("code", "analysis.order_awareness"), " says how."
         ),
         legend(lines),
-        figure(chart, "Median over texts.", table(["model", "horizon in tokens"], rows, "The widest span of which every permutation tried was told apart.")),
+        figure(chart, "Median over texts.", table(["model", "horizon in tokens"], rows, "The widest span in which the model told every tested permutation apart.")),
         *absent,
     )  # fmt: skip
 
 
 def graft_section(results: Sequence[Result]) -> Element | None:
-    """Perplexity of grafts by the layer at which two models meet (LASP, figure 4)."""
+    """Perplexity of grafts by the layer where the two models meet (LASP, figure 4)."""
     if not results:
         return None
     parts: list[Part] = []

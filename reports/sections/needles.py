@@ -1,4 +1,4 @@
-"""The section of a report on what models find in their context, from `farsight needle`."""
+"""The report's section on retrieval from the context, from `farsight needle`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from farsight.reports.svg_charts import Mark, Series, heat_map, heat_map_scale, 
 
 @dataclass(frozen=True)
 class Needles:
-    """One reading of a result: with scopes as trained, or with scopes that grow."""
+    """One reading of a result: with scopes as trained, or with grown scopes."""
 
     name: str
     number: int
@@ -29,13 +29,13 @@ class Needles:
 
 
 def needle_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
-    """A heat map for each reading of what was hidden at a depth; lines over length for the tasks without depth."""
+    """A heat map of each reading for tasks with depths; lines over length for tasks without."""
     if not results:
         return section("Needles", *absent)
     parts: list[Part] = [
         note(
-            "What is asked for stands in a long text, at a depth of it: 0 % is its start, 100 % its end, where the question is. "
-            "Figures are percent of the trials. ", tag("code", "evals.needle"), " describes the tasks."
+            "The answer is hidden in a long text at some depth: 0 % is its start, 100 % its end, where the question is asked. "
+            "Figures are percentages of correct trials. ", tag("code", "evals.needle"), " describes the tasks."
         )
     ]  # fmt: skip
     for task in dict.fromkeys(_task_of(result) for result in results):
@@ -107,7 +107,7 @@ def _needle_table(needles: Needles) -> Element:
 
 
 def _over_length(readings: Sequence[Needles]) -> list[Part]:
-    """Accuracy over length, a line for each reading."""
+    """Accuracy over length, with a line for each reading."""
     lines = [
         Series(
             n.name,

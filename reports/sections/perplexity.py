@@ -1,4 +1,4 @@
-"""The section of a report on perplexity, by context length and by position."""
+"""The report's section on perplexity, by context length and by position."""
 
 import itertools
 import math
@@ -38,14 +38,14 @@ def perplexity_section(results: Sequence[Result], absent: Sequence[Part]) -> Ele
     )
     parts: list[Part] = [
         note(
-            "exp of the mean negative log-likelihood: of the last 256 tokens of each window of a length, or, with windows that "
-            "slide, of every token once. Lower is better. ", tag("code", "evals.perplexity"), " says how windows are cut."
+            "exp of the mean negative log-likelihood: of the last 256 tokens in each window of a length or, with sliding windows, of "
+            "every token once. Lower is better. ", tag("code", "evals.perplexity"), " says how windows are cut."
         ),
         *_comparable(results),
         legend(lines),
         figure(
             chart,
-            "Dotted: the trained length. " + "Dashed: with scopes that grow with the length." * any(s.dashed for s in lines),
+            "Dotted: the trained length. " + "Dashed: with scopes grown with the length." * any(s.dashed for s in lines),
             _by_length(lines, lengths, trained),
         ),
         *_by_position(results),
@@ -55,18 +55,18 @@ def perplexity_section(results: Sequence[Result], absent: Sequence[Part]) -> Ele
 
 
 def _comparable(results: Sequence[Result]) -> list[Part]:
-    """A warning where figures are of different text, or of text that was cut into another number of tokens."""
+    """A warning where results are for different texts or different tokenizations, otherwise a note that names the text."""
     texts: dict[str, list[str]] = {}
     for result, name in zip(results, names(results), strict=True):
         texts.setdefault(", ".join(result.values.get("data", ["unrecorded text"])), []).append(name)
     if len(texts) > 1:
         said = "; ".join(f"{', '.join(who)} on {text}" for text, who in texts.items())
-        return [warning(f"Measured on different text, so these curves do not compare: {said}.")]
+        return [warning(f"Measured on different texts, so these curves cannot be compared: {said}.")]
     counts = {tokens for result in results if (tokens := result.values.get("tokens")) is not None}
     if len(counts) > 1:
         return [
             warning(
-                "The text has different numbers of tokens: tokenizers differ, and perplexities per token do not compare."
+                "The text has different numbers of tokens: tokenizers differ, so perplexities per token cannot be compared."
             )
         ]
     return [note(f"Text: {next(iter(texts))}.")]
@@ -96,12 +96,12 @@ class PositionCurve:
     grown: bool
     length: int
     edges: tuple[int, ...]
-    """Of the parts: tokens before a part's first token, and at the end one more than before the last one's last."""
+    """Edges of the parts: part i has the targets with edges[i] to edges[i + 1] − 1 tokens before them."""
     values: tuple[float, ...]
 
     @property
     def parts(self) -> list[str]:
-        """ "1" or "12–30": how many tokens come before those of each part."""
+        """Numbers of tokens before those of each part: "1" or "12–30"."""
         spans = [(first, end - 1) for first, end in itertools.pairwise(self.edges)]
         return [f"{first:,}" if first == last else f"{first:,}–{last:,}" for first, last in spans]
 
@@ -111,7 +111,7 @@ class PositionCurve:
 
 
 def _position_curves(results: Sequence[Result], key: str) -> list[PositionCurve]:
-    """Of "buckets", parts of equal size, or "log_buckets", parts of equal ratio."""
+    """Curves for the key "buckets", parts of equal size, or "log_buckets", parts of equal ratio."""
     curves = []
     for result, name, number in zip(results, names(results), line_numbers(results), strict=True):
         for grown in (False, True):
@@ -125,7 +125,7 @@ def _position_curves(results: Sequence[Result], key: str) -> list[PositionCurve]
 
 
 def _by_position(results: Sequence[Result]) -> list[Part]:
-    """The longest windows as curves, and all in tables."""
+    """Curves of the longest windows, and tables of all."""
     even, ratio = (_position_curves(results, key) for key in ("buckets", "log_buckets"))
     if not even:
         return []
@@ -151,12 +151,12 @@ def _by_position(results: Sequence[Result]) -> list[Part]:
     )
     first, *others = _position_tables([*drawn, *(curve for curve in [*ratio, *even] if curve not in drawn)])
     more = [folded("Other lengths and parts", *others)] if others else []
-    caption = "All tokens of a window, by how many come before them. The longest windows of each."
+    caption = "All tokens of a window, by the number of tokens before them. The longest windows of each result."
     return [tag("h3", "By position"), legend(lines), figure(chart, caption, first), *more]
 
 
 def _position_tables(curves: Sequence[PositionCurve]) -> list[Element]:
-    """A table for the curves that have the same parts, the curves as columns."""
+    """A table for each set of curves with the same parts, one column for each curve."""
     groups: dict[tuple[int, ...], list[PositionCurve]] = {}
     for curve in curves:
         groups.setdefault(curve.edges, []).append(curve)

@@ -1,4 +1,4 @@
-"""The sections of a report on plasticity and on the geometry of queries and keys."""
+"""The report's sections on plasticity and on the geometry of queries and keys."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ CLASSES = ("position-dominated", "Q-positional", "K-positional", "content-focuse
 
 
 def figure_text(value: float | None, digits: int = 3) -> str:
-    """A figure, or a dash where there is none."""
+    """A figure as text, or a dash for none."""
     return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
 def number(value: float | None) -> float:
-    """NaN in the place of JSON's null."""
+    """The value, or NaN for JSON's null."""
     return math.nan if value is None else value
 
 
 def layer_axis(values: Sequence[float]) -> Axis:
-    """One tick a layer, or every few layers."""
+    """An axis of layers with a tick at each layer, or at every few."""
     first, last = int(min(values, default=0)), int(max(values, default=0))
     step = max(1, math.ceil((last - first) / 16))
     ticks = tuple((float(layer), str(layer)) for layer in range(first, last + 1, step))
@@ -34,7 +34,7 @@ def layer_axis(values: Sequence[float]) -> Axis:
 
 
 def layer_chart(lines: Sequence[Series], title: str, digits: int = 3, y: Axis | None = None) -> Element:
-    """Lines over layers."""
+    """A chart of lines over layers."""
     points = [point for line in lines for point in line.points]
     return line_chart(
         lines,
@@ -45,7 +45,7 @@ def layer_chart(lines: Sequence[Series], title: str, digits: int = 3, y: Axis | 
 
 
 def layer_figure(lines: Sequence[Series], title: str, caption: str, digits: int = 3, y: Axis | None = None) -> Element:
-    """Lines over layers, with their figures in a table."""
+    """A chart of lines over layers, with a table of their figures."""
     layers = sorted({x for line in lines for x, _ in line.points})
     known = [dict(line.points) for line in lines]
     rows: list[list[Part]] = [
@@ -57,7 +57,7 @@ def layer_figure(lines: Sequence[Series], title: str, caption: str, digits: int 
 
 
 def by_layer(values: Mapping[str, Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
-    """Points of {"0": {key: …}, …}."""
+    """Points by layer from {"0": {key: …}, …}."""
     return sorted((float(layer), number(figures.get(key))) for layer, figures in values.items())
 
 
@@ -92,13 +92,13 @@ def plasticity_section(results: Sequence[Result], absent: Sequence[Part]) -> Ele
     ]
     parts: list[Part] = [
         note(
-            "How likely a random query is to change which of two earlier keys a head prefers: 1 where the query alone decides, 0 "
-            "where positions do. Mean over heads. ", tag("code", "analysis.plasticity"), " says how it is computed."
+            "How likely a random query is to change which of two earlier keys a head prefers: 1 if the query alone decides, 0 if "
+            "positions do. Mean over heads. ", tag("code", "analysis.plasticity"), " says how it is computed."
         ),
         legend(profiles),
-        figure(chart, "By the position of the query.", table(header, rows, f"Means of fifths of the context; the drop is the first less the last, and the target a drop below {TARGET:.2f}.")),
+        figure(chart, "By the position of the query.", table(header, rows, f"Means over fifths of the context; the drop is the first minus the last, and the target is a drop below {TARGET:.2f}.")),
         tag("h3", "By layer"),
-        layer_figure(drops, "drop", "How much plasticity each layer's heads lose from the first fifth to the last."),
+        layer_figure(drops, "drop", "The plasticity that each layer's heads lose from the first fifth to the last."),
         tag("h3", "By the distances of keys"),
         heat_map_scale(),
         tag("div", *(_heat_panel(name, r.values) for r, name, _ in named), class_="panels"),
@@ -107,7 +107,7 @@ def plasticity_section(results: Sequence[Result], absent: Sequence[Part]) -> Ele
 
 
 def _heat_panel(name: str, values: Mapping[str, Any]) -> Element:
-    """Inter-key distance across, distance of the query from the keys' middle down."""
+    """A heat map of plasticity by the distance between keys (across) and from their middle to the query (down)."""
     heat = values["heat"]
     edges, cells, pairs = heat["distances"], heat["plasticity"], heat["pairs"]
     said = [short_tokens(round(edge)) for edge in edges[1:]]
@@ -123,7 +123,7 @@ def _heat_panel(name: str, values: Mapping[str, Any]) -> Element:
         )
 
     picture = heat_map(said, said, shares, hover, ("tokens between keys, up to", "from the query"), of="plasticity")
-    return tag("div", tag("h4", name), figure(picture, "Mean plasticity of pairs of keys. Empty: no pair."))
+    return tag("div", tag("h4", name), figure(picture, "Mean plasticity of pairs of keys. Empty: no pairs."))
 
 
 def checkpoints_section(results: Sequence[Result]) -> Element | None:
@@ -162,7 +162,7 @@ def checkpoints_section(results: Sequence[Result]) -> Element | None:
 
 
 def geometry_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
-    """What varies with position in queries and keys, and which way it pulls."""
+    """How queries and keys vary with position, and whether that favours late keys."""
     if not results:
         return section("Geometry of queries and keys", *absent)
     named = list(zip(results, names(results), line_numbers(results), strict=True))
@@ -183,8 +183,8 @@ def geometry_section(results: Sequence[Result], absent: Sequence[Part]) -> Eleme
     return section(
         "Geometry of queries and keys",
         note(
-            "Bias strength: what the mean query's score gains where a key comes a whole context later; above 0 late keys are "
-            "favoured. Classes: whether the first principal component of queries and keys follows position. ",
+            "Bias strength: how much the mean query's score grows if a key comes a whole context later; above 0, late keys are "
+            "favoured. Classes: whether the first principal component of queries and of keys follows position. ",
             tag("code", "analysis.geometry"), " says how both are computed."
         ),
         legend(bias),
@@ -195,7 +195,7 @@ def geometry_section(results: Sequence[Result], absent: Sequence[Part]) -> Eleme
 
 
 def heads_table(results: Sequence[Result]) -> Element | None:
-    """Every head of a model, folded."""
+    """A folded table of each model's heads."""
     if not results:
         return None
     keys = ("r_q", "r_k", "query_mean", "separation", "plane_share")

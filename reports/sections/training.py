@@ -1,4 +1,4 @@
-"""The sections of a report about the models themselves: what they are, and how they were trained."""
+"""The report's sections on the models themselves: their architecture and training."""
 
 import shlex
 from collections.abc import Sequence
@@ -8,25 +8,25 @@ from xml.etree.ElementTree import Element
 
 from farsight.checkpoints.cards.model import read_history, training_rows
 from farsight.configs.load import read_toml
-from farsight.launch.summary import loss_points, run_summary
 from farsight.model.build import count_parameters
 from farsight.model.position.layers import describe
 from farsight.reports.page import Part, figure, folded, missing, note, section, table, tag
 from farsight.reports.svg_axes import linear_axis
 from farsight.reports.svg_charts import Mark, Point, Series, legend, line_chart, swatch
+from farsight.training.metrics_file import loss_points, run_summary
 from farsight.training.runs import ReportedModel
 
 MOST_POINTS = 1000
-"""Of a loss curve; a longer one is drawn by means."""
+"""Most points in a loss curve; in a longer curve, points are averaged."""
 
 
 def named(model: ReportedModel) -> Element:
-    """A model's name with its colour and marker, the same in all sections."""
+    """A model's name with its colour and marker, which are the same in all sections."""
     return tag("span", swatch(Series(model.name, (), model.number)), model.name, class_="name")
 
 
 def models_section(models: Sequence[ReportedModel]) -> Element:
-    """Architecture, positions by layer, and what is known of the training."""
+    """Architecture, positions by layer, and recorded training of each model."""
     return section("Models", *(_model(model) for model in models))
 
 
@@ -56,17 +56,14 @@ def _model(model: ReportedModel) -> Element:
 
 
 def trained_tokens(model: ReportedModel) -> int | None:
-    """Tokens of all recorded runs; None where none is recorded."""
+    """Training tokens over all recorded runs; None without records."""
     if model.weights is not None and (history := read_history(model.weights)):
         return sum(entry["tokens"] for entry in history)
     return int(sum(loss_points(run.folder)[0][-1][0] for run in model.runs)) if model.runs else None
 
 
-# Training
-
-
 def stages(model: ReportedModel) -> list[dict[str, Any]]:
-    """Each run's figures, with the tokens that it was trained on."""
+    """The figures of each run that trained the model, with its number of tokens."""
     return [
         run_summary(run.name, run.folder, run.seq_len, run.steps) | {"tokens": loss_points(run.folder)[0][-1][0]}
         for run in model.runs
@@ -74,7 +71,7 @@ def stages(model: ReportedModel) -> list[dict[str, Any]]:
 
 
 def losses_section(models: Sequence[ReportedModel]) -> Element:
-    """Training and held-out loss over tokens, stages joined."""
+    """Training and held-out loss over tokens, across stages."""
     drawn, marks, longest = [], set(), 1
     for model in models:
         train: list[Point] = []
@@ -106,15 +103,15 @@ def losses_section(models: Sequence[ReportedModel]) -> Element:
         lambda s, x, y: f"{s.name}\n{x:,.4g} {unit} tokens\nloss {y:.4f}",
         [Mark(mark / size) for mark in sorted(marks)],
     )
-    caption = "Thin: the loss of logged training steps. With markers: the mean over held-out documents."
+    caption = "Thin: the loss at logged training steps. With markers: the mean over held-out documents."
     caption += f" Each point of a thin line is the mean of {longest} logged steps or fewer." * (longest > 1)
-    caption += " A vertical line is where a stage ends." * bool(marks)
+    caption += " Vertical lines mark the ends of stages." * bool(marks)
     keys = legend([s for s in scaled if s.markers])
     return section("Loss", keys, figure(chart, caption, _stages_table(models)), *absent)
 
 
 def _without_runs(models: Sequence[ReportedModel]) -> list[Part]:
-    """What to do for curves of models that are given as config files, and as what a run has left."""
+    """How to get loss curves of models named by config files, or by what a run left instead of its folder."""
     untrained = [model for model in models if model.path.is_file()]
     parts: list[Part] = []
     if untrained:
@@ -126,13 +123,13 @@ def _without_runs(models: Sequence[ReportedModel]) -> list[Part]:
         parts.append(missing(f"Not trained: {', '.join(model.name for model in untrained)}.", commands))
     if others := [model.name for model in models if model not in untrained]:
         parts.append(
-            note(f"The losses of {', '.join(others)} are in their run folders: name those in place of the models.")
+            note(f"The losses of {', '.join(others)} are in their run folders: name those instead of the models.")
         )
     return parts
 
 
 def thin(points: Sequence[Point]) -> tuple[list[Point], int]:
-    """A curve of at most MOST_POINTS points, each the mean of so many of its own, and that number."""
+    """Averages groups of a curve's points to leave at most MOST_POINTS; returns the points and the size of a group."""
     together = -(-len(points) // MOST_POINTS) or 1
     groups = [points[i : i + together] for i in range(0, len(points), together)]
     return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups], together
@@ -153,6 +150,6 @@ def _stages_table(models: Sequence[ReportedModel]) -> Element:
     return table(
         header,
         rows,
-        "From metrics.jsonl. Training loss: the first step's, and the mean of the last fifth of logged steps. Held-out loss: "
+        "From metrics.jsonl. Training loss: at the first step, and the mean over the last fifth of logged steps. Held-out loss: "
         "before the first step and after the last. Speed: median.",
     )

@@ -17,7 +17,8 @@ from farsight.analysis.capture.heads import draw_heads, key_rows
 from farsight.analysis.capture.recorder import recording
 from farsight.analysis.capture.samples import Samples, read_capture
 from farsight.analysis.capture.sampling import CaptureSettings, capture, captured_parts, draw_tokens, joined_parts
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.schema import (
     Alibi,
     Garfa,
@@ -32,7 +33,7 @@ from farsight.configs.schema import (
 )
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig
 from tests.checkpoints.test_convert import write_with_transformers
 from tests.model.test_model import SMALL, fresh_model

@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from farsight.analysis.graft_sweep import __main__ as graft_sweep
-from farsight.checkpoints import graft
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.graft.build import graft
+from farsight.checkpoints.load import load_model
 from farsight.configs.schema import Garfa, GarfaLayer, NoRotary, Position, Rope, Scope
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
-from farsight.evals import needle, perplexity
+from farsight.evals.needle import __main__ as needle
+from farsight.evals.perplexity import __main__ as perplexity
+from farsight.evals.perplexity.measure import perplexity_by_length
 from farsight.evals.windows import Windows
 from tests.checkpoints.test_graft import TIED, N, write
 
@@ -47,7 +49,7 @@ def test_figures_are_those_of_the_directories(places, tmp_path, capsys):
     folders = {"base": found["plain"]["base"], "long": found["plain"]["long"]}
     for mode, names in {"B-Front": ("base", "long"), "L-Front": ("long", "base")}.items():
         front, back = (places / name for name in names)
-        graft.graft(front, back, 1, tmp_path / mode)
+        graft(front, back, 1, tmp_path / mode)
         folders[mode] = found["modes"][mode][0]
         assert f"{mode:>8}{1:>6}{folders[mode]['perplexity']['32']:>16.3f}" in printed
     assert len({tuple(figures["perplexity"].values()) for figures in folders.values()}) == 4
@@ -75,7 +77,7 @@ def test_ends_are_not_the_models_themselves(places):
     graft_rows = found["modes"]["B-Front"]
     documents = [torch.tensor(list((places / "text.txt").read_bytes()))]
     config = load_model(places / "base")[1]
-    by_hand = perplexity.perplexity_by_length(base, config, documents, [32, 96], Windows(3))["lengths"]
+    by_hand = perplexity_by_length(base, config, documents, [32, 96], Windows(3))["lengths"]
     assert graft_rows[1]["perplexity"] == pytest.approx(by_hand, rel=1e-6)
     assert graft_rows[0]["perplexity"] != pytest.approx(found["plain"]["long"]["perplexity"], rel=1e-3)
 

@@ -14,7 +14,8 @@ from farsight.analysis.layer_probes import measure
 from farsight.analysis.layer_probes.__main__ import main
 from farsight.analysis.layer_probes.measure import Measurement, probe_layers
 from farsight.analysis.layer_probes.one_layer import RopeProbe, mean_loss, noise_after, probed
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import (
     Alibi,
@@ -32,9 +33,10 @@ from farsight.configs.schema import (
     YarnRope,
 )
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
-from farsight.evals.perplexity import Windows, perplexity_by_length
+from farsight.evals.perplexity.measure import perplexity_by_length
+from farsight.evals.windows import Windows
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig
 from farsight.model.llama import Llama
 from tests.checkpoints.test_convert import write_with_transformers

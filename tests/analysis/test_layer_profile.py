@@ -17,7 +17,7 @@ from farsight.analysis.layers.agreement import Overlap, spearman
 from farsight.analysis.layers.measure import compare, rope_influence
 from farsight.analysis.layers.sensitivity import OWN_PAIRS, Pair, layer_means, over_domains, read_pairs, sensitivity
 from farsight.analysis.layers.table import table
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.load import load_model
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import Base, FinetuneConfig, GarfaTraining, Lora
 from farsight.configs.schema import Architecture, LayerRule, NoRotary, Position, Rope, Tokenizer

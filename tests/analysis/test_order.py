@@ -22,7 +22,7 @@ from farsight.analysis.order_simulation.simulate import (
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import NoRotary, Position, Rope, SlidingWindow
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig
 from farsight.model.position.rope import RopeFrequencies, rope_tables
 from tests.model.test_model import SMALL, fresh_model

@@ -32,7 +32,7 @@ from farsight.analysis.plasticity.summary import (
     overall,
     quintiles,
 )
-from farsight.checkpoints import convert
+from farsight.checkpoints.convert.__main__ import main as convert
 from farsight.configs.load import ConfigError
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from tests.checkpoints.test_convert import write_with_transformers
@@ -397,7 +397,7 @@ def test_rows_of_a_recipe_and_a_capture(llama, tmp_path, capsys):
         write_run(root / name, [5.0, 4.0, 3.0], start=start, stage=True)
         (root / name / "model").symlink_to(llama / "llama")
     with capsys.disabled():
-        convert.main(["from-hf", str(llama / "llama"), str(root / "short" / "checkpoint" / "step-2")])
+        convert(["from-hf", str(llama / "llama"), str(root / "short" / "checkpoint" / "step-2")])
     options = ["--data", data, "--buckets", "8", "--per-bucket", "4", "--draws", "50"]
     out, picture = tmp_path / "f.json", tmp_path / "p.svg"
     tool.main([str(root), *options, "--json", str(out), "--picture", str(picture)])

@@ -12,7 +12,7 @@ from farsight.analysis.capture.sampling import CaptureSettings, capture
 from farsight.analysis.geometry.rotation import planar_rotation
 from farsight.analysis.plasticity.heads import head_profile
 from farsight.analysis.plasticity.live import rows_of_rank, uncompiled
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.load import load_model
 from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import ConfigError, load_config
@@ -20,7 +20,7 @@ from farsight.configs.schema import Position
 from farsight.data.loader import build_validation_loader
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig
 from tests.model.test_model import SMALL, fresh_model
 from tests.running import TINY, metrics, train

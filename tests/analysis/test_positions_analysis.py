@@ -8,9 +8,9 @@ import tomllib
 import pytest
 
 from farsight.analysis.positions.__main__ import main
-from farsight.analysis.positions.figures import figures, read_config, share_by_distance
+from farsight.analysis.positions.figures import figures, share_by_distance
 from farsight.analysis.positions.picture import draw
-from farsight.configs.load import build_config
+from farsight.configs.load import build_config, shipped_configs
 from farsight.configs.schema import (
     Alibi,
     Architecture,
@@ -24,10 +24,11 @@ from farsight.configs.schema import (
     YarnRope,
 )
 from farsight.model.build import ModelConfig
+from farsight.training.stages import read_config
 from tests.running import ROOT
 
-RECIPES, PAGES = ROOT / "configs" / "recipes", ROOT / "docs" / "positions"
-NANO = sorted(path.stem.removeprefix("nano_") for path in RECIPES.glob("nano_*.toml"))
+CONFIGS, PAGES = shipped_configs(), ROOT / "docs" / "positions"
+NANO = sorted(name.removeprefix("nano_") for name in CONFIGS if name.startswith("nano_"))
 SMALL = Architecture(vocab_size=32, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48)
 
 
@@ -66,7 +67,7 @@ def test_a_panel_for_each_mechanism(tmp_path, position, panels):
 
 
 def test_it_reads_recipes_and_refuses_what_is_none(tmp_path, capsys):
-    recipe = RECIPES / "smollm3_3b.toml"
+    recipe = CONFIGS["smollm3_3b"]
     assert read_config(recipe).trained_length == 65536
     assert read_config(recipe, "extend-32k").position.rotary == Rope(theta=2e6)
     assert read_config(ROOT / "configs" / "tiny.toml").trained_length == 256
@@ -94,7 +95,7 @@ def test_every_mechanism_has_a_page_that_shows_its_recipe(name):
     page = (PAGES / f"{name.removeprefix('uniform_')}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
     shown = [build_config(tomllib.loads(block)).position for block in blocks]
-    assert read_config(RECIPES / f"nano_{name}.toml").position in shown
+    assert read_config(CONFIGS[f"nano_{name}"]).position in shown
     assert f"]({name}.png)" in page
     assert (PAGES / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 

@@ -20,12 +20,12 @@ from farsight.analysis.probes.position_probe import (
 )
 from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import read_sequences
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.load import load_model
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from tests.checkpoints.test_convert import write_with_transformers
 
 L = 32

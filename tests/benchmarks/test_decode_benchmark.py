@@ -4,6 +4,8 @@ import pytest
 
 from farsight.benchmarks import decode
 
+pytestmark = pytest.mark.slow
+
 
 def test_both_sides_agree(monkeypatch):
     result = decode.measure(length=96, tokens=2, rounds=1, layers=1)

@@ -8,6 +8,8 @@ import torch
 
 from farsight.benchmarks import lora_step
 
+pytestmark = pytest.mark.slow
+
 
 def test_losses_and_gradients_are_those_of_peft(tmp_path, capsys, monkeypatch):
     for name in ("our_model", "peft_model"):  # built once

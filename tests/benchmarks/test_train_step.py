@@ -6,6 +6,8 @@ import pytest
 
 from farsight.benchmarks.train_step import main
 
+pytestmark = pytest.mark.slow
+
 
 def test_our_losses_equal_torchtitans(tmp_path, capfd):
     main(["--rounds", "1", "--rows", "1", "--seq-len", "64", "--json", str(tmp_path / "out.json")])

@@ -1,4 +1,4 @@
-"""A run's checkpoint manager in this process, beside a model of one matrix."""
+"""A run's checkpoint manager in this process, with a model of one matrix."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from farsight.configs.load import build_config
 
 
 class State(dict):
-    """A part of the training state that is saved."""
+    """A saved part of the training state."""
 
     def state_dict(self):
         return dict(self)
@@ -15,8 +15,8 @@ class State(dict):
     def load_state_dict(self, state):
         self.update(state)
 
-    def check_checkpoint(self, directory):
-        pass
+    def check_order(self, saved):
+        assert saved == {}
 
 
 class Optimizers(State):
@@ -25,7 +25,7 @@ class Optimizers(State):
 
 
 class Run:
-    """A run's manager with one matrix to save, whose values are the step's."""
+    """A run's manager with one matrix to save; all of its values equal the step."""
 
     def __init__(self, run_folder, sections=None, **options):
         architecture = {"vocab_size": 64, "dim": 8, "n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "head_dim": 8}
@@ -37,7 +37,7 @@ class Run:
         )  # fmt: skip
         self.model = nn.Linear(512, 512, bias=False)
         self.manager = RunCheckpoints(
-            config, dataloader=State(), model_parts=[self.model], optimizers=Optimizers(), lr_schedulers=State(),
+            config, dataloader=State(order="{}"), model_parts=[self.model], optimizers=Optimizers(), lr_schedulers=State(),
             states={"train_state": State(tokens_seen=0)},
         )  # fmt: skip
         self.folder = run_folder / config.checkpoint.folder
@@ -45,7 +45,7 @@ class Run:
     def save(self, step, last_step=False):
         nn.init.constant_(self.model.weight, step)
         self.manager.save(step, last_step)
-        nn.init.constant_(self.model.weight, -1)  # what training does to the weights while a save is under way
+        nn.init.constant_(self.model.weight, -1)  # training changes the weights during a save
 
     def load(self, **options):
         self.manager.load(**options)

@@ -11,13 +11,16 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from farsight.checkpoints.adapter import load_adapter, read_adapter, write_adapter
-from farsight.checkpoints.model_dir.api import check_tensors, load_model, read_model_config, write_model_dir
+from farsight.checkpoints.adapter.config import read_adapter
+from farsight.checkpoints.adapter.load import load_adapter
+from farsight.checkpoints.adapter.write import write_adapter
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir.api import check_tensors, write_model_dir
 from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneTraining, GarfaTraining, Lora
 from farsight.configs.schema import Llama3Rope, Position, YarnRope
-from farsight.evals.perplexity import main as perplexity
+from farsight.evals.perplexity.__main__ import main as perplexity
 from farsight.model.adapt.garfa import garfa_of
 from farsight.model.adapt.lora import lora_layers
 from farsight.training.finetune.spec import whole_weights
@@ -46,7 +49,7 @@ LORAS = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):
-    """Llama-3-scaled models with grouped queries, in which positions count."""
+    """Llama-3-scaled models with grouped queries, whose output depends on positions."""
     folder = tmp_path_factory.mktemp("bases")
     tied = type(ARCHITECTURE)(**{**vars(ARCHITECTURE), "tie_embeddings": True})
     for name, architecture in (("untied", ARCHITECTURE), ("tied", tied)):
@@ -55,7 +58,7 @@ def bases(tmp_path_factory):
 
 
 def trained_adapter(out, base, quantization="none", dtype="float32", history=(), **parts):
-    """An adapter whose numbers have all left where they start, and the model that it was taken from."""
+    """Writes an adapter in which no number is at its initial value, and returns the model it was taken from."""
     config = finetune_config(base, quantization, dtype, **parts)
     model = adapted_model(config)
     with torch.no_grad():
@@ -83,7 +86,7 @@ def distance(a, b):
     [("lora", "tied"), ("rslora", "untied"), ("dora", "untied"), ("patterns", "tied"), ("expressions", "untied")],
 )
 def test_plain_peft_gives_our_logits(bases, tmp_path, name, base, garfa):
-    """Of the LoRA part: GARFA is left out there, and changes them."""
+    """The logits of the LoRA part alone; GARFA, which is left out, changes them."""
     parts = {} if garfa else {"garfa": NO_GARFA}
     model, config = trained_adapter(tmp_path / "adapter", bases / base, lora=LORAS[name], **parts)
     llama = AutoModelForCausalLM.from_pretrained(bases / base, dtype=torch.float32, attn_implementation="eager")
@@ -101,7 +104,7 @@ def test_plain_peft_gives_our_logits(bases, tmp_path, name, base, garfa):
     card = (tmp_path / "adapter" / "README.md").read_text()
     assert ("`peft` loads a part of this adapter" in card.split("## ")[0]) == garfa
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "adapter")
-    assert "<|start_header_id|>" in tokenizer.chat_template  # what it was trained with
+    assert "<|start_header_id|>" in tokenizer.chat_template  # as in training
 
 
 @pytest.mark.parametrize(
@@ -118,14 +121,14 @@ def test_plain_peft_gives_our_logits(bases, tmp_path, name, base, garfa):
 def test_what_is_loaded_is_what_was_trained(bases, tmp_path, quantization, dtype, parts):
     model, config = trained_adapter(tmp_path / "adapter", bases / "untied", quantization, dtype, **parts)
     loaded, theirs = load_adapter(tmp_path / "adapter")
-    exact, _ = load_model(tmp_path / "adapter")  # in fp32, as evaluations ask for a model directory's model
+    exact, _ = load_model(tmp_path / "adapter")  # in fp32, as evaluations load model directories
     expected = logits(model, config)
     with torch.no_grad():
         found, wide = loaded(tokens()).float(), exact(tokens())
     if dtype == "float32":
         assert torch.equal(found, expected)
         assert torch.equal(wide, expected)
-    else:  # training takes LoRA's products in bf16, and here they are in fp32: no farther from the truth
+    else:  # training computes LoRA's products in bf16, this in fp32: it is at least as close to the truth
         assert distance(expected, wide) < 0.08
         assert distance(found, wide) < 1.5 * distance(expected, wide)
     assert garfa_of(loaded) == garfa_of(model) == theirs.position.garfa
@@ -154,7 +157,7 @@ def test_positions_of_a_longer_context_come_with_it(bases, tmp_path):
     assert torch.equal(logits(loaded, config), logits(model, config))
 
 
-# ── What is refused ───────────────────────────────────────────────────────────────────────────────────
+# ── Refusals ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -202,13 +205,13 @@ def test_other_tensors(adapter, file):
 
 
 def test_other_bases(bases, adapter, tmp_path, caplog):
-    with pytest.raises(ConfigError, match="is another base"):
+    with pytest.raises(ConfigError, match=r"is not the base of .*: its architecture differs"):
         load_adapter(adapter, base=bases / "tied")
     shutil.copytree(bases / "untied", tmp_path / "copy")
     expected = load_adapter(adapter)[0](tokens())
     assert not caplog.records
     assert torch.equal(load_adapter(adapter, base=tmp_path / "copy")[0](tokens()), expected)
-    assert "copy is used in its place" in caplog.text
+    assert "copy is used instead" in caplog.text
     marker = adapter / "farsight_adapter.json"
     marker.write_text(marker.read_text().replace(str(bases / "untied"), str(tmp_path / "gone")))
     with pytest.raises(ConfigError, match="gone, which is not there"):
@@ -221,24 +224,24 @@ def test_other_weights_and_positions_at_the_bases_place(tmp_path, caplog):
     trained_adapter(tmp_path / "adapter", base)
     expected = load_adapter(tmp_path / "adapter")[0](tokens())
     weights, config = {name: p.detach().clone() for name, p in plain.named_parameters()}, read_model_config(base)
-    write_model_dir(base, config, dict(reversed(weights.items())), shard_bytes=50_000)  # as others divide it
+    write_model_dir(base, config, dict(reversed(weights.items())), shard_bytes=50_000)  # divided into other files
     assert torch.equal(load_adapter(tmp_path / "adapter")[0](tokens()), expected)
 
     write_model_dir(base, replace(config, position=Position(rotary=Llama3Rope(original_length=32))), weights)
-    with pytest.raises(ConfigError, match="its positions are others"):
+    with pytest.raises(ConfigError, match="its positions differ"):
         load_adapter(tmp_path / "adapter")
-    weights["layers.2.feed_forward.w2.weight"] += 1e-3  # as merging an adapter changes one
+    weights["layers.2.feed_forward.w2.weight"] += 1e-3  # as merging an adapter changes it
     write_model_dir(base, config, weights)
-    with pytest.raises(ConfigError, match=r"its weights are others\..* --base .*/base --other-base"):
+    with pytest.raises(ConfigError, match=r"its weights differ\..* --base .*/base --other-base"):
         load_adapter(tmp_path / "adapter")
     assert not caplog.records
     assert not torch.equal(load_adapter(tmp_path / "adapter", other_base=True)[0](tokens()), expected)
-    assert "base has other weights than what" in caplog.text
+    assert "base has other weights than the base that" in caplog.text
 
 
 @pytest.mark.parametrize("quantization", ["nf4", "int8"])
 def test_what_is_quantised_is_what_was(bases, tmp_path, quantization):
-    """The base is stored in fp32, and trained beside in bf16."""
+    """A base stored in fp32, with an adapter trained in bf16."""
     model, _ = trained_adapter(tmp_path / "adapter", bases / "untied", quantization, "bfloat16")
     for dtype in (None, torch.float32):
         loaded = load_adapter(tmp_path / "adapter", dtype=dtype)[0]
@@ -257,7 +260,7 @@ def test_what_is_quantised_is_what_was(bases, tmp_path, quantization):
         ({"^layers.3.self_attn.q_proj": 8}, r"'\^layers.3.self_attn.q_proj' decides for no layer that LoRA is on"),
         ({"layers.0.mlp.up_proj": 8}, r"'layers.0.mlp.up_proj' decides for no layer"),
         ({"q_proj": 8, "layers.3.self_attn.q_proj": 2}, "or an earlier pattern comes first"),
-        ({"*q_proj": 8}, "is no regular expression"),
+        ({"*q_proj": 8}, "is not a valid regular expression"),
     ],
 )
 def test_patterns_that_decide_nothing(bases, pattern, message):
@@ -267,7 +270,7 @@ def test_patterns_that_decide_nothing(bases, pattern, message):
 
 
 def test_an_adapter_is_no_base(adapter):
-    with pytest.raises(ConfigError, match=r"is an adapter and no whole model: python -m checkpoints\.merge"):
+    with pytest.raises(ConfigError, match=r"is an adapter, not a whole model: farsight merge"):
         check_tensors(adapter, read_model_config(adapter))
 
 
@@ -279,5 +282,5 @@ def test_another_format(adapter):
 
 
 def test_directories_that_are_none(tmp_path):
-    with pytest.raises(ConfigError, match="is no adapter directory"):
+    with pytest.raises(ConfigError, match="is not an adapter directory"):
         read_adapter(tmp_path)

@@ -1,4 +1,4 @@
-"""The code in the cards of model directories and adapters runs as it is printed, and writes what our tools write."""
+"""The code in the cards of model directories and adapters runs as printed, with the same results as our tools."""
 
 import json
 import re
@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from farsight.benchmarks.forked import Forked
-from farsight.checkpoints.adapter import load_adapter
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.adapter.load import load_adapter
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.finetuning import GarfaTraining, Lora
 from farsight.configs.schema import Architecture, NoRotary, Position, Rope, Scope
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
-from farsight.inference import generate
-from farsight.inference.generate import encode_prompt
+from farsight.inference.generate import __main__ as generate
+from farsight.inference.generate.completions import encode_prompt
 from farsight.model.build import ModelConfig, build_model
 from tests.checkpoints.test_adapter import trained_adapter
 from tests.finetuned import tokens, write_base
@@ -39,7 +40,7 @@ def blocks(card: Path) -> list[str]:
 
 
 def run(code: str, folder: Path) -> list:
-    """The last line that code prints, in a process of its own whose working directory is the folder."""
+    """Runs code in a new process with the folder as working directory, and returns the last line of its output."""
     script, printed = folder.parent / "card.py", folder.parent / "printed"
     script.write_text(code)
     done = Forked([], 1, printed, str(script), folder).wait()
@@ -57,7 +58,7 @@ def test_a_model_s_card_writes_what_generate_writes(tmp_path, kind, capsys):
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.mul_(4)
-        model.output.weight[127:] = 0  # letters, of which a text is the same for everybody
+        model.output.weight[127:] = 0  # letters, which all tokenizers encode alike
     BytesTokenizer().save(tmp_path / "tokenizer")
     write_model_dir(tmp_path / "model", config, dict(model.named_parameters()), tokenizer_dir=tmp_path / "tokenizer")
     (block,) = blocks(tmp_path / "model" / "README.md")
@@ -75,7 +76,7 @@ def test_a_model_s_card_writes_what_generate_writes(tmp_path, kind, capsys):
 
 @pytest.mark.parametrize("kind", POSITIONS)
 def test_an_adapter_s_card_loads_it(tmp_path, kind):
-    """The whole of it with our loader, LoRA alone with peft; GARFA, where keys rotate, makes them differ."""
+    """All of it with our loader, LoRA alone with peft; they differ by GARFA if keys rotate."""
     write_base(tmp_path / "a base", POSITIONS[kind])
     parts = {"lora": Lora(rank=4, alpha=8.0, dropout=0.0), "garfa": GarfaTraining(enable=kind == "llama")}
     trained_adapter(tmp_path / "adapter", tmp_path / "a base", **parts)

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, cut short, written while training goes on, or not written at all."""
+"""Checkpoints that are damaged, truncated, saved during training, or failed to save."""
 
 import multiprocessing
 import os
@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from farsight.benchmarks.kills import Kill, Training, join, kill_and_resume, output, rows, train_undisturbed
 from farsight.benchmarks.kills import weights as weight_bytes
 from farsight.checkpoints.cards.model import read_history
-from farsight.checkpoints.convert import checkpoint_to_model_dir
-from farsight.checkpoints.manager import SaveError
+from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.model_dir.api import tensor_files
 from farsight.checkpoints.steps import complete_steps
 from farsight.configs.load import ConfigError
+from farsight.errors import SaveError
 from tests.checkpoints.test_intact import cut
 from tests.running import contents, metrics, run, train_command
 
@@ -55,7 +55,7 @@ def test_the_newest_intact_one_is_used_and_the_others_are_kept(start_run, caplog
     assert f"__0_0.distcp has {size - 7:,} bytes, {size:,} expected" in caplog.text
     assert "farsight.json is missing" in caplog.text
     assert (again.folder / "damaged-12" / "__0_0.distcp").stat().st_size == size - 7
-    # The same steps are saved once more, and what was set aside neither counts nor is deleted.
+    # The same steps are saved again; checkpoints that were set aside neither count nor get deleted.
     again.save(9)
     again.save(12, last_step=True)
     again.manager.close()
@@ -71,7 +71,7 @@ def test_without_an_intact_one_no_run_begins(start_run):
     saved.save(6)
     saved.shard(3).unlink()
     cut(saved.folder / "step-6" / ".metadata", 100)
-    for _ in range(2):  # saying so changes nothing
+    for _ in range(2):  # reporting it changes nothing
         with pytest.raises(ConfigError, match="no intact checkpoint") as error:
             start_run().load()
         assert "__0_0.distcp is missing" in str(error.value)
@@ -103,7 +103,7 @@ def test_a_step_to_load_where_there_is_none_is_refused(start_run):
 
 @pytest.mark.parametrize("saved_before", [False, True])
 def test_where_to_start_is_rank_zero_s_decision(start_run, monkeypatch, saved_before):
-    """Another rank may still see a folder that rank 0 removed, or not yet see one that is there."""
+    """Another rank may still see a folder that rank 0 removed, or not yet see a new one."""
     other, saved = start_run(folder="other"), start_run()
     other.save(3)
     if saved_before:
@@ -136,7 +136,7 @@ def test_a_damaged_start_is_refused(start_run, tmp_path):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Open, or else writers wait before they write."""
+    """Writers wait until it is open."""
     event, write = threading.Event(), FileSystemWriter.write_data
     event.set()
 
@@ -155,16 +155,20 @@ def test_training_goes_on_while_the_state_of_the_step_is_saved(start_run, gate):
     saved.save(6)
     saved.manager.save_future.result()
     gate.clear()
-    saved.save(9)  # returns, and nothing is written yet
+    saved.save(9)  # returns before anything is written
     assert complete_steps(saved.folder) == [3, 6]
     assert (saved.folder / "step-9" / "farsight.json").is_file()
     gate.set()
     saved.manager.close()
-    assert complete_steps(saved.folder) == [3, 6, 9]  # torchtitan counts step 9 when it begins, and deletes step 3
+    assert complete_steps(saved.folder) == [
+        3,
+        6,
+        9,
+    ]  # torchtitan would count step 9 as soon as it begins, and delete step 3
     more = start_run(async_mode="async", keep_latest_k=2)
     more.save(12)
     more.save(13, last_step=True)
-    assert complete_steps(saved.folder)[-2:] == [12, 13]  # the last one is complete at once
+    assert complete_steps(saved.folder)[-2:] == [12, 13]  # the last save is complete when it returns
     more.manager.close()
     assert sorted(p.name for p in saved.folder.iterdir()) == ["step-12", "step-13"]
     again = start_run()
@@ -174,7 +178,7 @@ def test_training_goes_on_while_the_state_of_the_step_is_saved(start_run, gate):
 
 
 def test_what_is_being_deleted_is_no_checkpoint_any_more(start_run, monkeypatch):
-    """A kill while files are deleted leaves what an interrupted save does, and so not a damaged checkpoint."""
+    """A kill during deletion leaves an interrupted save, not a damaged checkpoint."""
     begun, rmtree = [], shutil.rmtree
 
     def watched(path, **options):
@@ -209,7 +213,7 @@ def test_an_old_one_that_cannot_be_deleted_is_no_failed_save(start_run, monkeypa
 
 @pytest.fixture
 def full_disk():
-    """Files may not grow beyond 200 kB while it is full."""
+    """While full, files can't exceed 200 kB."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda full: resource.setrlimit(resource.RLIMIT_FSIZE, (200_000 if full else before[0], before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -225,14 +229,14 @@ def test_a_save_that_fails_is_reported_and_leaves_the_one_before(start_run, full
         saved.save(6)
         deadline = time.monotonic() + 60
         while "step 6 could not be saved" not in caplog.text and time.monotonic() < deadline:
-            time.sleep(0.01)  # said when it fails, and not when the next is due
+            time.sleep(0.01)  # reported when it fails, not when the next save is due
         assert "step 6 could not be saved" in caplog.text
         assert "GiB free there; a quota may allow less" in caplog.text
         assert complete_steps(saved.folder) == [3]
     with pytest.raises(SaveError, match=r"step 9 could not be saved in .*rank 0: .*newest complete .* step 3"):
         saved.save(9)
     full_disk(False)
-    assert [p.name for p in saved.folder.iterdir()] == ["step-3"]  # the rest made room
+    assert [p.name for p in saved.folder.iterdir()] == ["step-3"]  # deleting the rest made room
     saved.save(12)
     saved.manager.close()
     assert complete_steps(saved.folder) == [3, 12]
@@ -253,7 +257,7 @@ def test_after_an_asynchronous_save_that_failed_the_next_is_waited_for(start_run
 
 
 class Whole:
-    """An undisturbed run, and what to compare others with."""
+    """An uninterrupted run, to compare others with."""
 
     def __init__(self, folder):
         self.training = Training(folder, steps=24, interval=4)
@@ -300,15 +304,15 @@ def test_killed_and_resumed_ends_with_the_same_weights(whole, aims, asynchronous
     assert outcome.wrong == []
     assert len(outcome.kills) == len(aims)
     folder = training.folder / name
-    # Steps that ran twice are reported once.
+    # Steps that ran twice are logged once.
     assert [row["step"] for row in metrics(folder)] == list(range(1, 25))
-    (history,) = read_history(folder / "model")  # one run, however often it was started
+    (history,) = read_history(folder / "model")  # one entry, although it was started several times
     assert (history["name"], history["start"], history["steps"]) == (name, "random weights", 24)
     assert history["tokens"] == 24 * 2 * 32
 
 
 def test_a_run_that_was_done_before_its_kill_is_aimed_at_again(whole):
-    """It goes on from the step before its last, which is not where the run before it was killed."""
+    """Resumes from the step before the last save, which is not where the earlier run was killed."""
     name, copy = whole.copy("too-late")
 
     last, starts = copy / "checkpoint" / "step-24", []
@@ -333,16 +337,16 @@ def test_a_run_that_was_done_before_its_kill_is_aimed_at_again(whole):
 
 
 def test_fsdp_saves_the_step_s_state_asynchronously(whole):
-    """Weights, moments, schedule and data order, beside those that one process saved and waited for."""
+    """Compares weights, moments, schedule and order of data with those of one process that saved synchronously."""
     training = Training(whole.training.folder, steps=24, interval=4, ranks=2, asynchronous=True)
     log = training.folder / "fsdp.log"
     assert join(training.start("fsdp", log)) == {0}, output(log)
-    for step in (20, 24):  # saved while training went on, and the last
+    for step in (20, 24):  # an asynchronous save and the last one
         one, two = (contents(training.folder / n / "checkpoint" / f"step-{step}") for n in ("undisturbed", "fsdp"))
         assert one.keys() == two.keys()
         for name, value in one.items():
             if isinstance(value, torch.Tensor):
-                # Sums in another order make 1e-6; four steps on, no tensor differs by less than 7e-4.
+                # Another order of summation gives 1e-6; four steps further, every tensor differs by at least 7e-4.
                 assert torch.linalg.vector_norm(two[name] - value) <= 1e-5 * torch.linalg.vector_norm(value), name
             else:
                 assert two[name] == value, name

@@ -1,4 +1,4 @@
-"""Conversion of what `transformers` itself has written, there and back, with and without training between."""
+"""Conversion of models written by `transformers`, there and back, with and without training in between."""
 
 import json
 import weakref
@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from farsight.checkpoints import convert
-from farsight.checkpoints.model_dir.api import load_model, read_model_config
+from farsight.checkpoints.convert.__main__ import main
+from farsight.checkpoints.convert.from_hf import model_dir_to_checkpoint
+from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir.safetensors_files import TensorReader
 from farsight.configs.load import ConfigError, build_config, to_dict, to_toml
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, find_tokenizer_dir, load_tokenizer_dir
 from farsight.new_folder import WRITING
@@ -75,8 +79,8 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 def test_there_and_back(tmp_path, kind, tied):
     source, checkpoint, back = tmp_path / "source", tmp_path / "start" / "step-0", tmp_path / "back"
     theirs = write_with_transformers(source, kind, tied)
-    convert.main(["from-hf", str(source), str(checkpoint)])
-    convert.main(["to-hf", str(checkpoint), str(back)])
+    main(["from-hf", str(source), str(checkpoint)])
+    main(["to-hf", str(checkpoint), str(back)])
 
     before, after = all_tensors(source), all_tensors(back)
     assert before.keys() == after.keys()
@@ -104,7 +108,7 @@ def test_there_and_back(tmp_path, kind, tied):
         }
     )
     train(tmp_path / "run", config=to_toml(job))
-    convert.main(["to-hf", str(tmp_path / "run/checkpoint/step-2"), str(tmp_path / "trained")])
+    main(["to-hf", str(tmp_path / "run/checkpoint/step-2"), str(tmp_path / "trained")])
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "trained").eval()
     changed = all_tensors(tmp_path / "trained")
     assert changed.keys() == before.keys()
@@ -112,14 +116,14 @@ def test_there_and_back(tmp_path, kind, tied):
     mine, _ = load_model(tmp_path / "trained")
     with torch.no_grad():
         torch.testing.assert_close(mine(tokens), trained(tokens).logits, atol=1e-4, rtol=0)
-        # Two steps from these weights, and not from others.
+        # Two steps from these very weights.
         assert 0 < (trained(tokens).logits - expected).abs().mean() < 0.5 * expected.abs().mean()
 
 
 def test_dtype_and_shards(tmp_path):
     write_with_transformers(tmp_path / "source", "default", tied=False)
-    convert.main(["from-hf", str(tmp_path / "source"), str(tmp_path / "c"), "--dtype", "bfloat16"])
-    convert.checkpoint_to_model_dir(tmp_path / "c", tmp_path / "back", torch.float16, shard_bytes=30_000)
+    main(["from-hf", str(tmp_path / "source"), str(tmp_path / "c"), "--dtype", "bfloat16"])
+    checkpoint_to_model_dir(tmp_path / "c", tmp_path / "back", torch.float16, shard_bytes=30_000)
     before, after = all_tensors(tmp_path / "source"), all_tensors(tmp_path / "back")
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
     for name, tensor in before.items():
@@ -129,23 +133,23 @@ def test_dtype_and_shards(tmp_path):
 
 def test_a_conversion_that_fails_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
     write_with_transformers(tmp_path / "source", "default", tied=False)
-    convert.main(["from-hf", str(tmp_path / "source"), str(tmp_path / "good")])
+    main(["from-hf", str(tmp_path / "source"), str(tmp_path / "good")])
 
     def broken(*_, **__):
         raise OSError("disk")
 
-    monkeypatch.setattr(convert.TensorReader, "__call__", broken)
+    monkeypatch.setattr(TensorReader, "__call__", broken)
     with pytest.raises(CheckpointException, match="disk"):
-        convert.model_dir_to_checkpoint(tmp_path / "source", tmp_path / "out")
+        model_dir_to_checkpoint(tmp_path / "source", tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr(convert.dcp, "load", broken)
+    monkeypatch.setattr(dcp, "load", broken)
     with pytest.raises(OSError, match="disk"):
-        convert.checkpoint_to_model_dir(tmp_path / "good", tmp_path / "model")
+        checkpoint_to_model_dir(tmp_path / "good", tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
 def test_no_more_than_two_tensors_are_held(tmp_path, monkeypatch):
-    """The one that is written and the one that is read next."""
+    """At most the tensor being written and the next one read are held."""
     write_with_transformers(tmp_path / "source", "default", tied=False)
     held: list[weakref.ref] = []
     most = 0
@@ -155,45 +159,45 @@ def test_no_more_than_two_tensors_are_held(tmp_path, monkeypatch):
             nonlocal most
             result = function(*arguments, **options)
             tensor = result if isinstance(result, torch.Tensor) else next(iter(arguments[0].values()))
-            held.append(weakref.ref(tensor.untyped_storage()))  # which any view of the tensor keeps
+            held.append(weakref.ref(tensor.untyped_storage()))  # kept alive by any view of the tensor
             most = max(most, sum(reference() is not None for reference in held))
             return result
 
         return call
 
-    monkeypatch.setattr(convert.TensorReader, "__call__", counting(convert.TensorReader.__call__))
-    convert.main(["from-hf", str(tmp_path / "source"), str(tmp_path / "c")])
+    monkeypatch.setattr(TensorReader, "__call__", counting(TensorReader.__call__))
+    main(["from-hf", str(tmp_path / "source"), str(tmp_path / "c")])
     assert len(held) == 21
     assert most <= 2
     held.clear()
-    monkeypatch.setattr(convert.dcp, "load", counting(convert.dcp.load))
-    convert.main(["to-hf", str(tmp_path / "c"), str(tmp_path / "back")])
+    monkeypatch.setattr(dcp, "load", counting(dcp.load))
+    main(["to-hf", str(tmp_path / "c"), str(tmp_path / "back")])
     assert len(held) == 21
     assert most <= 2
 
 
 def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
     write_with_transformers(tmp_path / "source", "default", tied=False)
-    convert.main(["from-hf", str(tmp_path / "source"), str(tmp_path / "c")])
+    main(["from-hf", str(tmp_path / "source"), str(tmp_path / "c")])
     path = tmp_path / "c" / "farsight.json"
     text = path.read_text()
     path.write_text(text.replace('"ffn_dim": 48', '"ffn_dim": 40'))
     sign(tmp_path / "c")
     with pytest.raises(ConfigError, match=r"feed_forward.w1.weight has shape \(48, 32\), not \(40, 32\)"):
-        convert.checkpoint_to_model_dir(tmp_path / "c", tmp_path / "out")
+        checkpoint_to_model_dir(tmp_path / "c", tmp_path / "out")
     path.write_text(text.replace('"n_layers": 2', '"n_layers": 3'))
     sign(tmp_path / "c")
     with pytest.raises(ConfigError, match=r"lacks layers\.2\."):
-        convert.checkpoint_to_model_dir(tmp_path / "c", tmp_path / "out")
+        checkpoint_to_model_dir(tmp_path / "c", tmp_path / "out")
 
 
 def test_the_tokenizer_goes_with_the_weights(tmp_path):
     source, checkpoint, out = (tmp_path / name for name in ("theirs", "checkpoint", "out"))
     write_with_transformers(source, "default", tied=False)
     BytesTokenizer().save(source)
-    convert.main(["from-hf", str(source), str(checkpoint)])
-    assert find_tokenizer_dir(checkpoint) == checkpoint / "tokenizer"  # what a run that starts there takes
-    convert.main(["to-hf", str(checkpoint), str(out)])
+    main(["from-hf", str(source), str(checkpoint)])
+    assert find_tokenizer_dir(checkpoint) == checkpoint / "tokenizer"  # as a run that starts from it does
+    main(["to-hf", str(checkpoint), str(out)])
     assert load_tokenizer_dir(out).fingerprint == BytesTokenizer().fingerprint
     values = json.loads((out / "config.json").read_text())
     assert (values["bos_token_id"], values["eos_token_id"]) == (256, 257)
@@ -202,33 +206,33 @@ def test_the_tokenizer_goes_with_the_weights(tmp_path):
 def test_to_hf_does_not_write_over_a_checkpoint(tmp_path):
     source, checkpoint = tmp_path / "theirs", tmp_path / "checkpoint"
     write_with_transformers(source, "default", tied=False)
-    convert.main(["from-hf", str(source), str(checkpoint)])
+    main(["from-hf", str(source), str(checkpoint)])
     before = sorted(p.name for p in checkpoint.iterdir())
     with pytest.raises(SystemExit, match="exists and is not empty"):
-        convert.main(["to-hf", str(checkpoint), str(checkpoint)])
+        main(["to-hf", str(checkpoint), str(checkpoint)])
     assert sorted(p.name for p in checkpoint.iterdir()) == before
 
 
 def test_nothing_that_is_there_is_replaced(tmp_path):
-    """Not another run's model/, and not what lies under the name that a conversion works under."""
+    """Neither another run's model/ nor a folder with the temporary name of a conversion is overwritten."""
     source, checkpoint, out = (tmp_path / name for name in ("theirs", "checkpoint", "out"))
     write_with_transformers(source, "default", tied=False)
-    convert.main(["from-hf", str(source), str(checkpoint)])
-    convert.main(["to-hf", str(checkpoint), str(out)])
+    main(["from-hf", str(source), str(checkpoint)])
+    main(["to-hf", str(checkpoint), str(out)])
     before = (out / "model.safetensors").stat().st_mtime_ns
     for arguments in (["to-hf", str(checkpoint), str(out)], ["from-hf", str(source), str(out)]):
         with pytest.raises(SystemExit, match=f"{out} exists and is not empty") as stop:
-            convert.main(arguments)
+            main(arguments)
         assert stop.value.code == 2
     assert (out / "model.safetensors").stat().st_mtime_ns == before
     part = tmp_path / "more.part"
     part.mkdir()
     (part / "notes.txt").write_text("mine")
     with pytest.raises(SystemExit, match=r"more\.part holds files that Farsight did not write"):
-        convert.main(["from-hf", str(source), str(tmp_path / "more")])
+        main(["from-hf", str(source), str(tmp_path / "more")])
     assert (part / "notes.txt").read_text() == "mine"
-    (part / "notes.txt").rename(part / WRITING)  # which an interrupted conversion leaves
-    convert.main(["from-hf", str(source), str(tmp_path / "more")])
+    (part / "notes.txt").rename(part / WRITING)  # left by an interrupted conversion
+    main(["from-hf", str(source), str(tmp_path / "more")])
     assert not part.exists()
 
 
@@ -238,6 +242,6 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path, direction):
     (tmp_path / "empty").mkdir()
     for name in ("missing", "file", "empty"):
         with pytest.raises(SystemExit, match=name) as stop:
-            convert.main([direction, str(tmp_path / name), str(tmp_path / "out")])
+            main([direction, str(tmp_path / name), str(tmp_path / "out")])
         assert stop.value.code == 2
     assert not (tmp_path / "out").exists()

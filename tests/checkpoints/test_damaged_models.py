@@ -1,4 +1,4 @@
-"""Model directories and adapters that are damaged, hostile or somebody else's: a sentence that names the file, and status 2."""
+"""Damaged, hostile or foreign model directories and adapters end with status 2 and a sentence that names the file."""
 
 import json
 import shutil
@@ -10,15 +10,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from farsight.checkpoints.adapter import check_adapter_out, load_adapter, read_adapter, write_adapter
+from farsight.checkpoints.adapter.config import read_adapter
+from farsight.checkpoints.adapter.load import load_adapter
+from farsight.checkpoints.adapter.write import check_adapter_out, write_adapter
 from farsight.checkpoints.checkpoint_tensors import parameter_shapes
-from farsight.checkpoints.model_dir.api import check_model_out, load_model, read_model_config, write_model_dir
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir.api import check_model_out, write_model_dir
 from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import Position
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.errors import UserError
-from farsight.inference import generate
+from farsight.inference.generate import __main__ as generate
 from farsight.model.build import ModelConfig
 from tests.checkpoints.test_adapter import trained_adapter
 from tests.finetuned import ARCHITECTURE, finetune_config, write_base
@@ -30,7 +33,7 @@ SHARDS = 60_000
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """A base in several files with a tokenizer, and an adapter of every part."""
+    """A base in several files with a tokenizer, and an adapter with all parts."""
     folder = tmp_path_factory.mktemp("whole")
     write_base(folder / "base", shard_bytes=SHARDS)
     BytesTokenizer().save(folder / "base")
@@ -49,7 +52,7 @@ def adapter(whole, tmp_path):
 
 
 def refused(directory: Path, *names: str) -> None:
-    """`farsight generate` ends with status 2 and a sentence with these names in it."""
+    """Asserts that `farsight generate` ends with status 2 and a sentence that contains these names."""
     with pytest.raises(SystemExit) as stopped:
         generate.main([str(directory), "--prompt", "x", "--new-tokens", "2", "--device", "cpu"])
     assert stopped.value.code == 2, stopped.value
@@ -97,12 +100,12 @@ SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 @pytest.mark.parametrize("value", [0, -1, 1e30, 10**30, "4", None, [], True, float("nan")])
 @pytest.mark.parametrize("name", [*SIZES, "max_position_embeddings"])
 def test_sizes_that_no_model_has(base, name, value):
-    """Also enormous ones: `check_tensors` builds parameters on the meta device, and nothing is taken for them."""
+    """Enormous ones too: `check_tensors` builds parameters on the meta device, without memory."""
     (base / "farsight.json").unlink()
     values = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**values, name: value}))
     if name == "head_dim" and value is None:
-        assert read_model_config(base).architecture.head_dim == 16  # the model's dimension over its heads
+        assert read_model_config(base).architecture.head_dim == 16  # dim / n_heads
     else:
         refused(base, str(base / "config.json"))
 
@@ -112,7 +115,7 @@ def test_large_shapes_are_compared_with_the_files_before_memory_is_taken(base, m
     (base / "farsight.json").unlink()
     values = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**values, "hidden_size": 2**20, "intermediate_size": 2**24}))
-    refused(base, "has shape", "config.json makes it")
+    refused(base, "has shape", "config.json requires")
 
 
 @pytest.mark.parametrize(
@@ -217,7 +220,7 @@ def test_tensors_that_do_not_fit(base):
         ({name: tensors[name].to(torch.float8_e4m3fn)}, "as F8_E4M3"),
         ({name: tensors[name][:1].clone()}, "has shape"),
         ({"model.layers.0": torch.zeros(2)}, "holds model.layers.0, which a Llama"),
-        ({"model.layers.77.mlp.up_proj.weight": torch.zeros(2)}, "leaves no room for"),
+        ({"model.layers.77.mlp.up_proj.weight": torch.zeros(2)}, "does not fit its config"),
         ({"evil": torch.zeros(2)}, "holds evil"),
     ):
         save_file({**tensors, **change}, path)
@@ -243,7 +246,7 @@ def test_markers_that_hold_no_json_object(adapter, content):
 
 @pytest.mark.parametrize("value", [None, 3, "x", [], {}, [3], {"x": 1}, -1, "../../x"])
 def test_markers_of_any_other_shape(adapter, value):
-    """Whatever stands in place of one value, at the top level or in what was trained: an error of ours, or none."""
+    """Replacing any value, at the top level or in the adapter settings, gives an error of ours, or none."""
     path = adapter / "farsight_adapter.json"
     marker = json.loads(path.read_text())
     places = [(marker, key) for key in marker]
@@ -259,7 +262,7 @@ def test_markers_of_any_other_shape(adapter, value):
         except UserError:
             continue
         passed.append(key)
-    # Settings of the training alone, fields that may be empty, and values that another adapter might well have.
+    # Settings that only affect training, optional fields, and values that are valid in other adapters.
     unnoticed = {
         "training",
         "checksum",
@@ -281,14 +284,14 @@ def test_an_adapter_notices_one_changed_weight_of_its_base(whole, tmp_path):
     path = sorted(base.glob("*.safetensors"))[0]
     tensors = load_file(path)
     name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
-    tensors[name][2, 3] += 1e-3  # no row that the fingerprint looks at
+    tensors[name][2, 3] += 1e-3  # not a row that the fingerprint samples
     save_file(tensors, path)
-    with pytest.raises(ConfigError, match="its weights are others"):
+    with pytest.raises(ConfigError, match="its weights differ"):
         load_adapter(tmp_path / "adapter")
     load_adapter(tmp_path / "adapter", other_base=True)
     marker = tmp_path / "adapter" / "farsight_adapter.json"
     values = json.loads(marker.read_text())
-    del values["base"]["checksum"]  # as versions before wrote it
+    del values["base"]["checksum"]  # as written by earlier versions
     marker.write_text(json.dumps(values))
     assert read_adapter(tmp_path / "adapter").checksum is None
     load_adapter(tmp_path / "adapter")
@@ -322,7 +325,7 @@ def test_weights_that_are_not_finite_are_not_saved(tmp_path, whole):
         write_adapter(
             tmp_path / "adapter", config, {"layers.0.attention.garfa.raw": torch.tensor([0.0, torch.inf])}, base_entry(whole / "base")
         )  # fmt: skip
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # and no half of one
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]  # no partial adapter either
 
 
 @pytest.mark.parametrize(
@@ -332,7 +335,7 @@ def test_a_folder_with_somebody_s_files_is_not_replaced(tmp_path, adapter, added
     write(tmp_path / "model")
     for folder, check in ((tmp_path / "model", check_model_out), (adapter, check_adapter_out)):
         (folder / "evals").mkdir()
-        (folder / "evals" / "perplexity.json").write_text("{}")  # of our tools, about the weights beside it
+        (folder / "evals" / "perplexity.json").write_text("{}")  # results of our tools for these weights
         check(folder)
         (folder / added).parent.mkdir(parents=True, exist_ok=True)
         (folder / added).write_text("mine")
@@ -345,7 +348,7 @@ def test_a_folder_with_somebody_s_files_is_not_replaced(tmp_path, adapter, added
 
 
 def test_what_is_no_model_directory_is_not_replaced(tmp_path, base):
-    """The project's own package model/, a Hugging Face model, a file, a link."""
+    """For example the project's own package model/, a Hugging Face model, a file, a link."""
     (base / "farsight.json").unlink()
     (tmp_path / "file").write_text("mine")
     (tmp_path / "link").symlink_to(base)
@@ -360,7 +363,7 @@ def test_what_is_no_model_directory_is_not_replaced(tmp_path, base):
 def test_an_older_model_and_what_a_killed_writer_left_are_replaced(tmp_path, monkeypatch):
     out, part = tmp_path / "model", tmp_path / "model.part"
     write(out)
-    with monkeypatch.context() as patch:  # killed while it writes: nothing is cleaned up
+    with monkeypatch.context() as patch:  # killed while writing: nothing is cleaned up
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         patch.setattr("farsight.checkpoints.model_dir.api.write_tensors", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
@@ -369,7 +372,7 @@ def test_an_older_model_and_what_a_killed_writer_left_are_replaced(tmp_path, mon
     write(out)
     assert not part.exists()
     renames = []
-    with monkeypatch.context() as patch:  # between the old one's leaving and the new one's coming
+    with monkeypatch.context() as patch:  # killed between removing the old one and renaming the new one
         rename = Path.rename
         patch.setattr(shutil, "rmtree", lambda *_, **__: None)
         patch.setattr(
@@ -381,7 +384,7 @@ def test_an_older_model_and_what_a_killed_writer_left_are_replaced(tmp_path, mon
             write(out)
     assert (renames, out.exists(), part.exists()) == (["model", "model.part"], False, True)
     write(out)
-    with monkeypatch.context() as patch:  # after it, while the old one is deleted
+    with monkeypatch.context() as patch:  # killed afterwards, while deleting the old one
         patch.setattr(shutil, "rmtree", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             write(out)

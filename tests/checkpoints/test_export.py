@@ -1,7 +1,7 @@
 """Exported models against ours, in a process that cannot import our packages.
 
-The mechanisms that `transformers` lacks travel as `modeling_farsight.py`. Everything about them is computed there by
-`transformers`' own loading and `generate`, and compared here with our model's logits.
+Mechanisms that `transformers` lacks are exported in `modeling_farsight.py`. That process computes everything with
+`transformers`' own loading and `generate`, and the results are compared with our model's logits here.
 """
 
 import json
@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from farsight.checkpoints.model_dir.api import load_model, read_model_config, write_model_dir
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.schema import (
     Alibi,
     Architecture,
@@ -102,7 +103,9 @@ def export(folder: Path, position: Position, tokenizer_dir: Path | None = None, 
     model.init_weights()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():  # at their initial values, heads hardly attend and positions hardly count
+        for (
+            parameter
+        ) in model.parameters():  # at initialisation attention is almost uniform, and positions hardly matter
             if parameter.dim() > 1:
                 parameter.normal_(std=0.15, generator=generator)
     write_model_dir(folder, config, model.state_dict(), tokenizer_dir=tokenizer_dir)
@@ -122,14 +125,14 @@ for folder in folders:
 
 
 def run_elsewhere(folders: list[Path], script: str) -> dict[str, dict[str, torch.Tensor]]:
-    """Runs a script on each folder and returns the tensors it saved, by folder name.
+    """Runs a script on each folder and returns the tensors that it saved, by folder name.
 
     One process serves all folders, because importing transformers takes nine seconds.
     """
     (parent,) = {folder.parent for folder in folders}
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"HF_HOME": str(parent / "hf"), "HF_HUB_OFFLINE": "1"}
-    # -P and another folder: neither the script's folder nor this one is searched for modules; -S would lose pip's.
+    # -P and another folder: modules come neither from the script's folder nor from here; -S would hide pip's packages.
     done = subprocess.run(
         [sys.executable, "-P", "-c", ELSEWHERE, script, *map(str, folders)],
         cwd=parent, env=environment, capture_output=True, text=True, check=False,
@@ -140,7 +143,7 @@ def run_elsewhere(folders: list[Path], script: str) -> dict[str, dict[str, torch
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Models of all positions, their configs, and what transformers computes with them."""
+    """Models with all position mechanisms, their configs, and the outputs of transformers."""
     parent = tmp_path_factory.mktemp("exported")
     configs = {
         name: export(parent / name, position, qk_norm=name == "mixed", tie_embeddings=name == "alibi")
@@ -179,7 +182,7 @@ def test_exported_model_equals_ours(exported, name):
     (grad,) = torch.autograd.grad(loss, model.layers["0"].attention.wq.weight)
     torch.testing.assert_close(result["grad"], grad, atol=1e-5, rtol=1e-3)
 
-    # What transformers saved again is still a model of ours, with its own code beside it.
+    # A model that transformers saved again is still one of ours and keeps its code.
     again = parent / f"{name}-again"
     assert (again / "modeling_farsight.py").is_file()
     assert read_model_config(again).position == config.position
@@ -228,8 +231,8 @@ save_file(result, out)
 
 
 def test_harnesses_find_what_they_expect_of_generate(tmp_path):
-    """As HELMET (model_utils.py, HFModel) calls it, and L-Eval and LOFT in parts: batches padded on the left, a cache filled
-    beforehand, stop tokens from the model's own settings, flash attention by name, bf16, a device map."""
+    """Called as by HELMET (model_utils.py, HFModel), and partly L-Eval and LOFT: left-padded batches, a pre-filled cache,
+    stop tokens from the model's own settings, flash attention by name, bf16, a device map."""
     load_tokenizer(Tokenizer(kind="bytes")).save(tmp_path / "tokenizer")
     config = export(tmp_path / "model", MIXED, tokenizer_dir=tmp_path / "tokenizer", vocab_size=260)
     result = run_elsewhere([tmp_path / "model"], HARNESS)["model"]
@@ -355,10 +358,10 @@ save_file(result, out)
 
 
 def test_hidden_states_are_llama_s_and_what_is_not_supported_is_said(tmp_path):
-    """The same weights in `transformers`' Llama and in our modelling file, which is given dense heads and one RoPE."""
+    """The same weights in `transformers`' Llama and in our modelling file with dense heads and one RoPE."""
     export(tmp_path / "model", POSITIONS["nope"])
     result = run_elsewhere([tmp_path / "model"], ASKED_FOR)["model"]
-    assert result["ours"].shape == (4, 2, 20, 64)  # the embedding's, and each layer's
+    assert result["ours"].shape == (4, 2, 20, 64)  # after the embedding and after each layer
     torch.testing.assert_close(result["ours"], result["llama"], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(result["ours_last"], result["llama_last"], atol=1e-5, rtol=1e-4)
     assert torch.equal(result["by_config"], result["ours"])

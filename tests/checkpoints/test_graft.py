@@ -1,4 +1,4 @@
-"""Grafts against the two models they are made of: weights bit for bit, positions layer by layer, logits composed by hand."""
+"""Compares grafts with their two models: weights bit for bit, positions layer by layer, logits composed by hand."""
 
 import dataclasses
 import json
@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from farsight.checkpoints.convert import model_dir_to_checkpoint
-from farsight.checkpoints.graft import common_tokenizer, graft, main
-from farsight.checkpoints.model_dir.api import load_model, read_model_config, write_model_dir
+from farsight.checkpoints.convert.from_hf import model_dir_to_checkpoint
+from farsight.checkpoints.graft.__main__ import main
+from farsight.checkpoints.graft.build import graft
+from farsight.checkpoints.graft.tokenizer import common_tokenizer
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.checkpoints.model_dir.modeling_farsight import FarsightForCausalLM
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import (
@@ -32,9 +35,9 @@ from farsight.configs.schema import (
 from farsight.data.tokenizers.sentencepiece import EOS
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, HuggingFaceTokenizer
 from farsight.errors import UserError
-from farsight.model.adapt.garfa import HeadRope
 from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config
+from farsight.model.position.garfa import HeadRope
 from farsight.model.position.rope import rope_frequencies, rope_tables
 from tests.checkpoints.test_convert import all_tensors, write_with_transformers
 from tests.finetuned import write_base
@@ -75,7 +78,7 @@ def pair(tmp_path_factory):
 
 @torch.no_grad()
 def composed(a: Path, b: Path, layers: int, tokens: torch.Tensor) -> torch.Tensor:
-    """The front's embedding and blocks, then the back's: every block with the tables of its own model's layer."""
+    """Logits of the front's embedding and blocks followed by the back's, each block with its own model's tables."""
     (front, front_config), (back, back_config) = load_model(a), load_model(b)
     length = tokens.shape[1]
     positions = torch.arange(length)[None]
@@ -136,13 +139,13 @@ def test_a_model_grafted_with_itself_is_itself(tmp_path, shape):
 
 def test_tied_embeddings(tmp_path):
     a, b = write(tmp_path / "a", shape=TIED, seed=1), write(tmp_path / "b", shape=TIED, seed=2)
-    with pytest.raises(ConfigError, match=r"the two embeddings differ.*--untie writes them as two"):
+    with pytest.raises(ConfigError, match=r"the two embeddings differ.*--untie stores them as two matrices"):
         graft(a, b, 2, tmp_path / "g")
     assert not (tmp_path / "g").exists()
     graft(a, b, 2, tmp_path / "g", untie=True)
     assert not read_model_config(tmp_path / "g").architecture.tie_embeddings
     torch.testing.assert_close(logits(tmp_path / "g"), composed(a, b, 2, TOKENS), atol=1e-5, rtol=1e-5)
-    # Of two models of which one is tied, the head is the back's own, or its embedding.
+    # If one model is tied, the head is the back's own, or its embedding.
     c = write(tmp_path / "c", seed=3)
     for number, (front, back) in enumerate([(a, c), (c, a)]):
         graft(front, back, 1, tmp_path / str(number))
@@ -190,11 +193,11 @@ def test_layers_keep_their_positions_at_every_length(kind, lengths):
 
 
 def test_scopes_that_grow():
-    """Past the trained length, of which a graft has one."""
+    """Beyond the trained length; a graft has only one."""
     growing = Position(heads=Scope(scope_max="length"))
     a, b = ModelConfig(SHAPE, growing, 32), ModelConfig(SHAPE, PLAIN, 96)
     found = grafted_config(a, b, 2, lambda: True)
-    assert found.trained_length == 32  # the scopes would begin to grow too late
+    assert found.trained_length == 32  # the scopes would start to grow too late
     for length in (20, 32, 33, 50, 96, 97, 500):
         assert [max(layer.scopes) for layer in found.layers(length)[:2]] == [max(32, length)] * 2
         assert found.layers(length) == a.layers(length)[:2] + b.layers(length)[2:]
@@ -202,9 +205,7 @@ def test_scopes_that_grow():
     for length in (20, 50, 97):
         assert max(both.layers(length)[3].scopes) == max(96, length)
     short = ModelConfig(SHAPE, Position(heads=Scope(scope_max="length", s_max=16)), 96)
-    with pytest.raises(
-        ConfigError, match=r"past 32 and 96 tokens from an s_max of their own. Set scope_max = 'trained'"
-    ):
+    with pytest.raises(ConfigError, match=r"past 32 and 96 tokens, each from its own s_max. Set scope_max = 'trained'"):
         grafted_config(a, short, 2, lambda: True)
 
 
@@ -222,7 +223,7 @@ def test_logits_are_those_of_a_composition_by_hand(tmp_path, kind):
             torch.testing.assert_close(theirs(TOKENS).logits, expected, atol=1e-4 * float(expected.abs().max()), rtol=0)
 
 
-# ── What is refused ───────────────────────────────────────────────────────────────────────────────────
+# ── Refusals ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -263,7 +264,7 @@ def test_other_refusals(pair, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is an adapter.*checkpoints\.merge"):
+    with pytest.raises(ConfigError, match=r"is an adapter.*farsight merge"):
         graft(a, adapter, 2, out)
     four = write(tmp_path / "four")
     values = json.loads((four / "config.json").read_text())
@@ -277,14 +278,14 @@ def test_a_graft_that_fails_leaves_nothing_that_looks_whole(pair, tmp_path, monk
     def broken(*_, **__):
         raise OSError("disk")
 
-    monkeypatch.setattr("farsight.checkpoints.graft.TensorReader.__call__", broken)
+    monkeypatch.setattr("farsight.checkpoints.graft.build.TensorReader.__call__", broken)
     with pytest.raises(OSError, match="disk"):
         graft(*pair, 2, tmp_path / "g")
     assert not (tmp_path / "g").exists()
 
 
 def test_tokenizers(tmp_path):
-    """Reserved special tokens may be given names; other tokens may not differ."""
+    """Reserved special tokens may have been named; other tokens must not differ."""
     folders = [tmp_path / name for name in ("a", "b", "c", "none")]
     for folder in folders[:3]:
         BytesTokenizer().save(folder)
@@ -304,7 +305,7 @@ def test_tokenizers(tmp_path):
     assert common_tokenizer(folders[3], folders[3]) == (None, [])
 
 
-# ── What others wrote ─────────────────────────────────────────────────────────────────────────────────
+# ── Foreign models ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_models_of_transformers_graft_to_one_of_theirs(tmp_path):

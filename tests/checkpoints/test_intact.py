@@ -1,4 +1,4 @@
-"""Is a checkpoint whole? Files cut short, missing, altered, and unreadable, with checksums and without."""
+"""Detects truncated, missing, altered and unreadable files of checkpoints, with and without checksums."""
 
 import json
 import random
@@ -13,7 +13,8 @@ import xxhash
 from farsight.checkpoints import checksums
 from farsight.checkpoints.checksums import Manifest, SummedFile, altered, read_manifest, sums_of
 from farsight.checkpoints.dcp import Writer
-from farsight.checkpoints.intact import faults, main
+from farsight.checkpoints.intact.__main__ import main
+from farsight.checkpoints.intact.check import faults
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import Architecture, Position
 from farsight.model.build import ModelConfig
@@ -24,7 +25,7 @@ CONFIG = ModelConfig(Architecture(), Position(), trained_length=64)
 
 @pytest.fixture
 def old(tmp_path):
-    """A checkpoint of two shards, as earlier versions saved it."""
+    """A checkpoint of two shards, as saved by earlier versions."""
     tensors = {name: torch.randn(50, 20) for name in "abc"} | {"step": 3}
     writer = dcp.FileSystemWriter(tmp_path / "step-3", thread_count=2)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
@@ -33,7 +34,7 @@ def old(tmp_path):
 
 
 def save(folder, **state):
-    """A checkpoint with checksums, a file for each tensor."""
+    """A checkpoint with checksums and one file per tensor."""
     folder.mkdir(parents=True)
     CONFIG.save(folder / "farsight.json", checksums="checksums.json")
     dcp.save(state, storage_writer=Writer(folder, single_file_per_rank=False), no_dist=True)
@@ -137,7 +138,7 @@ def test_without_checksums_the_command_compares_crcs(old, capsys):
     path = next(p for p in old.glob("*.distcp") if saved["a"].numpy().tobytes() in p.read_bytes())
     at = path.read_bytes().find(saved["a"].numpy().tobytes()) + 100
     flip(path, at)
-    assert not torch.equal(contents(old)["a"], saved["a"])  # torch does not notice, and neither do sizes
+    assert not torch.equal(contents(old)["a"], saved["a"])  # neither torch nor sizes reveal it
     assert faults(old) == []
     assert main([str(old)]) == 1
     _, name, *_, start, _, end, _, tensor = capsys.readouterr().out.replace(",", "").split()
@@ -177,7 +178,7 @@ def test_blocks_of_a_file(tmp_path, monkeypatch, size):
         flip(tmp_path / "file", 94)
         found = ["file was altered between bytes 30 and 40", "file was altered between bytes 90 and 95"]
         assert altered(tmp_path, manifest) == found
-        # Ranks share the blocks: each is read by one of them.
+        # Ranks share the blocks: each block is read by one rank.
         shares = [altered(tmp_path, manifest, rank, 4) for rank in range(4)]
         assert sorted(line for share in shares for line in share) == found
         assert shares.count([]) == 2
@@ -185,7 +186,7 @@ def test_blocks_of_a_file(tmp_path, monkeypatch, size):
 
 @pytest.mark.slow
 def test_every_flipped_byte_is_noticed(tmp_path):
-    """In every file of a small checkpoint, one by one."""
+    """Every byte of every file of a small checkpoint, one at a time."""
     folder = save(tmp_path / "step-1", weight=torch.ones(2), step=1)
     for path in sorted(folder.iterdir()):
         data = path.read_bytes()
@@ -229,7 +230,7 @@ def test_without_verification_sizes_are_looked_at(new):
 
 
 def test_what_a_run_saves_has_checksums_of_all(tmp_path):
-    """A sample of the bytes of a real run's checkpoint, two ranks' files among it."""
+    """A sample of the bytes of a real run's checkpoint, including the files of two ranks."""
     train(tmp_path / "run", "--training.steps=2", "--training.local_batch_size=2", "--validation.no_enable", ranks=2)
     folder = tmp_path / "run" / "checkpoint" / "step-2"
     files = sorted(path.name for path in folder.iterdir())

@@ -1,4 +1,4 @@
-"""Merging: the merged model is the adapter's to the rounding of its dtype, and what merging changes is said in figures."""
+"""Merged models equal the adapter's up to rounding of the dtype, and the reported differences are right."""
 
 import json
 from dataclasses import replace
@@ -10,9 +10,11 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from farsight.checkpoints.adapter import load_adapter
-from farsight.checkpoints.merge import compare, difference, main, merge_adapter
-from farsight.checkpoints.model_dir.api import load_model, read_model_config
+from farsight.checkpoints.adapter.load import load_adapter
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.merge.__main__ import main
+from farsight.checkpoints.merge.build import merge_adapter
+from farsight.checkpoints.merge.compare import compare, difference
 from farsight.checkpoints.model_dir.modeling_farsight import FarsightForCausalLM
 from farsight.configs.finetuning import FinetuneTraining, GarfaTraining
 from farsight.configs.schema import Garfa, GarfaLayer, Lasp, Llama3Rope, Position, Scope
@@ -59,7 +61,7 @@ def test_merged_weights_give_the_adapters_logits(base, tmp_path, name, quantizat
 
 @pytest.mark.parametrize("kind", ["llama3", "scope_lasp"])
 def test_garfa_is_kept(base, tmp_path, kind):
-    """Through the modelling file, and with numbers that are the same to the last bit."""
+    """Via the modelling file, with bitwise equal results."""
     if kind == "scope_lasp":
         base = tmp_path / "base"
         write_base(base, Position(heads=Scope(), lasp=Lasp(anchor_layers=2, s_max=4.0)), scale=16)
@@ -87,7 +89,7 @@ def test_a_tied_head_stays_tied(tmp_path):
 
 
 def test_eight_bits_are_merged_as_they_are_kept(base, tmp_path):
-    """Weights, since an 8-bit layer quantises what it reads as well."""
+    """Compares weights, since an 8-bit layer quantises its inputs too."""
     model, _ = trained_adapter(tmp_path / "a", base, "int8", "bfloat16", lora=LORAS["lora"], garfa=NO_GARFA)
     merge_adapter(tmp_path / "a", tmp_path / "m", dtype=torch.float32)
     merged = load_file(tmp_path / "m" / "model.safetensors")
@@ -109,7 +111,7 @@ def test_whole_layers_and_garfa_alone(base, tmp_path):
 
 
 def test_into_what_it_was_trained_beside(base, tmp_path, capsys):
-    """LoRA over NF4 in bf16, as QLoRA trains it: into the weights that were read back, and into the base's own."""
+    """LoRA on NF4 in bf16, as in QLoRA, merged into dequantised weights and into the base's own."""
     model, config = trained_adapter(tmp_path / "a", base, "nf4", "bfloat16")
     expected, exact = logits(model, config), load_adapter(tmp_path / "a", dtype=torch.float32)[0]
     rounding, off = distance(expected, logits(exact, config)), {}
@@ -150,7 +152,7 @@ def test_the_command_says_what_it_changed(base, tmp_path, capsys):
     ])  # fmt: skip
     said, written = capsys.readouterr().out, json.loads(figures.read_text())
     assert written["garfa"] == "dropped"
-    assert (written["tokens"], written["length"]) == (2 * 64, 64)  # sequences as in training
+    assert (written["tokens"], written["length"]) == (2 * 64, 64)  # as long as in training
     assert written["merge"]["relative_logit_change"] < 1e-5
     assert written["drop_garfa"]["relative_logit_change"] > 0.05
     assert written["drop_garfa"]["kl"] > 1e-3
@@ -161,7 +163,7 @@ def test_the_command_says_what_it_changed(base, tmp_path, capsys):
     assert "GARFA on 0:2; base in nf4; merged into these weights, read back, without GARFA" in card
     assert read_model_config(out).position.garfa is None
     assert json.loads((out / "config.json").read_text())["model_type"] == "llama"
-    # The default text, and GARFA kept.
+    # With the default text, keeping GARFA.
     with pytest.raises(SystemExit, match="m exists and is not empty; name a new folder"):
         main([str(tmp_path / "a"), "--out", str(out), "--json", str(figures), "--device", "cpu"])
     out = tmp_path / "kept"
@@ -215,7 +217,7 @@ def test_what_is_refused(base, tmp_path):
         with pytest.raises(UserError, match=message):
             merge_adapter(**{"directory": tmp_path / "a", "out": tmp_path / "m", **arguments})
     assert not (tmp_path / "m").exists()
-    with pytest.raises(SystemExit, match="is no adapter directory"):
+    with pytest.raises(SystemExit, match="is not an adapter directory"):
         main([str(base), "--out", str(tmp_path / "m")])
     with pytest.raises(SystemExit):
         main([str(tmp_path / "a"), "--out", str(tmp_path / "m"), "--no-check", "--drop-garfa"])

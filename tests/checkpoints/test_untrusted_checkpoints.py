@@ -1,4 +1,4 @@
-"""Checkpoints from elsewhere: nothing that they hold is run, and no path leads out of their folder."""
+"""Untrusted checkpoints: none of their code is run, and no path leads out of their folder."""
 
 import os
 import pickle
@@ -11,11 +11,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
-from farsight.checkpoints import convert
 from farsight.checkpoints.checkpoint_tensors import parameter_shapes
 from farsight.checkpoints.checksums import sums_of, write_manifest
+from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.dcp import Writer, load, read_metadata
-from farsight.checkpoints.intact import faults, main
+from farsight.checkpoints.intact.__main__ import main
+from farsight.checkpoints.intact.check import faults
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import Architecture, Position
 from farsight.model.build import ModelConfig
@@ -27,7 +28,7 @@ CONFIG = ModelConfig(
 
 
 class Attack:
-    """Unpickled as DCP and torch would, it makes a file."""
+    """Creates a file when it is unpickled as DCP and torch would."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -55,7 +56,7 @@ def folder(tmp_path):
 
 
 def sign(folder: Path) -> None:
-    """Whoever makes a checkpoint can make its checksums."""
+    """The author of a checkpoint can also write its checksums."""
     files = [path for path in folder.iterdir() if path.name != "checksums.json"]
     write_manifest(folder, {path.name: sums_of(path) for path in files})
 
@@ -78,7 +79,7 @@ def test_metadata_is_not_run(folder, mark, tmp_path, capsys):
     for use in (
         lambda: read_metadata(folder),
         lambda: load({"state": {"step": 0}}, folder, no_dist=True),
-        lambda: convert.checkpoint_to_model_dir(folder, tmp_path / "out"),
+        lambda: checkpoint_to_model_dir(folder, tmp_path / "out"),
     ):
         with pytest.raises(ConfigError, match=asks):
             use()
@@ -108,7 +109,7 @@ def test_no_tool_runs_it(folder, mark, command):
 
 def test_single_objects_are_not_run(tmp_path, mark):
     folder = save(tmp_path / "step-1", state={"step": Attack(mark)})
-    assert faults(folder) == []  # whole, as whoever made it meant it to be
+    assert faults(folder) == []  # intact, as its author intended
     where = r"step-1: __0_0\.distcp, bytes 0 to [\d,]+, asks for posix\.system"
     with pytest.raises(ConfigError, match=where):
         load({"state": {"step": 0}}, folder, no_dist=True)
@@ -145,14 +146,14 @@ def test_only_what_metadata_needs_is_found(folder, name):
 
 
 def test_classes_are_not_changed(folder):
-    """BUILD with slots sets attributes of what is on the stack, classes too."""
+    """BUILD with slots sets attributes of the object on the stack, which may be a class."""
     module = b"torch.distributed.checkpoint.metadata"
     stream = b"\x80\x04\x8c" + bytes([len(module)]) + module + b"\x8c\x0dMetadataIndex\x93"
     stream += b"N}\x8c\x08__hash__K\x01s\x86b."
     (folder / ".metadata").write_bytes(stream)
     hashed = MetadataIndex.__hash__
     for _ in range(2):
-        with pytest.raises(ConfigError, match="is no list of a checkpoint's contents"):
+        with pytest.raises(ConfigError, match="is not a checkpoint's table of contents"):
             read_metadata(folder)
     assert MetadataIndex.__hash__ is hashed
     assert hash(MetadataIndex("a")) == hash(MetadataIndex("a"))
@@ -171,10 +172,10 @@ PLACES = {
     "above": ({"relative_path": "../other/__0_0.distcp"}, "lies outside"),
     "absolute": ({"relative_path": "/etc/passwd"}, "lies outside"),
     "no name": ({"relative_path": 3}, "is no file name"),
-    "before the start": ({"offset": -5}, "can't be"),
-    "of negative length": ({"length": -1}, "can't be"),
-    "not a number": ({"offset": 1.5}, "can't be"),
-    "compressed": ({"transform_descriptors": ["zstd"]}, "can't be"),
+    "before the start": ({"offset": -5}, "is impossible"),
+    "of negative length": ({"length": -1}, "is impossible"),
+    "not a number": ({"offset": 1.5}, "is impossible"),
+    "compressed": ({"transform_descriptors": ["zstd"]}, "is impossible"),
 }
 
 
@@ -201,16 +202,16 @@ def test_parts_lie_in_their_tensor(folder):
 
 
 def test_a_checkpoint_of_something_else_is_refused(folder):
-    with pytest.raises(ConfigError, match=r"does not hold what is to be loaded: .*optimizer"):
+    with pytest.raises(ConfigError, match=r"lacks what is to be loaded: .*optimizer"):
         load({"optimizer": {"a": torch.empty(3)}}, folder, no_dist=True)
-    with pytest.raises(ConfigError, match=r"does not hold what is to be loaded: .*norm.weight"):
+    with pytest.raises(ConfigError, match=r"lacks what is to be loaded: .*norm.weight"):
         load({"norm.weight": torch.empty(17)}, folder, no_dist=True)
     with pytest.raises(FileNotFoundError, match=r"\.metadata"):
         load({"norm.weight": torch.empty(16)}, folder.parent, no_dist=True)
 
 
 def test_a_run_that_resumes_runs_nothing(start_run, mark, monkeypatch):
-    """Neither our reader nor torchtitan's own way to one."""
+    """Neither our reader nor torchtitan's own path to one runs code."""
     saved = start_run()
     saved.save(3)
     saved.save(6)

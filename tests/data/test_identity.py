@@ -1,4 +1,4 @@
-"""Files are known by their contents: what was renamed, reordered, added or edited is noticed at a resume, and named."""
+"""Files are identified by content: renamed, reordered, added and edited ones are detected and named at a resume."""
 
 import json
 import logging
@@ -19,7 +19,7 @@ KINDS = {"text": TextSource, "jsonl": JsonlSource, "parquet": ParquetSource, "hu
 
 
 def write(folder: Path, kind: str, names: list[str]) -> Data:
-    """Files of equal size and number of rows, in whose names' order they are read."""
+    """Files of equal size and number of rows, read in the order of their names."""
     folder.mkdir(exist_ok=True)
     for name in names:
         texts = [f"{name} {row} " * 30 for row in range(5)]
@@ -56,7 +56,7 @@ def test_what_happened_to_a_file_is_named(tmp_path, kind):
 
     folder = tmp_path / "d"
     resume(config, state)
-    (folder / "a").rename(folder / "d")  # the sizes of all files, and of all rows, are as before
+    (folder / "a").rename(folder / "d")  # total bytes and rows are unchanged
     refused("a is now called d, and read in another place of the order")
     (folder / "d").rename(folder / "a")
     content = (folder / "b").read_bytes()

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
+from farsight.checkpoints.resume import saved_order
 from farsight.configs.schema import Data, HubSource, JobConfig, JsonlSource
 from farsight.data.loader import Loader, build_loader, build_validation_loader
 from farsight.data.packing import IGNORE
@@ -55,7 +56,7 @@ def loaders(config: Data, ranks: int, micro: int = 1) -> list[Loader]:
 
 
 def global_batches(ranks: list[Loader], steps: int) -> list[dict[str, torch.Tensor]]:
-    """The next global batches, put together from all ranks' micro-batches."""
+    """The next global batches, assembled from all ranks' micro-batches."""
     of_ranks = [list(islice(rank, steps * rank.micro_batches_per_step)) for rank in ranks]
     batches = []
     for step in range(steps):
@@ -77,7 +78,7 @@ def same(left: list[dict[str, torch.Tensor]], right: list[dict[str, torch.Tensor
 
 
 def merged_state(ranks: list[Loader]) -> dict[str, str]:
-    """What DCP keeps when every rank saves: the union, in which equal keys have equal values."""
+    """The state that DCP saves from all ranks: the union, in which equal keys have equal values."""
     state: dict[str, str] = {}
     for rank in ranks:
         for key, value in rank.state_dict().items():
@@ -118,7 +119,7 @@ class TestBatches:
         path = tmp_path / "a.jsonl"
         path.write_text("".join(json.dumps({"text": f"{i:04d}"}) + "\n" for i in range(400)))
         config = Data(sources=(JsonlSource(path=str(path)),), held_out=0.0)
-        # Six tokens a document, with bos and eos: 10 documents a row, 80 a step, and 400 in five steps.
+        # Six tokens per document, with bos and eos: 10 documents per row, 80 per step, and 400 in five steps.
         batches = global_batches([loader(config, seq_len=60)], 10)
         for epoch in (batches[:5], batches[5:]):
             rows = torch.cat([batch["input"] for batch in epoch])
@@ -143,7 +144,7 @@ class TestBatches:
         config = Data(sources=(JsonlSource(path=str(tmp_path / "a.jsonl")),), held_out=0.0)
         with caplog.at_level(logging.INFO):
             batches = loader(config)
-            global_batches([batches], 6)  # one document a row, so two steps an epoch
+            global_batches([batches], 6)  # one document per row, so two steps per epoch
         passes = [int(re.findall(r"pass (\d+) over it begins", record.getMessage())[0]) for record in caplog.records]
         assert passes[:2] == [2, 3]
         assert len(passes) == len(set(passes))
@@ -203,7 +204,7 @@ class TestResume:
         running = loader(mixed, micro=2)
         batches = iter(running)
         start = running.state_dict()
-        for _ in range(3):  # of the four micro-batches of a step
+        for _ in range(3):  # of a step's four micro-batches
             next(batches)
             time.sleep(0.02)  # time for the background thread to run ahead
             assert running.state_dict() == start
@@ -274,14 +275,14 @@ class TestCheckpoint:
     def test_resharded_resume(self, mixed, saved, ranks):
         resumed = loaders(mixed, ranks)
         for rank in resumed:
-            rank.check_checkpoint(saved)
+            rank.check_order(saved_order(saved))
             dcp.load({"dataloader": rank}, checkpoint_id=saved)
         same(global_batches(resumed, 3), global_batches(loaders(mixed, 1), 10)[7:])
 
     def test_another_global_batch_size(self, mixed, saved):
         for size in (4, 16):
             with pytest.raises(DataError, match=f"training.global_batch_size was 8, is {size}"):
-                loader(mixed, global_batch_size=size).check_checkpoint(saved)
+                loader(mixed, global_batch_size=size).check_order(saved_order(saved))
         with pytest.raises(CheckpointException, match="Missing key"):
             dcp.load({"dataloader": loader(mixed, global_batch_size=16)}, checkpoint_id=saved)
 
@@ -373,7 +374,7 @@ class TestPrefetch:
         items = Prefetch((taken.append(i) or i for i in range(100)), 2)
         next(items)
         time.sleep(0.1)
-        assert len(taken) == 4  # one delivered, two ready, one in the thread's hands
+        assert len(taken) == 4  # one delivered, two ready, one being made by the thread
         items.close()
 
     def test_thread_ends_with_its_iteration(self, mixed):

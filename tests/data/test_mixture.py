@@ -17,7 +17,7 @@ BYTES = BytesTokenizer()
 
 
 def corpus(path: Path, letter: str, lengths: list[int]) -> str:
-    """A JSONL file of documents "aaa…" of the given lengths, which are tokens less two under the bytes tokenizer."""
+    """A JSONL file of documents "aaa…" of the given lengths, which have two more tokens under the bytes tokenizer."""
     path.write_text("".join(json.dumps({"text": letter * length}) + "\n" for length in lengths))
     return str(path)
 
@@ -55,7 +55,7 @@ def test_shares_of_tokens_converge_to_the_weights(three):
 
 
 def test_the_first_tokens_of_the_lanes_are_mixed_like_all(three):
-    """Not every lane starts with the same source, nor gives each its turn before the weights are heeded."""
+    """Lanes start with different sources, and follow the weights from the start."""
     tokens: Counter = Counter()
     for lane in range(400):
         run = mixture(three, lane, 400)
@@ -91,7 +91,7 @@ def test_resume_draws_the_last_document_again(three, count):
 
 
 def test_resume_reads_no_more_than_the_current_document(tmp_path):
-    """Of a source whose filter rejects nearly all, the documents before the current one are not tokenised again."""
+    """If a filter rejects nearly everything, documents before the current one are not tokenised again."""
     path = corpus(tmp_path / "a.jsonl", "a", [5] * 300 + [50])
     config = Data(sources=(JsonlSource(path=path, min_tokens=20),), held_out=0.0)
     run = mixture(config)
@@ -166,8 +166,8 @@ class TestIds:
 
     def test_tokenizer_without_special_tokens(self, tmp_path):
         class Plain(BytesTokenizer):
-            bos_id = None  # a tokenizer without one
-            eos_id = None  # nor the other
+            bos_id = None  # a tokenizer without bos
+            eos_id = None  # and without eos
 
         (tmp_path / "a.txt").write_text("ab")
         run = mixture(Data(sources=(TextSource(path=str(tmp_path)),), held_out=0.0), tokenizer=Plain())

@@ -1,4 +1,4 @@
-"""Needles: exact lengths under every tokenizer, depths where asked, and nothing that gives the answer away twice."""
+"""Needles: exact lengths under every tokenizer, at the right depth, and no second mention of the answer."""
 
 import itertools
 import json
@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers
 
-from farsight.data.retrieval.documents import document, main
+from farsight.data.needles import main
+from farsight.data.retrieval.documents import document
 from farsight.data.retrieval.needles import (
     NAMES,
     SEGMENTS,
@@ -48,13 +49,13 @@ def tokenizers(tmp_path_factory):
 
 
 def tokens_of(tokenizer, sample):
-    """Counted as generating does: bos, the prompt, then the answer on its own."""
+    """Counts as generation does: bos, the prompt, then the answer tokenised separately."""
     answer = tokenizer.encode(" " + ", ".join(sample.answers) + ".")
     return (tokenizer.bos_id is not None) + len(tokenizer.encode(sample.prompt)) + len(answer)
 
 
 def depth_of(sample, span, needles):
-    """A needle's share of the haystack's characters, other needles taken out."""
+    """A needle's depth in the haystack's characters, without the other needles."""
     haystack = sample.prompt.split("\n\n")[1]
     start = sample.prompt.index("\n\n") + 2
     others = sum(stop - first + 1 for first, stop in needles)
@@ -71,7 +72,7 @@ def test_prompts_fill_their_length_and_no_more(tokenizers, kind, length):
         lambda haystack, tokens: named_passkeys(haystack, tokenizer, tokens, [0.9, 0.0], ask=1),
         lambda haystack, tokens: multi_passkey(haystack, tokenizer, tokens + 300),
     ]
-    # Where one sentence more would fit, it would be there.
+    # Not even one more sentence would fit.
     longest = max(len(tokenizer.encode(f" {sentence}")) for sentence in Haystack(0).sentences(200))
     for make, extra in zip(makers, (0, 0, 300), strict=True):
         made_up = [tokens_of(tokenizer, make(Haystack(seed), length)) - extra for seed in range(4)]
@@ -80,7 +81,7 @@ def test_prompts_fill_their_length_and_no_more(tokenizers, kind, length):
         # The shortest prompts have too few sentences to choose from.
         assert made_up.count(length) >= 2 or length == 300
         sample = make(Haystack(1, TEXT), length)
-        # The longest piece of this text has 400 characters.
+        # The longest sentence of this text has 400 characters.
         assert length - 401 <= tokens_of(tokenizer, sample) - extra <= length
 
 
@@ -181,7 +182,7 @@ def test_a_passkey_stands_in_its_needle_alone(tokenizers, text):
             for answer, span in zip(sample.answers, sample.evidence, strict=True):
                 assert re.fullmatch(r"[1-9]\d{4}", answer)
                 assert sample.prompt.count(answer) == sample.prompt.count(answer, *span) == 2
-    # Every number but one stands in the text: it is found.
+    # Every number but one occurs in the text, so that one is drawn.
     numbers = " ".join(str(number) for number in range(10_000, 100_000) if number != 31_337)
     assert passkey(Haystack(0, numbers), tokenizers["bytes"], 1000, 0.5).answers == ("31337",)
 
@@ -193,7 +194,7 @@ def test_seeds_decide_and_lengths_do_not_change_the_question(tokenizers):
     assert len({sample.prompt for sample in samples}) == len({sample.answers for sample in samples}) == 50
     assert passkey(Haystack(1), tokenizer, 3000, 0.9).answers == samples[1].answers
     assert passkey(Haystack(2, TEXT), tokenizer, 900, 0.4) != passkey(Haystack(3, TEXT), tokenizer, 900, 0.4)
-    # The same on every machine and under every version: hashes alone decide.
+    # The same on every machine and in every version: only hashes decide.
     assert Haystack(0).sentence(0) == "The field and the hill joined a soft path beside the path."
 
 
@@ -205,7 +206,7 @@ def test_haystacks():
     assert not any(re.search(r"\d", sentence) for sentence in sentences)
     own = Haystack(4, TEXT)
     found = own.sentences(24)
-    # A user's text from some sentence on, and round again.
+    # A user's text from some sentence on, repeated.
     parts = [*["One thing happened; then another, at length.", "Was it so?"] * 3, "It was!", "A line of its own",
              "終わりです。", "次の文です。", "x" * 400, "x" * 400, "x" * 100]  # fmt: skip
     at = next(i for i in range(len(parts)) if (parts[i:] + parts + parts)[:24] == found)
@@ -237,7 +238,7 @@ def test_documents_fill_a_row_and_answer_rightly(tokenizers, kind):
         stated = dict(re.findall(r"(?<!Answer: )The passkey(| of \w+) is (\d{5})\.", text))
         answers = re.findall(r"What is the passkey(| of \w+)\? Answer: The passkey\1 is (\d{5})\.", text)
         assert all(stated[name] == number for name, number in answers)
-        for name, number in answers:  # told before it is asked
+        for name, number in answers:  # stated before it is asked
             assert text.index(f"The passkey{name} is {number}") < text.index(f"passkey{name}?")
         named += any(name for name, _ in answers)
         if len(answers) == 1 and not answers[0][0]:  # the evaluation's own form

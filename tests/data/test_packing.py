@@ -1,4 +1,4 @@
-"""Packing against a brute-force twin: every token once, every transition trained once."""
+"""Packing against brute force: every token occurs once, every transition is trained once."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from farsight.data.sources.documents import DataError
 
 
 def pack(lengths: list[int], seq_len: int, rows: int, mask_documents: bool) -> Rows:
-    """Packs documents of the given lengths, repeated for ever; token values count up and never repeat."""
+    """Packs documents of the given lengths, repeated forever; token values count up and never repeat."""
     packed = Rows.empty(rows, seq_len)
     packer = Packer(documents(lengths), mask_documents)
     for row in range(rows):

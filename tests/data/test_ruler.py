@@ -1,4 +1,4 @@
-"""RULER-style tasks: answers found again by reading the text, frequencies by counting its words."""
+"""RULER-style tasks: answers are re-derived from the text, frequencies by counting words."""
 
 import math
 import re
@@ -25,7 +25,7 @@ SEEDS = range(8)
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory):
-    """A tokenizer whose tokens depend on what stands beside them."""
+    """A tokenizer whose tokens depend on their neighbours."""
     texts = [frequent_words(Haystack(seed), BYTES, 3000).prompt for seed in (1, 2)] + [
         variable_tracking(Haystack(seed), BYTES, 3000).prompt for seed in (3, 4)
     ]
@@ -34,7 +34,7 @@ def pieces(tmp_path_factory):
 
 @pytest.mark.parametrize(("chains", "hops"), [(1, 4), (3, 2), (2, 1)])
 def test_assignments_read_in_order_give_the_answers(chains, hops):
-    """An interpreter of the text: each variable has a value when it is used, and the answers are all with the one asked for."""
+    """Interprets the text: variables have values before they are used, and the answers are all with the requested value."""
     for seed in SEEDS:
         sample = variable_tracking(Haystack(seed), BYTES, 2500, chains, hops)
         values: dict[str, str] = {}
@@ -65,7 +65,7 @@ def test_the_ten_common_words_are_those_that_counting_finds(tokens, times, other
     for seed in SEEDS:
         sample = common_words(Haystack(seed), BYTES, tokens)
         counts = Counter(sample.prompt.split("\n\n")[1].split())
-        # One that fills the length may come once more than the others.
+        # A word that fills the length may occur once more than the others.
         assert {w: n for w, n in counts.items() if n > other_times + 1} == dict.fromkeys(sample.answers, times)
         assert len(sample.answers) == 10
         assert len(counts) > 50
@@ -81,7 +81,7 @@ def test_the_frequent_words_are_those_that_counting_finds(tokens):
         assert ranked[0][0] == "..."
         assert {w for w, _ in ranked[1:4]} == set(sample.answers)
         assert ranked[3][1] > ranked[4][1]
-        # In proportion to 1/k², up to rounding and the words that fill the length.
+        # Proportional to 1/k², up to rounding and the words that fill the length.
         total = sum(counts.values())
         for rank, (_, n) in enumerate(ranked[:6], start=1):
             assert n == pytest.approx(total * 6 / math.pi**2 / rank**2, abs=0.04 * total / rank + 2)
@@ -112,7 +112,7 @@ def test_lengths_are_met_and_seeds_tell_prompts_apart(task, pieces):
     for tokenizer in (BYTES, pieces):
         found = [count_tokens(task(Haystack(seed), tokenizer, 2600), tokenizer) for seed in SEEDS]
         assert max(found) <= 2600
-        assert min(found) >= 2600 - 45  # a sentence, where nothing fills the rest
+        assert min(found) >= 2600 - 45  # within a sentence, if nothing fills the rest
         assert found.count(2600) >= len(SEEDS) / 2
     assert task(Haystack(1), BYTES, 2600) == task(Haystack(1), BYTES, 2600)
     assert task(Haystack(1), BYTES, 2600) != task(Haystack(2), BYTES, 2600)

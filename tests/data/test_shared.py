@@ -1,4 +1,4 @@
-"""Fewer documents than rows of a batch: the rows share them, and together they are the files."""
+"""Fewer documents than rows of a batch: the rows share them, and together they make up the files."""
 
 import json
 import logging
@@ -67,7 +67,7 @@ def pieces_of_a_pass(config: Data, lanes: int, tokenizer: Tokenizer = BYTES, epo
 
 
 def put_together(pieces: list[np.ndarray], texts: list[str]) -> None:
-    """Checks that pieces are the documents, each of whose characters is in exactly one: every place is found by its text."""
+    """Checks that every character of the documents is in exactly one piece; pieces are located by their text."""
     left = Counter()
     for piece in pieces:
         body = bytes(piece[piece < 256].tolist()).decode()
@@ -91,14 +91,14 @@ def test_a_pass_holds_every_character_once(tmp_path, kind, sizes, lanes):
     as_text = [["".join(map(chr, piece)) for piece in lane] for lane in first]
     assert as_text != [["".join(map(chr, piece)) for piece in lane] for lane in second]
     assert len({str(lane) for lane in as_text}) == lanes
-    # Lanes have about the same to read, and lines stay whole.
+    # Lanes have about equal amounts of text, and lines stay whole.
     read = [sum(map(len, lane)) for lane in first]
     assert max(read) - min(read) < 200
     assert all(piece[-1] in (257, ord("\n")) for lane in first for piece in lane)
 
 
 def test_tokens_are_those_of_the_whole_text(tmp_path):
-    """Cut at line ends, a text has the tokens that it has in one piece."""
+    """A text cut at line ends has the same tokens as the whole."""
     text = Path(random.__file__).read_text()
     tokenizer = train_sentencepiece([text], 600, tmp_path / "tokenizer")
     (tmp_path / "a.txt").write_text(text)
@@ -142,7 +142,7 @@ def test_batches_and_resume_on_any_number_of_ranks(tmp_path, kind, before, after
 
 
 def test_held_out_and_filtered_documents_take_no_part(tmp_path):
-    """By the hash and the length of whole documents; the lanes share the others evenly."""
+    """Splits and filters go by whole documents; the lanes share the rest evenly."""
     texts = [text_of(i, 1000 if i < 6 else 100) for i in range(12)]
     config = replace(write(tmp_path, "jsonl", texts), held_out=0.5)
     config = replace(config, sources=(replace(config.sources[0], min_tokens=4000),))
@@ -218,7 +218,7 @@ def test_it_is_said_and_short_parts_are_warned_of(tmp_path, caplog):
 
 
 def test_an_order_from_before_is_refused(tmp_path):
-    """Every lane read whole documents then: going on in the middle of them would repeat and leave out text."""
+    """Lanes read whole documents then: resuming in the middle of them would repeat and omit text."""
     running = loader(write(tmp_path, "text", [text_of(0, 7000)]))
     state = running.state_dict()
     order = json.loads(state["order"])

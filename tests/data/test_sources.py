@@ -1,4 +1,4 @@
-"""Sources: what is read and in which order, and what a broken one says."""
+"""Sources: their documents, their order, and errors for bad ones."""
 
 import gzip
 import json
@@ -67,7 +67,7 @@ class TestOrder:
         assert sorted(shuffled(i, size, seed) for i in range(size)) == list(range(size))
 
     def test_shuffled_never_changes(self):
-        """A run resumed with a later version has to find the same order."""
+        """A run that resumes with a later version must find the same order."""
         assert [shuffled(i, 10, 7) for i in range(10)] == [0, 8, 5, 1, 7, 4, 2, 6, 9, 3]
         assert hash64(1, 2, 3) == 0xD56D0264932A233F
 
@@ -198,7 +198,7 @@ class TestBadRows:
         self.fails(JsonlSource(path=str(path)), f"{path}:3:", self.SKIP, *words)
 
         source = open_train(JsonlSource(path=str(path)), on_bad_row="skip")
-        for _ in range(2):  # a row counts once, however often it is read
+        for _ in range(2):  # a row counts once, no matter how often it is read
             assert [document.text for document in source.documents()] == ["fine", "fine too"]
         assert source.skipped == {words[0]: 1}
 
@@ -255,7 +255,7 @@ class TestBadRows:
 
     @pytest.mark.parametrize("kind", [TextSource, JsonlSource, ParquetSource])
     def test_pipes_devices_and_links_are_no_files(self, tmp_path, kind):
-        """None of them is opened, which could take for ever."""
+        """None of them is opened, which could block forever."""
         os.mkfifo(tmp_path / "pipe.md")
         (tmp_path / "loop.md").symlink_to("loop.md")
         (tmp_path / "gone.md").symlink_to("nowhere")
@@ -273,7 +273,7 @@ class TestBadRows:
         write_jsonl(tmp_path / "a.jsonl", names(3))
         write_jsonl(tmp_path / "below" / "b.jsonl", names(2, "below"))
         (tmp_path / "below" / "up").symlink_to(tmp_path)
-        (tmp_path / "aside").symlink_to(tmp_path / "below" / "b.jsonl")  # of a file: the user's wish
+        (tmp_path / "aside").symlink_to(tmp_path / "below" / "b.jsonl")  # a link to a file is the user's intent
         texts = [d.text for d in open_train(JsonlSource(path=f"{tmp_path}/**")).documents()]
         assert Counter(texts) == Counter(names(3) + 2 * names(2, "below"))
 
@@ -317,7 +317,7 @@ class TestBadRows:
 
 
 class TestStreamed:
-    """`datasets`' own builders on local files, streamed as a dataset of the hub would be."""
+    """`datasets`' own builders on local files, streamed like a dataset of the hub."""
 
     @pytest.fixture
     def shards(self, tmp_path):

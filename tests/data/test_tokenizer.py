@@ -1,4 +1,4 @@
-"""Tokenizers: nothing is lost, what is saved loads again, and transformers agrees with it."""
+"""Tokenizers: they lose nothing, load again after saving, and agree with transformers."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from farsight.configs import schema
 from farsight.data.mixture import sample_texts
-from farsight.data.tokenizers.cli import main
+from farsight.data.tokenizer import main
 from farsight.data.tokenizers.sentencepiece import to_fast_tokenizer
 from farsight.data.tokenizers.tokenizer import (
     BytesTokenizer,
@@ -40,7 +40,7 @@ def trained(stdlib_texts, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def byte_level_json(tmp_path_factory):
-    """A tokenizer.json such as Llama 3's or GPT-2's: byte-level BPE, here with a few merges."""
+    """A tokenizer.json like Llama 3's or GPT-2's: byte-level BPE, here with few merges."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocabulary = {letter: i for i, letter in enumerate(sorted(letters))}
     merges = [("d", "e"), ("de", "f"), ("Ġ", "Ġ")]
@@ -249,7 +249,7 @@ def test_command(tmp_path, capsys):
 
 
 class TestLongTexts:
-    """Encoded slice by slice: the tokens are those of the whole text at once."""
+    """Encoding slice by slice gives the tokens of the whole text."""
 
     def test_tokens_are_the_same(self, tokenizer, stdlib_texts, monkeypatch):
         monkeypatch.setattr("farsight.data.tokenizers.base._SLICE", 3000)
@@ -268,7 +268,7 @@ class TestLongTexts:
             assert np.array_equal(Tokenizer.encode_array(tokenizer, text), tokenizer.encode(text))
 
     def test_a_text_is_not_cut_where_a_token_would_be(self, monkeypatch):
-        """A token that holds a line end between letters, and a tokenizer that puts a space before each text."""
+        """A token with a line end between letters, and a tokenizer that prepends a space to each text."""
         monkeypatch.setattr("farsight.data.tokenizers.base._SLICE", 10)
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
         vocabulary = {letter: i for i, letter in enumerate(letters)} | {"aĊ": 256, "aĊb": 257}

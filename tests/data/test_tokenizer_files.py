@@ -1,4 +1,4 @@
-"""A tokenizer's directory: what is exported begins texts as training does, and what is broken is named."""
+"""Tokenizer directories: exported ones put bos first as training does, and errors name bad files."""
 
 import json
 import random
@@ -16,7 +16,7 @@ from farsight.configs.schema import Data, TextSource
 from farsight.data.mixture import MixedSource, Mixture
 from farsight.data.sources.build import open_sources
 from farsight.data.sources.documents import DataError
-from farsight.data.tokenizers.cli import main
+from farsight.data.tokenizer import main
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer_dir, train_sentencepiece
 
 TEXT = Path(random.__file__).read_text()[:5000] + "  日本 é\t\r\n 🙂\n"
@@ -38,7 +38,7 @@ def byte_level(folder: Path, post_processor=None, **config) -> Path:
 
 
 def foreign_sentencepiece(folder: Path) -> Path:
-    """One that puts a space before a text, as Llama 2's does."""
+    """A tokenizer that prepends a space to a text, like Llama 2's."""
     folder.mkdir()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()), model_prefix=str(folder / "tokenizer"), vocab_size=400,
@@ -86,7 +86,7 @@ def test_transformers_begins_a_text_as_training_does(tokenizer, tmp_path):
 
 
 def test_an_exported_tokenizer_is_the_same_to_a_resume(tokenizer, tmp_path):
-    """Also one that was exported twice: the fingerprint is that of the tokenizer that training began with."""
+    """Even exported twice, it has the fingerprint of the tokenizer that training began with."""
     tokenizer.save(tmp_path / "saved")
     again = load_tokenizer_dir(tmp_path / "saved")
     again.save(tmp_path / "twice")

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.schema import Position, Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer, load_tokenizer_dir
 from farsight.evals.harness.model import HarnessModel, Reading
 from farsight.inference.decoder import Decoder
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig, build_model
 from tests.model.test_model import SMALL
 
@@ -38,7 +39,7 @@ WORDS = [
 
 
 def make_model(folder: Path, position: Position | None = None, template: str | None = None) -> Path:
-    """A model directory whose answers are ASCII: the bytes of random ones would be no text."""
+    """A model directory whose answers are ASCII, since random bytes would not be valid text."""
     tokenizer = load_tokenizer(Tokenizer(kind="bytes"))
     tokenizer.chat_template = template
     tokenizer.save(folder / "tokenizer")

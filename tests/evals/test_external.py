@@ -1,4 +1,4 @@
-"""Result files of other harnesses, written here in the forms that their repositories write.
+"""Result files of other harnesses, in the formats that their repositories write.
 
 Where the forms were seen: princeton-nlp/HELMET eval.py (`run_test`, the dictionary `output`), eval_alce.py, scripts/eval_gpt4_*.py
 and scripts/collect_results.py; google-deepmind/loft run_evaluation.py (`final_metrics`) and the table of its README;
@@ -15,7 +15,7 @@ from farsight.configs.check import ConfigError
 from farsight.evals import loft
 from farsight.evals.external import figures_of, main, read
 from farsight.evals.loft import answers_in
-from farsight.inference.generate import Completion
+from farsight.inference.generate.completions import Completion
 from tests.evals.test_harness import make_model
 
 
@@ -86,7 +86,7 @@ def test_helmet(helmet_run):
 
 
 def replaced(value, by):
-    """The JSON value with one place after the other holding something else."""
+    """The JSON value with something else in one place after another."""
     if isinstance(value, dict):
         for key in value:
             for inner in (by, *replaced(value[key], by)):
@@ -267,7 +267,7 @@ def test_answers_of_loft_s_retrieval_are_documents():
 
 
 def test_loft_predictions(tmp_path, monkeypatch, capsys):
-    """From the CSV that pandas writes of dump_prompts.py's rows, to lines that run_evaluation.py reads."""
+    """From the CSV that pandas writes for dump_prompts.py's rows to the lines that run_evaluation.py reads."""
     model = make_model(tmp_path)
     long = "word, " * 30_000  # longer than a field of a CSV file may be by default
     lines = [
@@ -284,7 +284,7 @@ def test_loft_predictions(tmp_path, monkeypatch, capsys):
         assert all(prompt[0] == tokenizer.bos_id for prompt in prompts)
         return [Completion((), " [1]", "length"), Completion((), "?", "length")]
 
-    monkeypatch.setattr(loft, "generate", generate)
+    monkeypatch.setattr("farsight.inference.generate.completions.generate", generate)
     out = tmp_path / "test_predictions.jsonl"
     loft.main(
         [

@@ -1,4 +1,4 @@
-"""The command `farsight harness`: tasks from local files, their groups, options and what is refused."""
+"""The command `farsight harness`: tasks from local files, their groups, options and rejected input."""
 
 import dataclasses
 import json
@@ -11,9 +11,11 @@ import torch
 
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import NoRotary, Position, Scope
-from farsight.evals.harness import harness
+from farsight.evals.harness import __main__ as command
+from farsight.evals.harness import run as harness
 from farsight.evals.harness.data import LocalData, local_data
 from farsight.evals.harness.model import HarnessModel
+from farsight.evals.harness.table import table
 from farsight.evals.harness.tasks import Benchmark, benchmarks
 from tests.evals.harness_models import make_model, ours, requests, sentence
 
@@ -28,7 +30,7 @@ FOLDERS = (
 
 
 def make_manager(*folders: Path) -> TaskManager:
-    """lm-eval's index of the tasks that are tested, and not of all fifteen thousand."""
+    """lm-eval's index, limited to the tested tasks out of some fifteen thousand."""
     return TaskManager(include_defaults=False, include_path=[*(TASKS / name for name in FOLDERS), *folders])
 
 
@@ -70,11 +72,11 @@ def piqa_rows(folder: Path, number: int = 12) -> Path:
 
 
 def test_a_task_runs_offline_from_a_file(dense, twin, tmp_path, capsys):
-    """PIQA by the command, and the same accuracy from scores of `HFLM`, normalised as lm-eval says: by characters."""
+    """PIQA by the command, and the same accuracy from scores of `HFLM`, normalised by characters as in lm-eval."""
     rows = piqa_rows(tmp_path)
     out = tmp_path / "figures.json"
     common = ["--device", "cpu", "--json", str(out), "--batch-size", "4"]
-    harness.main([str(dense), "--tasks", "scope_nlu/piqa", "--data", f"piqa={rows}", *common])
+    command.main([str(dense), "--tasks", "scope_nlu/piqa", "--data", f"piqa={rows}", *common])
     figures = json.loads(out.read_text())
 
     right, right_normalised = [], []
@@ -117,11 +119,11 @@ NLU_ROWS = {
     },
     "arc_challenge": {"question": "q?", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "A"},
 }  # fmt: skip
-"""A row of each, with the fields that the task's config reads."""
+"""One row of each task, with the fields that its config reads."""
 
 
 def test_scope_s_tasks_run_offline(dense, tmp_path):
-    """Every task that asks for log-likelihoods, with its shots; the answer that is right is the likely one here."""
+    """Every task that scores log-likelihoods, with its shots; here the right answer is the likely one."""
     for task, row in NLU_ROWS.items():
         (tmp_path / f"{task}.jsonl").write_text(json.dumps(row) + "\n")
         (tmp_path / f"{task}.fewshot.jsonl").write_text((json.dumps(row) + "\n") * 25)
@@ -154,21 +156,21 @@ def test_answers_are_cached_and_several_models_compared(dense, tmp_path, capsys,
         ["--device", "cpu", "--tasks", "piqa", "--data", f"piqa={rows}", "--limit", "3"],
     )
     cached = [str(dense), *common, "--cache", str(tmp_path / "answers.db"), "--json", str(out)]
-    harness.main(cached)
+    command.main(cached)
     first = json.loads(out.read_text())
     assert first["results"]["piqa"]["n"] == first["limit"] == 3
     with monkeypatch.context() as patch:
         patch.setattr(HarnessModel, "_loglikelihood_tokens", lambda *_, **__: pytest.fail("asked again"))
-        harness.main(cached)
+        command.main(cached)
     assert json.loads(out.read_text())["results"] == first["results"]
     other = make_model(tmp_path / "other", Position(rotary=NoRotary()))
-    harness.main([str(dense), str(other), *common, "--json", str(out)])
+    command.main([str(dense), str(other), *common, "--json", str(out)])
     models = json.loads(out.read_text())["models"]
     assert list(models) == [str(dense), str(other)]
     assert models[str(dense)] == first
     assert str(other) in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        harness.main([str(dense), str(other), *common, "--cache", str(tmp_path / "answers.db")])
+        command.main([str(dense), str(other), *common, "--cache", str(tmp_path / "answers.db")])
     assert "can't share one" in capsys.readouterr().err
 
 
@@ -193,7 +195,7 @@ def test_examples_come_from_their_file_or_are_never_the_question(dense, tmp_path
 
 
 def test_mgsm_is_read_under_the_key_that_it_writes_and_own_groups_are_averaged(dense, tmp_path):
-    """The answer is the last number that the model writes, which here is made to be right in two of three."""
+    """The answer is the last number that the model writes, made right in two of three questions."""
     rows = [{"question": f"Question: {i}?", "answer": f"{i}", "answer_number": i} for i in (10, 20, 30)]
     (tmp_path / "mgsm_direct_en.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     piqa_rows(tmp_path, 6)
@@ -225,7 +227,7 @@ def test_mgsm_is_read_under_the_key_that_it_writes_and_own_groups_are_averaged(d
 
 
 def test_ruler_is_reported_by_length(dense, tmp_path):
-    """Each length's figure is of that length's prompts alone; they come from a file here, with the fields that lm-eval's have."""
+    """Each length's figure covers only that length's prompts, which here come from a file with lm-eval's fields."""
     rows = [
         {"input": "the key is", "outputs": [answer], "gen_prefix": "It is", "max_length": length}
         for length, answer in ((4096, "7"), (4096, "8"), (8192, "7"))
@@ -268,13 +270,13 @@ def test_ruler_runs_no_program_of_a_model_s_directory(tmp_path):
         file.write("print('mine')\n")
     ruler = [str(own), "--device", "cpu", "--tasks", "ruler/niah_single_1"]
     with pytest.raises(SystemExit, match=r"config\.json: its auto_map names a program for AutoConfig"):
-        harness.main(ruler)
+        command.main(ruler)
     (own / "config.json").write_text(json.dumps({**written, "auto_map": {}}))
     settings = json.loads((own / "tokenizer_config.json").read_text())
     for auto_map in ({"AutoTokenizer": ["code.Slow", None]}, ["code.Slow", None]):
         (own / "tokenizer_config.json").write_text(json.dumps({**settings, "auto_map": auto_map}))
         with pytest.raises(SystemExit, match="auto_map names a program for AutoTokenizer"):
-            harness.main(ruler)
+            command.main(ruler)
 
 
 def test_a_metric_that_is_not_written_costs_its_own_figure_alone(dense, tmp_path, caplog):
@@ -283,7 +285,7 @@ def test_a_metric_that_is_not_written_costs_its_own_figure_alone(dense, tmp_path
     figures = harness.run_tasks(ours(dense), harness.task_manager(), chosen, data)
     assert (figures["results"]["piqa"]["value"], figures["mean"]) == (None, None)
     assert "piqa has no figure: lm-eval wrote no f1,none, but acc,none" in caplog.text
-    assert "f1,none" in harness.table(figures)
+    assert "f1,none" in table(figures)
 
 
 def test_what_is_asked_for_is_checked(dense, tmp_path, index, monkeypatch):
@@ -298,12 +300,12 @@ def test_what_is_asked_for_is_checked(dense, tmp_path, index, monkeypatch):
     with pytest.raises(ConfigError, match=r"humaneval_plus.*--run-code"):
         harness.run_tasks(ours(dense), manager, benchmarks(["garfa_six/humaneval_plus"]))
     with pytest.raises(SystemExit, match=r"--data piqa=…: --tasks does not run piqa"):
-        harness.main([str(dense), "--tasks", "boolq", "--data", f"piqa={rows}"])
+        command.main([str(dense), "--tasks", "boolq", "--data", f"piqa={rows}"])
     with pytest.raises(SystemExit, match=r"--data mmlu=…: mmlu is a group"):
-        harness.main([str(dense), "--tasks", "garfa_six/mmlu", "--data", f"mmlu={rows}"])
+        command.main([str(dense), "--tasks", "garfa_six/mmlu", "--data", f"mmlu={rows}"])
     for wrong in (["--chunk", "0"], ["--shots", "3"], ["--lengths", "4096"]):
         with pytest.raises(SystemExit) as refused:
-            harness.main([str(dense), "--tasks", "garfa_six/mmlu", *wrong])
+            command.main([str(dense), "--tasks", "garfa_six/mmlu", *wrong])
         assert refused.value.code == 2, wrong
     rows.write_text('{"question": "?"}\n')
     with pytest.raises(ConfigError, match=r"piqa could not be loaded.*goal.*--data TASK=FILE"):

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from farsight.evals.harness.tasks import benchmarks, leaves, named_groups
-from farsight.launch.evaluations import read_evaluations
+from farsight.launch.ablation.evaluations import read_evaluations
 from tests.evals.test_harness import make_manager
 
 
@@ -65,7 +65,7 @@ def test_groups_are_those_of_the_papers(index):
 
 
 def test_the_ablation_s_evaluations_are_those_of_the_group():
-    """Each runs one of the six, and takes its figure from where this harness puts it."""
+    """Each runs one of the six tasks, and reads its figure from this harness's output."""
     evaluations = read_evaluations(Path(__file__).parents[2] / "configs/finetune/evaluations/paper.toml")[1:]
     asked = []
     for evaluation in evaluations:

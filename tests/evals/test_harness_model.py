@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.load import load_model
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import NoRotary, Position, Scope, Tokenizer
 from farsight.data.instructions.chat import LLAMA_3
@@ -29,7 +29,7 @@ def twin(dense):
 
 
 def test_log_likelihoods_equal_those_of_transformers(dense, twin):
-    """Contexts of unequal length, empty, ending in a space, longer than the model reads; answers of one token and of many."""
+    """Contexts of unequal length, empty, ending in a space, longer than the model's limit; answers of one token and of several."""
     rng = random.Random(0)
     asked = [(sentence(rng, n), " " + sentence(rng, m)) for n, m in ((3, 1), (9, 4), (1, 2), (14, 3), (40, 2))]
     asked += [(sentence(rng, 6), choice) for choice in "ABCD"] + [("", "the river"), ("red ", "stone")]
@@ -74,8 +74,8 @@ def test_answers_equal_greedy_ones_of_transformers(dense, twin):
 
 
 def test_several_end_tokens_end_answers_as_in_transformers(dense, twin, tmp_path):
-    """A generation_config.json may list several, as that of Llama 3's chat models does. `HFLM` writes an ordinary end token's
-    text, as it leaves out special tokens alone."""
+    """A generation_config.json may list several, as for Llama 3's chat models. `HFLM` writes the text of an end token that is not
+    special, since it leaves out only special tokens."""
     from lm_eval.models.huggingface import HFLM
 
     plain = {"until": [], "max_gen_toks": 20, "do_sample": False}
@@ -98,7 +98,7 @@ def test_several_end_tokens_end_answers_as_in_transformers(dense, twin, tmp_path
 
 
 def test_a_chat_s_answers_end_with_its_turns(tmp_path):
-    """The template's turn end is a token of its own where the tokenizer has it as one."""
+    """The template's end of turn is one token if the tokenizer has it."""
     tokenizer = load_tokenizer(Tokenizer(kind="bytes"))
     turns = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     path = make_model(tmp_path, template=turns)

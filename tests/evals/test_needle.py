@@ -1,4 +1,4 @@
-"""Needle tests: answers against a model's own forward pass, scores by hand, cells against answers that are known to be right."""
+"""`farsight needle`: answers against a model's own forward pass, scores by hand, cells for models whose answers are known."""
 
 import dataclasses
 import json
@@ -8,16 +8,19 @@ import shutil
 import pytest
 import torch
 
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.check import ConfigError
 from farsight.configs.schema import DynamicNtkRope, Position, Scope, Tokenizer
 from farsight.data.retrieval.needles import Haystack, Sample, count_tokens
 from farsight.data.retrieval.tasks import TASKS, MultiPasskey, first_number, parse_task, share_found
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
-from farsight.evals.needle import Grid, complete, main, measure, parse_depths
+from farsight.evals.needle.__main__ import TASKS as TASK_NAMES
+from farsight.evals.needle.__main__ import main
+from farsight.evals.needle.measure import Grid, complete, measure, parse_depths
 from farsight.inference.decoder import Decoder
-from farsight.inference.generate import Completion
-from farsight.inference.model_options import LoadedModel
+from farsight.inference.generate.completions import Completion
+from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig, set_length
 from tests.model.test_model import SMALL, fresh_model
 
@@ -42,7 +45,7 @@ def loaded(config: ModelConfig, tmp_path, chunk: int = 64) -> LoadedModel:
 
 
 def answering(monkeypatch, answer) -> list[str]:
-    """Has `answer` write after prompts in place of a model; returns the prompts as they come."""
+    """Replaces the model with `answer`; returns a list that collects the prompts."""
     prompts: list[str] = []
 
     def generate(decoder, tokenizer, batch, new_tokens, **options):
@@ -50,7 +53,7 @@ def answering(monkeypatch, answer) -> list[str]:
         prompts.extend(texts)
         return [Completion((), answer(text), "length") for text in texts]
 
-    monkeypatch.setattr("farsight.evals.needle.generate", generate)
+    monkeypatch.setattr("farsight.evals.needle.measure.generate", generate)
     return prompts
 
 
@@ -82,6 +85,10 @@ def test_depths():
             parse_depths(values)
 
 
+def test_help_names_every_task():
+    assert list(TASKS) == list(TASK_NAMES)
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_each_task_gives_prompts_that_the_right_answers_solve(task):
     length, depth = 2400, 0.3
@@ -110,7 +117,7 @@ def test_settings_of_tasks():
 
 @torch.no_grad()
 def greedy(model, prompt: list[int], new_tokens: int) -> str:
-    """Without a cache: the whole row again for each token."""
+    """Without a cache: reads the whole row again for each token."""
     tokens = list(prompt)
     for _ in range(new_tokens):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1, : TOKENIZER.vocab_size].argmax()))
@@ -151,7 +158,7 @@ def test_answers_end_with_any_of_the_model_s_end_tokens(folder, tmp_path):
 
 
 def test_cells_hold_the_share_of_right_answers(folder, monkeypatch, capsys):
-    """One that never looks at the second half of a prompt; and one that is wrong on every third passkey."""
+    """A model that ignores the second half of a prompt, and one that is wrong on every third passkey."""
     answering(monkeypatch, lambda p: f" {the_passkey(p[: len(p) // 2] + ' 00000')}.")
     command = [
         str(folder / "dense"),
@@ -214,7 +221,7 @@ def test_scopes_past_the_trained_length_are_measured_both_ways(folder, monkeypat
         answers = [the_passkey(tokenizer.decode(prompt)) for prompt in batch]
         return [Completion((), a if widest >= decoder.model.length else "", "length") for a in answers]
 
-    monkeypatch.setattr("farsight.evals.needle.generate", generate)
+    monkeypatch.setattr("farsight.evals.needle.measure.generate", generate)
     models = [str(folder / "scopes"), str(folder / "dense")]
     options = ["--device", "cpu", "--lengths", "200", "800", "--depths", "0.5", "0.9", "--trials", "2"]
     main([*models, *options, "--json", str(folder / "f.json"), "--picture", str(folder / "p.png")])
@@ -246,7 +253,7 @@ def test_processes_share_the_questions(tmp_path, monkeypatch):
         shares.append(part)
         everyone[: len(shares)] = shares
 
-    monkeypatch.setattr("farsight.evals.needle.dist.all_gather_object", gather)
+    monkeypatch.setattr("farsight.evals.needle.measure.dist.all_gather_object", gather)
     for rank in range(7):
         figures = measure(own, grid, rank=rank, world=7)
     assert sum(map(len, shares)) == 20

@@ -1,4 +1,4 @@
-"""Perplexity against a loop over `transformers`, and the windows against their definition."""
+"""`farsight perplexity`: against a loop over `transformers`, and its windows against their definition."""
 
 import bz2
 import dataclasses
@@ -17,12 +17,15 @@ import torch
 import zstandard
 from transformers import AutoModelForCausalLM
 
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import Lasp, LayerRule, LinearRope, NoRotary, Position, Rope, Scope, YarnRope
-from farsight.data.texts import read_texts
+from farsight.data.texts import encode_file, read_texts
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
-from farsight.evals.perplexity import Windows, encode_file, main, perplexity_by_length, window_nll
+from farsight.evals.perplexity.__main__ import main
+from farsight.evals.perplexity.measure import perplexity_by_length, window_nll
+from farsight.evals.windows import Windows
 from farsight.inference.extend import parse_extension
 from farsight.model.build import ModelConfig, build_model, set_length
 from tests.model.test_model import SMALL, fresh_model
@@ -84,7 +87,7 @@ def test_windows_and_targets(text, tokenizer_dir):
 
 
 def test_the_same_targets_of_each_long_document_and_buckets(tmp_path, tokenizer_dir, text):
-    """A loop over all logits: the last 256 tokens of every document of 512 and more, then every position's share."""
+    """A loop over all logits: the last 256 tokens of every document of at least 512, then the tokens of each part."""
     config = ModelConfig(BYTES, Position(), trained_length=256)
     write_model_dir(tmp_path / "m", config, fresh_model(config).state_dict(), tokenizer_dir=tokenizer_dir)
     lines = text.read_text().splitlines()
@@ -113,7 +116,7 @@ def test_the_same_targets_of_each_long_document_and_buckets(tmp_path, tokenizer_
 
 @pytest.mark.parametrize("stride", [1, 12, 31])
 def test_sliding_equals_each_token_on_its_own(stride, text, tokenizer_dir):
-    """Each target by what the first of the windows that hold it shows of the tokens before it."""
+    """Each target is predicted from the tokens before it in the first window that contains it."""
     config = ModelConfig(BYTES, Position(), trained_length=32)
     model, (tokens,) = fresh_model(config), encode_file(text, load_tokenizer_dir(tokenizer_dir))
     documents = [tokens[:70], tokens[70:90], tokens[90:122], tokens[122:123]]
@@ -137,7 +140,7 @@ def test_sliding_equals_each_token_on_its_own(stride, text, tokenizer_dir):
 
 
 def test_reading_in_chunks_changes_nothing(text, tokenizer_dir, monkeypatch):
-    """As very long windows are read, and all of them with an extension."""
+    """Very long windows are read in chunks, and with an extension all windows are."""
 
     class Unchanged:
         def caches(self, model, config, batch):
@@ -152,7 +155,7 @@ def test_reading_in_chunks_changes_nothing(text, tokenizer_dir, monkeypatch):
         assert not read
         extended = perplexity_by_length(model, config, documents, [64, 300], windows, Unchanged(), chunk=100)
         assert set(read) == {64, 300}
-        monkeypatch.setattr("farsight.evals.perplexity.WHOLE", 100)
+        monkeypatch.setattr("farsight.evals.perplexity.measure.WHOLE", 100)
         long = perplexity_by_length(model, config, documents, [64, 300], windows, chunk=128)
         monkeypatch.undo()
         read.clear()
@@ -222,7 +225,7 @@ def test_processes_share_the_windows(text, tokenizer_dir, monkeypatch):
     model = fresh_model(config)
     rows = Windows().of(encode_file(text, load_tokenizer_dir(tokenizer_dir)), 64)
     whole = window_nll(model, rows, Windows(buckets=2))
-    monkeypatch.setattr("farsight.evals.perplexity.dist.all_reduce", lambda sums: None)
+    monkeypatch.setattr("farsight.evals.perplexity.measure.dist.all_reduce", lambda sums: None)
     parts = [window_nll(model, rows, Windows(buckets=2, rank=rank, world=3)) for rank in range(3)]
     for all_of_it, shares in zip(whole, zip(*parts, strict=True), strict=True):
         torch.testing.assert_close(sum(shares), all_of_it)
@@ -335,7 +338,7 @@ def test_texts_of_every_kind_of_file(tmp_path):
 
 
 def test_the_tool_takes_a_field(tmp_path, tokenizer_dir, text):
-    """The same documents as lines and as rows have the same perplexity."""
+    """The same documents as JSON lines and as Parquet rows have the same perplexity."""
     config = ModelConfig(BYTES, Position(rotary=NoRotary()), trained_length=64)
     write_model_dir(tmp_path / "model", config, fresh_model(config).state_dict(), tokenizer_dir=tokenizer_dir)
     documents = [text.read_text()[i * 900 : (i + 1) * 900] for i in range(3)]

@@ -1,5 +1,5 @@
-"""Training-free extensions: each method's relative positions against a loop over pairs from its definition, and attention with
-them against one that turns every pair's key by itself."""
+"""Context extensions: each method's relative positions against a loop over pairs from its definition, and attention with them
+against one that rotates the key separately for every pair."""
 
 import dataclasses
 import itertools
@@ -30,9 +30,10 @@ from farsight.inference.extend.fixed import FixedPositions, PlainPositions
 from farsight.inference.extend.gali import Gali, GreedyPositions
 from farsight.inference.extend.interpolation import INTERPOLATIONS
 from farsight.inference.extend.logit_noise import logit_noise
-from farsight.inference.extend.remapped import RemappedLayer, Turning
+from farsight.inference.extend.remapped import LayerRotation, RemappedLayer
 from farsight.inference.extend.self_extend import SelfExtend
 from farsight.inference.kv_cache import Batch
+from farsight.inference.model_options import EXTENSIONS
 from farsight.model.attention import Attention
 from farsight.model.build import ModelConfig
 from farsight.model.position.layers import LayerPosition
@@ -64,8 +65,8 @@ def chunk_llama(i, j, chunk, window):
 
 
 def adagrope(length, limit, ratio):
-    """Relative position of each distance: every position once, then one more token at the farthest position that may have more
-    while the length is not reached."""
+    """Relative position of each distance: starts with one token at every position, then adds one at a time to the farthest position
+    that may have another, until the length is reached."""
     counts, reserved, most = [1] * limit, 0, 1
     while sum(counts) < length:
         if most & (most - 1) == 0:
@@ -91,7 +92,7 @@ def gali(length, window, local):
 
 
 def gali_pair(positions, i, j):
-    """Between two whole relative positions, with the share of the farther one."""
+    """A relative position between two whole ones, with the share of the farther one as its fraction."""
     at = math.ceil(positions[i])
     return at - math.ceil(positions[j]) + (at - positions[j]) % 1
 
@@ -100,7 +101,7 @@ def gali_pair(positions, i, j):
 
 
 def matrix(positions, first, stop):
-    """What the regions say of each pair of [first, stop) and [0, stop): relative position, noise, and how often it is seen."""
+    """Relative position, noise, and number of regions for each pair of [first, stop) and [0, stop)."""
     found = torch.zeros(3, stop - first, stop)
     for region in positions.regions(first, stop, CPU):
         relative = region.query_positions[:, None] - region.key_positions
@@ -112,7 +113,7 @@ def matrix(positions, first, stop):
 
 
 def assert_same_map(positions, prompt, expected, decoded, noise=None, tolerance=1e-5):
-    """`expected(i, j)` for a prompt's pairs, `decoded(i, j)` for a query that is decoded."""
+    """Checks a map against `expected(i, j)` for a prompt's pairs and `decoded(i, j)` for decoded queries."""
     cuts = sorted({0, prompt, *random.sample(range(prompt + 1), k=min(2, prompt))})
     for first, stop in itertools.pairwise(cuts):
         found = matrix(positions, first, stop)
@@ -270,15 +271,15 @@ def test_interpolation_angles(name):
 
 
 def turned_by(x_TH, position_T, inv_freq):
-    """Vectors turned by position · frequency, in double precision."""
+    """Vectors rotated by position · frequency, in double precision."""
     a, b = x_TH.chunk(2, dim=-1)
     angle = position_T[:, None] * inv_freq.double()
     return torch.cat((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), dim=-1)
 
 
 def pair_by_pair(q_LNH, k_TKH, v_TKH, relative, inv_freq, factor=1.0, slopes=None, noise=None):
-    """Attention in double precision, every key turned anew for every query; between the logits of the two whole positions
-    around its own where there is noise to add."""
+    """Attention in double precision, rotating every key again for every query; where there is noise, logits are interpolated between
+    the two nearest whole positions."""
     (L, N, H), K = q_LNH.shape, k_TKH.shape[1]
     out = torch.empty(L, N, H, dtype=torch.float64)
     q, k, v = (x.double() for x in (q_LNH, k_TKH, v_TKH))
@@ -318,7 +319,7 @@ def run_layer(layer, q, k, v, prompt, chunk, slopes=None):
 @pytest.mark.parametrize("slopes", [None, torch.tensor([0.5, 0.1, 0.02, 0.3])], ids=["rope", "alibi"])
 @pytest.mark.parametrize("name", ["plain", "self_extend", "chunk_llama", "adagrope", "gali"])
 def test_attention_equals_pair_by_pair(name, slopes):
-    """Two rows of 26 and 20 tokens, of a model trained on 12, prompts and decoded tokens, in fp64."""
+    """Prompts and decoded tokens of two rows, 26 and 20 tokens long, in a model trained on 12, in fp64."""
     starts, prompt, tokens, trained = (0, 6), 22, 26, 12
     batch = Batch(starts, prompt, tokens, CPU, torch.float32)
     method = {
@@ -335,11 +336,11 @@ def test_attention_equals_pair_by_pair(name, slopes):
     frequencies = RopeFrequencies(torch.tensor([1.0, 0.31, 0.1, 0.01]), 1.1)
     position = LayerPosition(Rope(), (DENSE_SCOPE,) * 4, None)
     attention = Attention(SMALL, position, "auto")
-    turning = Turning(0, frequencies) if slopes is None else None
+    rotation = LayerRotation(0, frequencies) if slopes is None else None
     q, k, v = drawn(2, tokens, 4, 1), drawn(2, tokens, 2, 2), drawn(2, tokens, 2, 3)
     results = []
     for chunk in (7, 1, 22):
-        layer = RemappedLayer(3, attention, batch, shared, turning)
+        layer = RemappedLayer(3, attention, batch, shared, rotation)
         shared._column = -1
         results.append(run_layer(layer, q, k, v, prompt, chunk, slopes))
     for row, start in enumerate(starts):
@@ -384,7 +385,7 @@ def model_of(rotary=None, **position):
 
 
 def logits_of(decoder, prompts, new):
-    """Of each prompt's last token and of those after it, which are given: [rows, new + 1, V], and the caches' bytes."""
+    """Logits of each prompt's last token and of the given tokens after it, [rows, new + 1, V], and the caches' bytes."""
     longest = max(map(len, prompts))
     rows = decoder.start([len(p) for p in prompts], new.shape[1])
     tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
@@ -418,7 +419,7 @@ def test_a_context_within_the_window_is_left_as_it_is(text):
 
 @pytest.mark.parametrize("text", REMAPPED)
 def test_rows_and_chunks_change_nothing(text):
-    """Rows of a batch equal their own single runs, some within the window and some past it, whatever chunks they are read in."""
+    """Rows of a batch, some within the window and some past it, come out as they would alone, whatever the chunk size."""
     model, config = model_of(rules=(LayerRule(layers="1", rotary=NoRotary()),))
     extension = parse_extension(text)
     config = extension.change(config)
@@ -503,3 +504,14 @@ def test_settings():
     for method in (SelfExtend(window=20), SelfExtend(group=-1), ChunkLlama(chunk=20, window=5), Gali(local=24)):
         with pytest.raises(ConfigError, match=f"--extend {method.name}"):
             method.change(config)
+
+
+def test_help_lists_every_method_with_its_settings_and_defaults():
+    expected = []
+    for name, method in METHODS.items():
+        settings = []
+        for field in dataclasses.fields(method):
+            default = "…" if field.default is dataclasses.MISSING else field.default
+            settings.append(f"{field.name}={default:.3g}" if isinstance(default, float) else f"{field.name}={default}")
+        expected.append(f"{name}:{','.join(settings)}")
+    assert list(EXTENSIONS) == expected

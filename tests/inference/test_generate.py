@@ -1,4 +1,4 @@
-"""Generating with a cache: every token against the model's own forward over the whole sequence, without one."""
+"""Generation with a cache: every token against a forward pass over the whole sequence without one."""
 
 import io
 import json
@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from farsight.checkpoints.adapter import load_adapter
-from farsight.checkpoints.convert import model_dir_to_checkpoint
+from farsight.checkpoints.adapter.load import load_adapter
+from farsight.checkpoints.convert.from_hf import model_dir_to_checkpoint
 from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import InstructionData
@@ -22,9 +22,10 @@ from farsight.configs.load import from_dict
 from farsight.configs.schema import Architecture, Position
 from farsight.data.instructions.chat import chat_template
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer_dir
-from farsight.inference import generate as generate_module
 from farsight.inference.decoder import Decoder
-from farsight.inference.generate import encode_prompt, generate
+from farsight.inference.generate import completions
+from farsight.inference.generate.__main__ import main
+from farsight.inference.generate.completions import encode_prompt, generate
 from farsight.inference.sampling import Sampling, choose
 from farsight.inference.text_stream import TextStream
 from farsight.model.build import ModelConfig, build_model, set_length
@@ -86,20 +87,20 @@ def prompts(lengths=LENGTHS):
 
 @torch.no_grad()
 def forward(model, config, tokens, length):
-    """[L, V] of the plain forward, its positions set for `length`."""
+    """Logits [L, V] of the plain forward pass, with positions set for `length`."""
     set_length(model, config, length)
     return model(torch.tensor([tokens]))[0]
 
 
 class EndlessTokenizer(BytesTokenizer):
-    """Has no end token, so that rows run to their length."""
+    """A tokenizer without an end token, so that rows reach their full length."""
 
     eos_id = None
 
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_cached_generation_equals_the_uncached_forward(name):
-    """Prompts longer than every scope but the last, of unequal length, in chunks of any size."""
+    """Prompts of unequal length, longer than every scope but the last, in chunks of any size."""
     model, config = make_model(POSITIONS[name], qk_norm=name == "mixed")
     rows = prompts()
     for chunk in (1, 7, 64):
@@ -115,7 +116,7 @@ def test_cached_generation_equals_the_uncached_forward(name):
 
 
 def test_logits_of_every_step_and_several_caches_at_once():
-    """Two sequences of other lengths, read by turns through one model whose scopes follow the length."""
+    """Two sequences of different lengths, read alternately through one model whose scopes follow the length."""
     model, config = make_model(POSITIONS["scope that grows"])
     decoder, (first, second) = Decoder(model, config, chunk=16), prompts((50, 80))
     rows = [decoder.start([50], 2), decoder.start([80], 2)]
@@ -132,7 +133,7 @@ def test_logits_of_every_step_and_several_caches_at_once():
 
 @pytest.mark.parametrize(("layout", "most"), [("sorted", 0.165), ("group_balanced", 0.165), ("interleaved", 0.385)])
 def test_bytes_reported_are_bytes_allocated(layout, most):
-    """By real tensors at a small size, and on the meta device at 131,072 tokens, 32 heads on 8."""
+    """With real tensors at a small size, and on the meta device with 131,072 tokens, 32 query heads and 8 key-value heads."""
     model, config = make_model({"heads": {"kind": "scope", "layout": layout}})
     rows = Decoder(model, config).start([300, 100], 20)
     held = {
@@ -178,7 +179,7 @@ def test_sampling_is_seeded_by_row():
 
 
 def test_draws_follow_temperature_and_nucleus():
-    """Frequencies of many draws against the softmax written out."""
+    """Frequencies of many draws against a softmax written out here."""
     logits = torch.tensor([2.0, 1.0, 0.5, -1.0, -3.0])
     probabilities = torch.exp(logits / 0.7) / torch.exp(logits / 0.7).sum()
     kept = probabilities.clone()
@@ -196,7 +197,7 @@ def test_draws_follow_temperature_and_nucleus():
 
 
 def test_text_comes_whole_and_ends_before_a_stop_string():
-    """Characters of several bytes, and stop strings that begin but do not come."""
+    """Characters of several bytes, and stop strings that begin but are not completed."""
     tokenizer, text = BytesTokenizer(), "naïve — 漢字 stopping at\n\nEND of it"
     for stop, expected in (
         (["END"], "naïve — 漢字 stopping at\n\n"),
@@ -235,7 +236,7 @@ def test_command_on_a_directory_a_checkpoint_and_two_processes(tied, tmp_path, c
     encoded = [encode_prompt(BytesTokenizer(), text) for text in texts]
     expected = [list(c.tokens) for c in generate(Decoder(model, config), BytesTokenizer(), encoded, 9)]
 
-    generate_module.main([*command, "--chunk", "16"])
+    main([*command, "--chunk", "16"])
     found = json.loads(result.read_text())
     assert [row["tokens"] for row in found["completions"]] == expected
     printed = capsys.readouterr()
@@ -246,9 +247,9 @@ def test_command_on_a_directory_a_checkpoint_and_two_processes(tied, tmp_path, c
 
     if tied:
         model_dir_to_checkpoint(directory, tmp_path / "step-1")
-        generate_module.main([str(tmp_path / "step-1"), *command[1:]])
+        main([str(tmp_path / "step-1"), *command[1:]])
         assert [row["tokens"] for row in json.loads(result.read_text())["completions"]] == expected
-    done = forked([*command], tmp_path / "printed", ranks=2, script="inference/generate.py")
+    done = forked([*command], tmp_path / "printed", ranks=2, script="inference/generate/__main__.py")
     assert done.returncode == 0, done.stderr
     assert [row["tokens"] for row in json.loads(result.read_text())["completions"]] == expected
     divided = json.loads(result.read_text())["usage"]
@@ -271,7 +272,7 @@ def test_adapter_on_a_four_bit_base(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_keeps_rows_and_chunks_apart(dtype):
-    """The cache is in the weights' dtype; rows alone, together and in other chunks choose the same tokens."""
+    """The cache has the weights' dtype; rows alone, together and in other chunks choose the same tokens."""
     model, config = make_model(POSITIONS["scope, interleaved"])
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
@@ -282,7 +283,7 @@ def test_half_precision_keeps_rows_and_chunks_apart(dtype):
 
 
 def test_a_chat_ends_where_its_turns_do(tmp_path):
-    """Llama 3's template closes a turn with a token of its own, which is not the tokenizer's end token."""
+    """Llama 3's template ends a turn with a token that is not the tokenizer's end token."""
     fast = Tokenizer(WordLevel({"<unk>": 0, "Hi": 1, "x": 2, "y": 3}, unk_token="<unk>"))
     fast.pre_tokenizer = Whitespace()
     names = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -301,7 +302,7 @@ def test_a_chat_ends_where_its_turns_do(tmp_path):
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """A run folder with its model, and in a recipe's folder a stage like it."""
+    """A run folder with its model, and a recipe's folder with a stage like it."""
     folder = tmp_path_factory.mktemp("runs")
     model, config = make_model({})
     BytesTokenizer().save(folder / "tokenizer")
@@ -313,10 +314,10 @@ def run_folder(tmp_path_factory):
 
 
 def ends_with_2(capsys, *arguments: str) -> str:
-    """What the command says."""
+    """The message that the command ends with."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
-        generate_module.main([*arguments, "--prompt", "x"])
+        main([*arguments, "--prompt", "x"])
     assert stopped.value.code == 2
     return capsys.readouterr().err
 
@@ -348,20 +349,20 @@ def test_options_that_cannot_be_used(run_folder, capsys):
 
 def test_a_prompt_longer_than_the_training_is_said_to_be(run_folder, tmp_path, capsys):
     command = [str(run_folder / "run" / "model"), "--new-tokens", "1", "--device", "cpu", "--prompt"]
-    generate_module.main([*command, "x" * (TRAINED - 1)])
+    main([*command, "x" * (TRAINED - 1)])
     assert "warning" not in capsys.readouterr().err
-    generate_module.main([*command, "x" * TRAINED, "--json", str(tmp_path / "new" / "f.json")])
+    main([*command, "x" * TRAINED, "--json", str(tmp_path / "new" / "f.json")])
     assert (
         f"has {TRAINED + 1} tokens, and {command[0]} was trained on sequences of {TRAINED}" in capsys.readouterr().err
     )
     assert (tmp_path / "new" / "f.json").is_file()
-    generate_module.main([*command, "x" * TRAINED, "--extend", "yarn:2"])
+    main([*command, "x" * TRAINED, "--extend", "yarn:2"])
     assert "warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_broken_weight_is_named(value, run_folder, tmp_path, capsys):
-    """And not an empty text with status 0. Weights that are finite may give logits that are not, too."""
+    """They must not become an empty text with status 0. Finite weights may also give logits that are not finite."""
     path = shutil.copytree(run_folder / "run" / "model", tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = value
@@ -377,23 +378,23 @@ def test_a_broken_weight_is_named(value, run_folder, tmp_path, capsys):
 
 
 def test_text_that_no_encoding_has(run_folder, tmp_path, monkeypatch, capsys):
-    """Bytes may spell half of a surrogate pair, and standard input may be no text."""
-    monkeypatch.setattr(generate_module, "choose", lambda *_: torch.tensor([next(letters)]))
+    """Bytes may spell half of a surrogate pair, and standard input may not be text."""
+    monkeypatch.setattr(completions, "choose", lambda *_: torch.tensor([next(letters)]))
     letters = iter(b"a\xed\xa0\x80b")
     model, out = str(run_folder / "run" / "model"), tmp_path / "f.json"
-    generate_module.main([model, "--prompt", "x", "--new-tokens", "5", "--device", "cpu", "--json", str(out)])
+    main([model, "--prompt", "x", "--new-tokens", "5", "--device", "cpu", "--json", str(out)])
     assert json.loads(out.read_text())["completions"][0]["text"] == "a\ud800b"
     assert capsys.readouterr().out == "a\\ud800b\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xffb")))
     with pytest.raises(SystemExit, match="standard input is not UTF-8"):
-        generate_module.main([model, "--prompt-file", "-", "--device", "cpu"])
+        main([model, "--prompt-file", "-", "--device", "cpu"])
 
 
 def test_progress_in_a_log(run_folder, monkeypatch, capsys):
     monkeypatch.setattr("farsight.progress.DELAY", 0.0)
     monkeypatch.setattr("farsight.progress.INTERVAL", 0.0)
     prompts = ["--prompt", "a prompt", "--prompt", "another one"]
-    generate_module.main([str(run_folder / "run" / "model"), *prompts, "--new-tokens", "3", "--device", "cpu"])
+    main([str(run_folder / "run" / "model"), *prompts, "--new-tokens", "3", "--device", "cpu"])
     assert re.search(
         r"^read: 21 of 21 \(token\), .+token/s, .+ left, 1 tokens written$", capsys.readouterr().err, re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""Isotonic regression against scikit-learn's."""
+"""Isotonic regression against scikit-learn's implementation."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""RiPRA: its allocation's promises, its positions against the algorithm written out with scikit-learn's isotonic regression, and
-attention with them pair by pair in double precision."""
+"""RiPRA: properties of its allocation, its positions against the algorithm written out with scikit-learn's isotonic regression, and
+attention with them against a pair-by-pair computation in double precision."""
 
 import dataclasses
 import itertools
@@ -13,10 +13,12 @@ import torch
 from sklearn.isotonic import IsotonicRegression
 from torch.testing import assert_close
 
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.schema import Alibi, NoRotary, Position, Rope, Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer, load_tokenizer_dir
-from farsight.evals.ripra import main, passkey_prompts
+from farsight.evals.ripra.__main__ import main
+from farsight.evals.ripra.diagnose import passkey_prompts
 from farsight.inference.extend.ripra import Allocation, Ripra, relevance_landscape
 from farsight.inference.kv_cache import Batch
 from farsight.model.build import ModelConfig
@@ -34,13 +36,13 @@ RELEVANCES = {
     "rising": lambda g, n, c: -np.sort(-g.random((n, c)), axis=1),
     "scores": lambda g, n, c: g.standard_normal((n, c)),
 }
-"""Of n rows of c chunks; "scores" become a landscape."""
+"""Landscapes for n rows of c chunks; "scores" are turned into one."""
 
 
 @pytest.mark.parametrize("kind", RELEVANCES)
 @pytest.mark.parametrize("isotonic", [True, False], ids=["isotonic", "free"])
 def test_the_budget_is_met(kind, isotonic):
-    """10,000 landscapes with their monotone resolutions, and as many without, over settings and context lengths."""
+    """10,000 landscapes with monotone resolutions and as many without, over settings and context lengths."""
     generator = np.random.default_rng(0)
     for _ in range(25):
         near, chunk = int(generator.integers(1, 300)), int(generator.integers(1, 200))
@@ -65,7 +67,7 @@ def test_the_budget_is_met(kind, isotonic):
 
 
 def written_out(relevance, query, limit, near, chunk, isotonic=True):
-    """P of the keys 0 … query from the relevance of all chunks, one after the other (algorithm 1 with its corrections)."""
+    """P of the keys 0 … query from the relevance of all chunks, one chunk after another (algorithm 1 with its corrections)."""
     if query <= limit:
         return [float(query - j) for j in range(query + 1)]
     sizes = {}  # of the chunks' tokens beyond the near window, by distance
@@ -114,7 +116,7 @@ def test_whole_positions():
 
 
 def relevances(q_NH, k_TKH, query, chunk):
-    """Eq. 4 to 6 for a query at this index, in double precision."""
+    """Relevance by Eq. 4 to 6 for the query at this index, in double precision."""
     (N, _), K = q_NH.shape, k_TKH.shape[1]
     scores = []
     for begin in range(0, query + 1, chunk):
@@ -131,8 +133,8 @@ def relevances(q_NH, k_TKH, query, chunk):
     ids=["exact", "blocks", "free", "uniform"],
 )
 def test_layers_equal_pair_by_pair(settings, bias):
-    """An anchor layer and one that follows it, rows of 50 and 43 tokens, limit 16 and near 6; the last prompt token and what
-    follows is exact, and a block of the prompt has its first query's relevance, laid out for its last query."""
+    """An anchor layer and a layer after it, rows of 50 and 43 tokens, limit 16 and near 6. The last prompt token and those after it
+    are exact, and a block of the prompt has its first query's relevance, laid out for its last query."""
     settings = dataclasses.replace(settings, limit=16, near=6, anchors="0")
     position = Position(rotary=Rope(theta=50.0)) if bias == "rope" else Position(rotary=NoRotary(), bias=Alibi())
     config = ModelConfig(SMALL, position, trained_length=32)
@@ -192,7 +194,7 @@ def test_anchor_layers():
 
 
 def test_diagnostics(tmp_path):
-    """The tool on a small model; relevance, similarity and the error of blocks against what the test works out itself."""
+    """The tool on a small model: relevance, similarity and the error of blocks against the test's own computation."""
     architecture = dataclasses.replace(SMALL, vocab_size=320)
     config = ModelConfig(architecture, Position(rotary=Rope(theta=50.0)), trained_length=64)
     load_tokenizer(Tokenizer(kind="bytes")).save(tmp_path / "tokenizer")

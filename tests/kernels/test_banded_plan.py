@@ -1,4 +1,4 @@
-"""The plan of the banded backend: every visible pair in exactly one tile, and few others."""
+"""The plan of the banded backend: every visible pair in exactly one tile, and few invisible ones."""
 
 import math
 
@@ -52,7 +52,7 @@ def test_plan_covers_every_visible_pair_once(data):
             if not tile.merges:
                 assert (written[b, n, rows] == 0).all()
                 written[b, n, rows] += 1
-            assert (written[b, n, rows] == 1).all()  # what merges finds its rows written
+            assert (written[b, n, rows] == 1).all()  # a tile that merges comes after one that wrote its rows
     assert (covered == seen).all()
     assert (written == 1).all()
 

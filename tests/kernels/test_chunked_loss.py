@@ -70,7 +70,7 @@ def test_error_is_that_of_pytorch_in_the_same_dtype(dtype):
 
 
 def test_autocast():
-    """fp32 parameters under bf16 autocast: the products are bf16, softmax and results fp32, as in F.linear there."""
+    """fp32 parameters under bf16 autocast: products are bf16, softmax and results fp32, as with F.linear and cross_entropy."""
     h, weight, labels = draw(T=300, D=64, V=500, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ours = chunked_cross_entropy(h, weight, labels, 77)
@@ -154,7 +154,7 @@ def test_gradcheck():
 
 
 def test_nothing_depends_on_uninitialised_memory():
-    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN while this is on
+    torch.use_deterministic_algorithms(True)  # makes torch.empty return NaN
     try:
         for ignored in (0.0, 0.5):
             h, weight, labels = draw(ignored=ignored)

@@ -1,4 +1,4 @@
-"""Decoding with a rolling cache: every step against the reference over all keys and values that there have been."""
+"""Decoding with a rolling cache: every step against the reference over all keys and values so far."""
 
 import math
 from functools import partial
@@ -24,7 +24,7 @@ def cache_for(k, scopes, most_tokens):
 
 @torch.no_grad()
 def assert_steps_equal_reference(q, k, v, scopes, chunks, backend, starts_B=None, slopes=None):
-    """Appends the chunks one after the other; the last token's error is at most twice that of PyTorch's attention."""
+    """Appends the chunks in turn; the last token's error is at most twice that of PyTorch's attention."""
     scopes_N = torch.tensor(scopes, device=q.device)
     cache = cache_for(k, scopes, k.shape[1])
     end = 0
@@ -56,7 +56,7 @@ def test_prefill_and_steps(backend, chunks):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ratio", [1, 3, 4, 8, 17])
 def test_many_parts_and_grouped_query_ratios(backend, ratio):
-    """Rings of several parts, some of which a narrow head sees nothing of."""
+    """Rings of several parts, in some of which a narrow head sees nothing."""
     q, k, v = on_device(draw(Lq=700, N=2 * ratio, K=2, H=16, dtype=torch.float32)[0])
     scopes = [5, *[700] * (ratio - 1), *[300] * (ratio - 1), 129]
     assert_steps_equal_reference(q, k, v, scopes, [600, 99, 1], backend)
@@ -106,7 +106,7 @@ def test_any_steps(data):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_prompts_in_any_chunks(data):
-    """Every token of a prompt, read in chunks that may be longer than a ring, against the reference over the whole."""
+    """A prompt read in chunks that may be longer than a ring, against the reference over the whole prompt."""
     B, K, ratio = (data.draw(st.integers(1, 3)) for _ in range(3))
     chunks = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
     L, N = sum(chunks), K * ratio
@@ -143,7 +143,7 @@ def test_the_cache_keeps_what_can_be_seen_and_no_more():
 
 
 def test_memory_never_written_is_never_used():
-    torch.use_deterministic_algorithms(True)  # torch.empty gives NaN
+    torch.use_deterministic_algorithms(True)  # makes torch.empty return NaN
     try:
         q, k, v = on_device(draw(B=2, Lq=30, N=4, K=2, H=16, dtype=torch.float32)[0])
         for backend in BACKENDS:
@@ -217,7 +217,7 @@ def test_the_cache_refuses():
 
 
 class TestChoice:
-    """What "auto" is where a GPU could be: the rule is told that this CPU, on which Triton is interpreted, is one."""
+    """The choice of "auto" on a GPU: the rule is told that this CPU, on which Triton is interpreted, is one."""
 
     @pytest.fixture(autouse=True)
     def _as_on_a_gpu(self, monkeypatch):

@@ -1,6 +1,6 @@
 """The flash backend against the reference, with a stand-in for flash-attn written from the package's documentation.
 
-What the package itself computes is in the last test, which needs a GPU.
+Only the last test runs the package itself, which needs a GPU.
 """
 
 import gc
@@ -26,12 +26,12 @@ from tests.kernels.test_scoped_attention import (
 
 
 class FlashAttn(types.ModuleType):
-    """flash-attn 2.8.3 in plain PyTorch: its documentation, and what its C++ refuses. Keeps the arguments of calls."""
+    """flash-attn 2.8.3 in plain PyTorch, as documented, with the checks of its C++ code. Records the arguments of calls."""
 
     def __init__(self):
         super().__init__("flash_attn")
         self.calls = []
-        self.dtypes = (torch.bfloat16, torch.float16, torch.float64)  # fp64 is what is compared exactly
+        self.dtypes = (torch.bfloat16, torch.float16, torch.float64)  # fp64 for exact comparisons
 
     def flash_attn_func(
         self, q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0,
@@ -57,7 +57,7 @@ class FlashAttn(types.ModuleType):
             assert cu_seqlens.dtype == torch.int32
             assert cu_seqlens.shape == (sequences + 1,)
             assert cu_seqlens.is_contiguous()
-            assert not cu_seqlens.is_inference()  # it is saved for the backward pass
+            assert not cu_seqlens.is_inference()  # it is saved for a backward pass
             assert isinstance(longest, int)
             assert (cu_seqlens[0], cu_seqlens[-1]) == (0, len(x))
             assert 0 <= cu_seqlens.diff().min() <= cu_seqlens.diff().max() <= longest
@@ -87,7 +87,7 @@ def pairs(cumulative):
 
 
 def attend(q, k, v, scale, causal, window, slopes):
-    """One sequence [queries, heads, H]; query i stands at key i + keys - queries, and -1 is a window without end."""
+    """One sequence [queries, heads, H]; query i is at key i + keys - queries, and a window of -1 has no limit."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     distance = torch.arange(len(q))[:, None] + len(k) - len(q) - torch.arange(len(k))
     left, right = window
@@ -101,7 +101,7 @@ def attend(q, k, v, scale, causal, window, slopes):
     scores = torch.einsum("inh,jnh->nij", q, k) * scale
     if slopes is not None:
         scores = scores - slopes.to(q.dtype)[:, None, None] * distance.abs()
-    # Rows that see nothing are zero, as the package has them.
+    # Rows that see nothing are zero, as in the package.
     weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1).masked_fill(~seen.any(dim=1, keepdim=True), 0)
     return torch.einsum("nij,jnh->inh", weights, v)
 
@@ -161,7 +161,7 @@ def test_documents_offsets_and_slopes(new_document, with_alibi, q_offset):
 
 @pytest.mark.usefixtures("package")
 def test_one_query_of_the_last_of_many_documents():
-    """As in decoding: of documents with no query yet, and of one query a document, the package's own paths differ."""
+    """As in decoding: the package takes other code paths for documents without queries and with one query each."""
     starts = torch.tensor([[0, 1, 1, 3, 3, 3], [0, 0, 0, 0, 0, 0]])
     qkv, do = draw(B=2, Lq=1, N=4, K=2, q_offset=5)
     for scopes in ([6, 6, 6, 6], [6, 2, 6, 2]):
@@ -259,7 +259,7 @@ def test_determinism_is_pytorchs_switch(package, wanted):
     assert [call.deterministic for call in package.calls] == [wanted] * 3
 
 
-# What is read on the host
+# Values read on the host
 
 
 def test_values_are_read_once_a_version(monkeypatch):
@@ -311,18 +311,18 @@ def test_what_was_read_goes_with_the_tensor():
 
 @pytest.mark.usefixtures("package")
 def test_training_after_inference():
-    """What is kept from an inference_mode pass serves the next training pass: heads without order, and documents."""
+    """Results cached in an inference_mode pass serve the next training pass: unevenly spaced heads, and documents."""
     flash._groups.cache_clear()
     qkv, do = draw(Lq=40, N=4, K=2)
     scopes, starts = torch.tensor([3, 9, 9, 3]), documents(1, 40)
     with torch.inference_mode():
         inferred = run(*qkv, scopes, starts)
-        run(*qkv, scopes.clone(), starts.clone())  # tensors of inference_mode
+        run(*qkv, scopes.clone(), starts.clone())  # tensors made under inference_mode
     assert_equals_reference(qkv, do, scopes, document_starts_BL=starts)
     assert torch.equal(run(*qkv, scopes, starts), inferred)
 
 
-# What is refused
+# Refusals
 
 
 def test_refuses_what_the_package_cannot_take():
@@ -354,7 +354,7 @@ def test_refuses_values_that_do_not_fit(monkeypatch):
     ):
         with pytest.raises(ValueError, match=message):
             run(q, k, v, [1, 2, 3, 4], torch.tensor([starts]))
-    monkeypatch.setattr(flash, "MOST_DOCUMENTS", 3)
+    monkeypatch.setattr(flash, "MAX_DOCUMENTS", 3)
     run(q, k, v, [1, 2, 3, 4], torch.tensor([[0, 1, 2, 2]]))
     with pytest.raises(ValueError, match='takes 3 documents a batch, not 4: use "triton"'):
         run(q, k, v, [1, 2, 3, 4], torch.tensor([[0, 1, 2, 3]]))

@@ -1,6 +1,6 @@
 """The FlexAttention backend: its block tables against brute force, its compiled forward against the reference.
 
-A CPU has no backward here; that test needs a GPU.
+FlexAttention has no backward pass on a CPU; that test needs a GPU.
 """
 
 import gc
@@ -22,7 +22,7 @@ SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):
-    """One thread, and nothing compiled or kept by the test before."""
+    """One thread, and nothing compiled or cached by earlier tests."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(flex, "_compiled", None)
@@ -35,12 +35,12 @@ def _fresh(monkeypatch):
 
 @pytest.fixture
 def uncompiled_kernel(monkeypatch):
-    """Dynamo as always, but no C++: what it traces and when it traces again, without the seconds of a compiler."""
+    """Dynamo as usual, but no C++: it traces and retraces without spending seconds in a compiler."""
     monkeypatch.setattr(flex, "_compiled", torch.compile(flex._attend, fullgraph=True, backend="eager"))
 
 
 def attend(qkv, scopes, starts=None, slopes=None, q_offset=0):
-    """FlexAttention's output and that of the reference."""
+    """The outputs of FlexAttention, the reference and PyTorch."""
     q, k, v = (x.detach() for x in qkv)
     arguments = (q, k, v, torch.as_tensor(scopes), starts, slopes, q_offset)
     found = flex.flex_attention(*arguments, q.shape[-1] ** -0.5)
@@ -61,18 +61,18 @@ def assert_equal(found_exact_and_pytorch):
 
 
 def seen_pairs(scopes, starts, queries, q_offset):
-    """[B or 1, N, Lq, Lk] from the rule, as booleans."""
+    """bool [B or 1, N, Lq, Lk], from the rule."""
     t, i = torch.arange(q_offset, queries + q_offset)[:, None], torch.arange(queries + q_offset)
     seen = (i <= t) & (i > t - torch.as_tensor(scopes).long()[:, None, None])
     return seen[None] if starts is None else seen & (i >= starts[:, None, q_offset:, None])
 
 
 def listed(num_blocks, indices):
-    """[..., rows, columns], True where a row lists a column; every index has to exist, and none to come twice."""
+    """[..., rows, columns], True where a row lists a column; every index must be valid, and none may be repeated."""
     columns = indices.shape[-1]
     assert num_blocks.shape == indices.shape[:-1]
     assert num_blocks.dtype == indices.dtype == torch.int32
-    for x in (num_blocks, indices):  # the kernels step from row to row by the strides of one that is whole
+    for x in (num_blocks, indices):  # the kernels assume the strides of a contiguous table
         assert x.stride() == torch.empty(x.shape).stride()
     assert ((indices >= 0) & (indices < columns)).all()
     counted = torch.arange(columns) < num_blocks[..., None]
@@ -119,7 +119,7 @@ def test_tables_of_any_inputs(data):
 
 
 def test_narrow_integers():
-    """int8 holds no length; neither that nor the largest int64 may wrap."""
+    """int8 can't hold a length; neither it nor the largest int64 may overflow."""
     for scopes in (torch.tensor([1, 100], dtype=torch.int8), torch.tensor([1, 2**63 - 1])):
         assert_tables(scopes, None, 300, 5)
 
@@ -148,8 +148,8 @@ def test_tables_are_those_of_create_block_mask(with_documents):
 
 
 def test_compiled_forward(monkeypatch):
-    """Lengths, scopes, documents, slopes, offsets, grouped queries; other values run what is compiled already."""
-    # Two lengths and numbers of blocks seen, so that both vary from the first compilation on.
+    """Lengths, scopes, documents, slopes, offsets, grouped queries; other values reuse the compiled program."""
+    # Two lengths and numbers of blocks first, so that both are dynamic from then on.
     with monkeypatch.context() as patch:
         patch.setattr(flex, "_compiled", torch.compile(flex._attend, fullgraph=True, backend="eager"))
         for L in (290, 140):
@@ -169,7 +169,7 @@ def test_compiled_forward(monkeypatch):
 
 
 def test_autocast_and_gradients_off(uncompiled_kernel):
-    """Inputs that require grad are taken where gradients are off."""
+    """Inputs that require grad are accepted where gradients are off."""
     (q, k, v), _ = draw(Lq=90, dtype=torch.float32)
     scopes = torch.tensor(MIXED)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
@@ -180,7 +180,7 @@ def test_autocast_and_gradients_off(uncompiled_kernel):
 
 
 def test_lengths_do_not_recompile_forever(uncompiled_kernel):
-    """Many shapes, of which each is right, and few are compiled for."""
+    """Many shapes: each result is right, and few programs are compiled."""
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for L in range(1, 400, 19):
         B = 1 + L % 2
@@ -192,7 +192,7 @@ def test_lengths_do_not_recompile_forever(uncompiled_kernel):
 
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
 def test_compiles_whole(backend):
-    """A block that calls it: the mask is made in the graph, and follows the scopes."""
+    """In a compiled block the mask is built in the graph, and follows the scopes."""
     q, k, v = (x.detach() for x in draw(1, 300, 4, 2, 16, dtype=torch.float32)[0])
     starts = documents(1, 300, 0.01) if backend == "aot_eager" else None
 
@@ -209,7 +209,7 @@ def test_compiles_whole(backend):
 
 
 def test_recompile_limit_is_an_error(uncompiled_kernel, monkeypatch):
-    """Past Dynamo's limit under the backend's own; past that with what varied, and never without compilation."""
+    """Past Dynamo's limit it still compiles; past the backend's own limit it raises, naming what varied, and never runs eagerly."""
     monkeypatch.setattr(flex, "RECOMPILE_LIMIT", 3)
     with torch._dynamo.config.patch(recompile_limit=1):
         for H in (16, 24, 32):
@@ -218,7 +218,7 @@ def test_recompile_limit_is_an_error(uncompiled_kernel, monkeypatch):
             RuntimeError, match=r"compiled 3 variants.*head dim \(.*40.*\).*RECOMPILE_LIMIT.*\"banded\""
         ):
             attend(draw(1, 200, 4, 2, 40, dtype=torch.float32)[0], MIXED)
-        assert_equal(attend(draw(1, 200, 4, 2, 24, dtype=torch.float32)[0], MIXED))  # what is compiled still runs
+        assert_equal(attend(draw(1, 200, 4, 2, 24, dtype=torch.float32)[0], MIXED))  # an existing program still runs
 
 
 def test_never_runs_uncompiled():
@@ -292,7 +292,7 @@ def test_few_masks_are_kept_and_none_without_its_documents(dtype, monkeypatch):
 
 
 def test_inference_tensors():
-    """They do not tell when they change; and what an evaluation leaves has to serve training."""
+    """They do not track changes; and masks cached by an evaluation have to work in training."""
     scopes = torch.tensor(MIXED)
     with torch.inference_mode():
         starts = documents(1, 300)

@@ -1,4 +1,4 @@
-"""Rotation with frequencies of each head's own: PyTorch and Triton against complex numbers."""
+"""Rotation with separate frequencies for each head: PyTorch and Triton against complex numbers."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from farsight.configs.schema import Llama3Rope, Rope, YarnRope
 from farsight.kernels import head_rotation
 from farsight.kernels.head_rotation import rotate_heads
-from farsight.model.adapt.garfa import head_scales
+from farsight.model.position.garfa import head_scales
 from farsight.model.position.rope import rope_frequencies, rope_tables, rotate
 from tests.running import ROOT, environment
 
@@ -27,7 +27,7 @@ def draw(B=2, L=9, K=3, H=8, dtype=torch.float64, shared=False):
 
 
 def written_out(x, positions, frequencies, factor):
-    """Complex numbers: dimension i and i + H/2 are one, multiplied by factor · exp(i · position · frequency)."""
+    """By complex numbers: dimensions i and i + H/2 form one, multiplied by factor · exp(i · position · frequency)."""
     half = x.shape[-1] // 2
     angle = positions[..., None, None].double() * frequencies.double()
     turned = torch.complex(x[..., :half].double(), x[..., half:].double()) * torch.polar(factor.double(), angle)
@@ -69,7 +69,7 @@ def test_only_what_is_needed_is_kept():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("H", "L", "shared"), [(8, 37, True), (24, 300, False), (128, 70, True)])
 def test_triton_against_torch(dtype, H, L, shared):
-    """On a GPU where there is one; elsewhere interpreted, where bf16 is cut off and not rounded: an ulp is left for that."""
+    """On a GPU if there is one, else interpreted, where bf16 is truncated instead of rounded: the tolerance allows an ulp."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, dy, positions, frequencies, factor = draw(H=H, L=L, dtype=dtype, shared=shared)
     x = x.transpose(1, 2).contiguous().transpose(1, 2)  # heads before tokens in memory
@@ -79,7 +79,7 @@ def test_triton_against_torch(dtype, H, L, shared):
         leaves = [z.detach().to(on).requires_grad_() for z in (x, frequencies)]
         y = rotate_heads(leaves[0], positions.to(on), leaves[1], factor.to(on), backend)
         results += [z.detach().cpu() for z in (y, *torch.autograd.grad(y, leaves, dy.to(on)))]
-        # Without the gradient by frequencies that by x is the same.
+        # The gradient of x is the same without that of the frequencies.
         y = rotate_heads(leaves[0], positions.to(on), leaves[1].detach(), factor.to(on), backend)
         assert torch.equal(torch.autograd.grad(y, leaves[0], dy.to(on))[0].cpu(), results[1])
     ulp = torch.finfo(dtype).eps
@@ -89,7 +89,7 @@ def test_triton_against_torch(dtype, H, L, shared):
 
 
 def test_heads_that_lie_far_apart(tmp_path):
-    """The third 2^31 numbers behind the first: in a file with holes, of which a few pages are read."""
+    """The third head is 2^31 numbers behind the first: in a sparse file, of which only a few pages are read."""
     from farsight.kernels import triton_head_rotation as kernels
 
     if torch.cuda.is_available():
@@ -97,7 +97,7 @@ def test_heads_that_lie_far_apart(tmp_path):
     x, dy, positions, frequencies, factor = draw(B=1, dtype=torch.bfloat16)
     large = torch.from_file(str(tmp_path / "holes"), shared=True, size=2**32 + 2**20, dtype=torch.bfloat16)
     (tmp_path / "holes").unlink()
-    # They start in the storage's middle, so that an offset that wraps around is in it, and wrong.
+    # They start in the middle of the storage, so that an offset that overflows stays inside it and reads wrong numbers.
     far, far_dy = (large.as_strided(x.shape, (0, 8, 2**30, 1), 2**31 + begin) for begin in (0, 2**19))
     far.copy_(x)
     far_dy.copy_(dy)
@@ -131,7 +131,7 @@ def test_compiled_checkpointed_and_under_autocast():
     ):
         for a, b in zip(found, expected, strict=True):
             assert_close(a, b, rtol=1e-5, atol=1e-4)
-    with torch.compiler.set_stance("fail_on_recompile"):  # layers of another temperature share what was compiled
+    with torch.compiler.set_stance("fail_on_recompile"):  # layers with another temperature share the compiled program
         factor.fill_(1.1)
         compiled(*leaves)
 
@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_refused(change, message):
 
 def test_kernels_compile_for_gpus_without_spills():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.triton_ahead_of_time", "head_rotation", "128"],
+        [sys.executable, "-m", "tests.kernels.triton_ahead_of_time", "head_rotation", "128"],
         cwd=ROOT, env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

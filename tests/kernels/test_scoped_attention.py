@@ -1,4 +1,4 @@
-"""Scoped attention: every backend against the reference, the reference against the formula written as three loops."""
+"""Scoped attention: every backend against the reference, and the reference against the formula written as three loops."""
 
 import logging
 import math
@@ -21,14 +21,14 @@ INT32_MAX = 2**31 - 1
 
 @pytest.fixture(params=["fused", "products"])
 def banded_path(request, monkeypatch):
-    """Both ways in which the banded backend computes a tile: CPU's fused kernel, and matrix products elsewhere."""
+    """Both ways in which the banded backend computes a tile: the CPU's fused kernel, and matrix products."""
     if request.param == "products":
         monkeypatch.setattr(banded, "_has_fused_kernel", lambda device: False)
 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """These tensors are too small to share out; what several threads change in the plan is tested by itself."""
+    """These tensors are too small for several threads; a separate test covers their effect on the plan."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -113,7 +113,7 @@ def test_visible_pairs_counts_the_mask(q_offset):
 
 
 def test_visible_pairs_at_the_papers_lengths():
-    """SCOPE's exponential scopes S_h = ceil(T^(h/N)) at 128k tokens and 32 heads leave a seventh of the causal pairs."""
+    """At 128k tokens and 32 heads, SCOPE's S_h = ceil(T^(h/N)) leaves a seventh of the causal pairs."""
     T, N = 131072, 32
     scopes = [math.ceil(round(T ** (h / N), 9)) for h in range(1, N + 1)]
     assert visible_pairs([T] * N, T) / visible_pairs(scopes, T) == pytest.approx(7.00, abs=0.01)
@@ -170,7 +170,7 @@ def test_query_offset(Lq, q_offset):
 
 
 def test_offset_rows_equal_rows_of_the_whole():
-    """Chunked prefill: the last rows alone give what they give in the whole sequence."""
+    """Chunked prefill: the last rows alone equal the last rows of the whole sequence."""
     (q, k, v), _ = draw(Lq=400, N=4)
     scopes = torch.tensor([3, 100, 390, 400])
     whole = scoped_attention(q, k, v, scopes)
@@ -180,7 +180,7 @@ def test_offset_rows_equal_rows_of_the_whole():
 @pytest.mark.parametrize("threads", [2, 3, 8])
 @pytest.mark.parametrize("kind", ["plain", "offset", "documents", "alibi"])
 def test_few_heads_on_many_threads(threads, kind):
-    """Long triangles and tiles are cut in several blocks, so that every thread has one."""
+    """Long triangles and tiles are cut into several blocks, so that every thread has one."""
     options = {
         "plain": {},
         "offset": {"q_offset": 70},
@@ -194,7 +194,7 @@ def test_few_heads_on_many_threads(threads, kind):
 
 
 def any_inputs(data, most, longest, H, dtype):
-    """Inputs, scopes and options of any kind; `most` bounds batch, key-value heads and queries a key-value head."""
+    """Arbitrary inputs, scopes and options; `most` bounds batch, key-value heads and query heads per key-value head."""
     B, K, ratio = (data.draw(st.integers(1, bound)) for bound in most)
     Lq, q_offset = data.draw(st.integers(1, longest)), data.draw(st.sampled_from([0, 0, 1, 37, 130]))
     N, L = K * ratio, Lq + q_offset
@@ -269,7 +269,7 @@ def test_strided_inputs(with_documents):
 
 @pytest.mark.usefixtures("banded_path")
 def test_nothing_depends_on_uninitialised_memory():
-    assert torch.utils.deterministic.fill_uninitialized_memory  # torch.empty gives NaN while the mode below is on
+    assert torch.utils.deterministic.fill_uninitialized_memory  # makes torch.empty return NaN in the mode below
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
@@ -294,7 +294,7 @@ def test_autocast_changes_nothing(backend):
 
 
 def test_training_after_inference():
-    """Masks kept from an inference_mode pass serve the next training pass."""
+    """Masks cached in an inference_mode pass serve the next training pass."""
     masks._cached_band_mask.cache_clear()
     qkv, do = draw(Lq=90)
     scopes = torch.tensor([3, 20, 50, 90])
@@ -337,7 +337,7 @@ def test_compiles_whole_and_logs_its_pick_once(caplog):
 
 
 def test_selective_checkpointing_saves_the_op(monkeypatch):
-    """With the op on the list of what to save, the backward recomputes what is around it and not attention."""
+    """With the op on the list of operators to save, the backward pass does not recompute attention."""
     calls = []
     plan = banded.plan
     monkeypatch.setattr(banded, "plan", lambda *args: calls.append(1) or plan(*args))
@@ -370,13 +370,13 @@ def test_memory_is_linear_in_tokens(kind):
         }[kind]
         return extra_bytes(lambda: with_grads(qkv, do, [20, L // 3, L], **options), "cpu")
 
-    # Twice, but for the steps in which chunks grow; with stored scores it would be four times.
+    # About twice, since chunks grow in steps; with stored scores it would be four times.
     longer = peak(8192)
     assert 0 < longer < 3 * peak(4096)
     assert longer < 8192 * 8192  # a quarter of one head's scores
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

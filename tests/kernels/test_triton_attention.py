@@ -1,7 +1,7 @@
-"""The Triton kernels against the reference, and compiled for GPUs that are not here.
+"""The Triton kernels against the reference, and compiled for GPUs that this machine lacks.
 
-On a machine with a GPU they run there; elsewhere Triton interprets them on the CPU, which shows neither a GPU's own
-rounding nor what its compiler does.
+On a machine with a GPU they run there; elsewhere Triton interprets them on the CPU, which tests neither a GPU's rounding
+nor its compiler.
 """
 
 import json
@@ -30,12 +30,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def on_device(tensors):
-    """Leaves there, with the strides that they have here."""
+    """The tensors as leaves on the device, with the same strides."""
     return [x.detach().to(DEVICE).requires_grad_() for x in tensors]
 
 
 def triton_with_grads(qkv, do, scopes, **options):
-    """Runs on the device and comes back."""
+    """Output and gradients, computed on the device and copied back."""
     return [x.cpu() for x in with_grads(on_device(qkv), do.to(DEVICE), scopes, backend="triton", **options)]
 
 
@@ -47,8 +47,8 @@ def assert_no_worse_than_pytorch(qkv, do, scopes, **options):
     o = math_attention(*qkv, torch.as_tensor(scopes), *extra)
     pytorch = o, *torch.autograd.grad(o, qkv, do)
     found = triton_with_grads(qkv, do, scopes, **options)
-    # dq and dk come from differences of products do · v, which cancel: where a head sees one token, to zero. The kernel
-    # takes the two from different sums.
+    # dq and dk come from differences of products do · v, which cancel: to zero if a head sees one token. The kernel computes
+    # the two products as different sums.
     cancelled = 2 * float(do.norm(dim=-1).max() * qkv[2].detach().norm(dim=-1).max())
     for name, a, theirs, ours in zip(("o", "dq", "dk", "dv"), exact, pytorch, found, strict=True):
         assert ours.dtype == qkv[0].dtype
@@ -60,13 +60,13 @@ def assert_no_worse_than_pytorch(qkv, do, scopes, **options):
 
 @pytest.mark.parametrize("L", [1, 63, 65, 127, 129])
 def test_lengths_and_scopes(L):
-    """Every kind of scope in a head of its own."""
+    """Every kind of scope, each in its own head."""
     scopes = [*(SCOPES[kind](L)[0] for kind in SCOPES if kind != "mixed"), 2, 40, max(1, L - 1)]
     assert_no_worse_than_pytorch(*draw(Lq=L, N=8, K=2, H=16, dtype=torch.float32), scopes)
 
 
 def test_a_long_sequence():
-    """Runs of blocks that all queries see, on both sides of which some do not."""
+    """Runs of blocks that all queries see, between blocks that only some see."""
     starts = documents(1, 1000, 0.003)
     qkv, do = draw(Lq=1000, N=2, K=1, H=16, dtype=torch.float32)
     assert_no_worse_than_pytorch(qkv, do, [1000, 300], document_starts_BL=starts)
@@ -104,7 +104,7 @@ def test_any_inputs(data):
 
 
 def test_strided_inputs_and_uninitialised_memory():
-    """Heads and tokens in any order in memory; torch.empty gives NaN."""
+    """Heads and tokens in any order in memory; torch.empty returns NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
@@ -138,7 +138,7 @@ def test_opcheck_and_whole_compilation():
     found = o, *torch.autograd.grad(o, (q, k, v), do)
     for a, b in zip(found, with_grads((q, k, v), do, scopes, backend="reference"), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-    # Other scopes go through what was compiled for these.
+    # Other scopes reuse the compiled program.
     with torch.compiler.set_stance("fail_on_recompile"):
         found = compiled(q, k, v, torch.tensor([9, 1], device=DEVICE))
     torch.testing.assert_close(
@@ -176,13 +176,13 @@ def test_a_cpu_is_told_what_to_use():
 
 
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Most bytes a program may have; the compiler does not check."""
+"""Most bytes of shared memory per program; the compiler does not check."""
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv", "decode", "delta", "combine"])
 def test_every_tile_compiles_without_spills_and_fits(kernel):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.triton_ahead_of_time", kernel, "64", "128"],
+        [sys.executable, "-m", "tests.kernels.triton_ahead_of_time", kernel, "64", "128"],
         cwd=ROOT, env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

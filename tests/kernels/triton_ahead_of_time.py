@@ -1,8 +1,8 @@
-"""Compiles a Triton kernel for GPUs that are not here; prints registers, spills and shared memory as JSON lines.
+"""Compiles a Triton kernel for GPUs that this machine lacks; prints registers, spills and shared memory as JSON lines.
 
-    python -m tests.triton_ahead_of_time forward|dq|dkv|decode|delta|combine|head_rotation HEAD_DIM …
+    python -m tests.kernels.triton_ahead_of_time forward|dq|dkv|decode|delta|combine|head_rotation HEAD_DIM …
 
-A process of its own: not one in which the kernels are interpreted.
+It runs in a separate process, because the tests' process may have the kernels interpreted.
 """
 
 import itertools
@@ -44,7 +44,7 @@ KERNELS = {
     "rotate_backward": triton_head_rotation.rotate_backward_kernel,
 }
 TOGETHER = {"head_rotation": ("rotate", "rotate_backward")}
-GROUPS = {"decode": (4, 32)}  # query heads of a key-value head, where they change the block; else 4
+GROUPS = {"decode": (4, 32)}  # query heads per key-value head, if they change the block; else 4
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTERS = dict.fromkeys(
     ("p_scopes", "p_order", "p_positions"), "*i64"
@@ -92,7 +92,7 @@ def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, starts
 
 
 def registers_and_spills(ptx: str, sm: int) -> dict[str, int]:
-    """What the assembler says of the machine code; the binary alone does not tell."""
+    """Registers and spills as the assembler reports them; the binary alone does not contain them."""
     target = re.search(r"\.target\s+(\w+)", ptx).group(1)
     assembler = Path(triton.__file__).parent / "backends/nvidia/bin" / ("ptxas-blackwell" if sm >= 100 else "ptxas")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -106,12 +106,12 @@ def registers_and_spills(ptx: str, sm: int) -> dict[str, int]:
 
 def main() -> None:
     asked, *head_dims = sys.argv[1:]
-    # float16 is bfloat16 to the compiler: the same instructions and sizes.
+    # float16 compiles like bfloat16: the same instructions and sizes.
     for name, head_dim, dtype, sm in itertools.product(
         TOGETHER.get(asked, (asked,)), map(int, head_dims), (torch.bfloat16, torch.float32), (80, 90, 100)
     ):
         for group in GROUPS.get(name, (4,)):
-            # Documents and slopes: what takes most registers.
+            # Documents and slopes take the most registers.
             compiled = compile_kernel(name, head_dim, dtype, sm, starts=True, slopes=True, group=group)
             report = {"kernel": name, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."), "sm": sm}
             report["group"] = group

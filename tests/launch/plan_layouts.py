@@ -9,7 +9,6 @@ pipeline, and AdamW steps once.
 
 import json
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -18,14 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import ParallelDims
 
+from farsight.configs.load import shipped_configs
 from farsight.configs.schema import JobConfig
-from farsight.launch.recipe import load_recipe
 from farsight.model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from farsight.parallel.device import prepare_device
 from farsight.parallel.parallelize import parallelize
-from farsight.parallel.pipeline import ShareOfLoss, pipeline
+from farsight.parallel.pipeline import LossShare, pipeline
+from farsight.training.stages import load_recipe
 
-RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
+CONFIGS = shipped_configs()
 
 
 def parts_of_rank(config: JobConfig, rank: int, gpus: int) -> list[nn.Module]:
@@ -47,7 +47,7 @@ def parts_of_rank(config: JobConfig, rank: int, gpus: int) -> list[nn.Module]:
     freeze_all_but(model, trained_layers(config))
     if dims.pp_enabled:
         config.training.local_batch_size = max(config.training.local_batch_size, dims.pp)  # as the schedule asks for
-        _, parts, *_ = pipeline(model, dims, config, torch.device("cpu"), None, parallelize, ShareOfLoss())
+        _, parts, *_ = pipeline(model, dims, config, torch.device("cpu"), None, parallelize, LossShare())
         return parts
     return [parallelize(model, dims, config)]
 
@@ -69,7 +69,7 @@ def main(cases: list[dict]) -> None:
     prepare_device()
     known: dict[tuple, int] = {}  # stages that differ in length or position alone have the same optimizer
     for case in cases:
-        _, stages = load_recipe(RECIPES / f"{case['recipe']}.toml", case["options"])
+        _, stages = load_recipe(CONFIGS[case["recipe"]], case["options"])
         for stage in stages:
             pipelined = stage.config.parallelism.pipeline_parallel_degree > 1
             for rank in (0, case["gpus"] - 1) if pipelined else (0,):

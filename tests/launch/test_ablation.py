@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from farsight.configs.check import ConfigError
-from farsight.launch import ablation, evaluations
-from farsight.launch.ablation import main, read_experiments
-from farsight.launch.ablation_tables import BASE, MEAN, differences, markdown, text, with_means
-from farsight.launch.evaluations import Evaluation, evaluate, read_evaluations
+from farsight.launch.ablation import ablation, evaluations
+from farsight.launch.ablation.__main__ import main
+from farsight.launch.ablation.ablation import read_experiments
+from farsight.launch.ablation.evaluations import Evaluation, evaluate, read_evaluations
+from farsight.launch.ablation.tables import BASE, MEAN, differences, markdown, text, with_means
 from tests.running import ROOT
 
-TINY = ROOT / "configs" / "finetune" / "tiny"
+CONFIGS = ROOT / "configs" / "finetune"
 
 NAMES = ("MMLU", "GPQA", "HumanEval+", "MATH", "MGSM", "ARC")
 TABLE_4 = {
@@ -81,21 +82,21 @@ def faked(tmp_path, monkeypatch):
         ablation.Experiment, "training", lambda e: [sys.executable, str(tmp_path / "train.py"), *training(e)[2:]]
     )
     monkeypatch.setattr(
-        ablation.Experiment, "merging", lambda e: [sys.executable, str(tmp_path / "merge.py"), *merging(e)[3:]]
+        ablation.Experiment, "merging", lambda e: [sys.executable, str(tmp_path / "merge.py"), *merging(e)[4:]]
     )
     entry = '[[evaluations]]\nname = "{0}"\ncommand = "python {1} {{model}} {0} {{json}}"\nvalue = "results.{0}.acc,none"\npercent = true\n'
     entries = [entry.format(name, tmp_path / "evaluate.py") for name in ("plain", "dated", "broken")]
     (tmp_path / "evaluations.toml").write_text("".join(entries))
     monkeypatch.chdir(ROOT)
-    configs = sorted(str(path) for path in TINY.glob("ablation_*.toml"))
-    return [*configs, "--evaluations", str(tmp_path / "evaluations.toml"), "--out", str(tmp_path / "out")]
+    configs = sorted(str(path) for path in CONFIGS.glob("ablation_*.toml"))
+    return [*configs, "--evaluations", str(tmp_path / "evaluations.toml"), "--out", str(tmp_path / "out"), "--tiny"]
 
 
 def test_runs_measures_and_goes_on_after_failures(faked, tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.setenv("FAIL", "1")
     copy = tmp_path / "copy.json"
     assert main([*faked, "--training.steps", "7", "--json", str(copy)]) == 1
-    assert (tmp_path / "out" / "log").read_text() == "".join(f"trained {x} --training.steps 7\n" for x in "acd")
+    assert (tmp_path / "out" / "log").read_text() == "".join(f"trained {x} --training.steps 7 --tiny\n" for x in "acd")
     figures = json.loads(copy.read_text())
     assert figures["failures"][0] == "training B ended with status 3"
     assert "broken of C ended with status 7" in figures["failures"][1]
@@ -122,7 +123,7 @@ def test_runs_measures_and_goes_on_after_failures(faked, tmp_path, monkeypatch, 
     (tmp_path / "evaluate.py").write_text(EVALUATION.replace('"broken"', '""'))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/evaluations/plain.json")}
     assert main([*faked, "--training.steps", "7"]) == 0
-    assert (tmp_path / "out" / "log").read_text().splitlines()[3:] == ["trained b --training.steps 7"]
+    assert (tmp_path / "out" / "log").read_text().splitlines()[3:] == ["trained b --training.steps 7 --tiny"]
     assert before == {path: path.stat().st_mtime_ns for path in before}
     results = json.loads((tmp_path / "out" / "ablation.json").read_text())["results"]
     assert (results["C"]["broken"], results["B"]["plain"]) == (60.0, 70.0)
@@ -171,13 +172,11 @@ def test_what_crashes_or_does_not_start_is_a_failure(faked, tmp_path, monkeypatc
 def test_a_base_that_garfa_has_changed_is_not_the_base(faked, tmp_path):
     """With the paper's start, alpha is 9.012 before the first step: the base's loss is of the first run without it."""
     changed = tmp_path / "ablation_a.toml"
-    changed.write_text(
-        Path(faked[0]).read_text().replace('"ablation.toml"', f'"{TINY}/ablation.toml"') + 'init = "paper"\n'
-    )
-    assert main([str(changed), "--out", str(tmp_path / "out")]) == 0
+    changed.write_text(f'base = "{faked[0]}"\n[garfa]\ninit = "paper"\n')
+    assert main([str(changed), "--tiny", "--out", str(tmp_path / "out")]) == 0
     found = json.loads((tmp_path / "out" / "ablation.json").read_text())
     assert (found["results"], found["note"]) == ({BASE: {}, "A": {"held-out loss": 2.0}}, "")
-    assert main([str(changed), faked[1], "--out", str(tmp_path / "out"), "--base_model.quantization", "none"]) == 0
+    assert main([str(changed), faked[1], *faked[6:], "--base_model.quantization", "none"]) == 0
     found = json.loads((tmp_path / "out" / "ablation.json").read_text())
     assert found["results"][BASE] == {"held-out loss": 3.0}
     assert found["note"] == "held-out loss of the base: before B's first step, in float32"
@@ -219,7 +218,7 @@ def test_dry_run_prints_commands_and_runs_none(faked, tmp_path, capsys):
     assert main([*faked, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 * 4 + 3 * 5
-    assert lines[0].endswith(f"--job.dump_folder {tmp_path}/out/ablation_a")
+    assert lines[0].endswith(f"--job.dump_folder {tmp_path}/out/ablation_a --tiny")
     assert not (tmp_path / "out").exists()
 
 

@@ -8,25 +8,25 @@ from pathlib import Path
 import pytest
 
 from farsight.analysis.loss_curves.__main__ import main as loss_curves
-from farsight.launch import depth_sweep
-from farsight.launch.recipe import load_recipe
+from farsight.configs.load import shipped_configs
+from farsight.launch.depth_sweep import depth_sweep
+from farsight.launch.depth_sweep.__main__ import main
+from farsight.training.stages import load_recipe
 from tests.reports.test_report import write_run
 
-RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
+CONFIGS = shipped_configs()
 
 
 def test_a_sweep_changes_the_depth_alone(tmp_path, capsys):
     """Each printed command is that of a recipe whose stages equal the given one's but for their layers and folder."""
-    given = [str(RECIPES / f"probe_{name}.toml") for name in ("scope", "rope")]
+    given = [str(CONFIGS[f"probe_{name}"]) for name in ("scope", "rope")]
     out = tmp_path / "sweep"
-    depth_sweep.main(
-        [*given, "--depths", "4", "2", "--out", str(out), "--nproc", "3", "--dry-run", "--optimizer.lr", "0.001"]
-    )
+    main([*given, "--depths", "4", "2", "--out", str(out), "--nproc", "3", "--dry-run", "--optimizer.lr", "0.001"])
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [command[1:4] for command in commands] == [["-m", "farsight", "recipe"]] * 4
-    assert [command[4:] for command in commands] == [["--nproc", "3", "--optimizer.lr", "0.001"]] * 4
+    assert [command[5:] for command in commands] == [["--nproc", "3", "--optimizer.lr", "0.001"]] * 4
     for command, (recipe, depth) in zip(commands, [(r, d) for r in given for d in (2, 4)], strict=True):
-        (plain,), (swept,) = (load_recipe(Path(path), {})[1] for path in (recipe, command[3]))
+        (plain,), (swept,) = (load_recipe(Path(path), {})[1] for path in (recipe, command[4]))
         assert swept.config.architecture.n_layers == depth
         assert swept.folder.parent == out / f"{Path(recipe).stem}_{depth}"
         swept.config.architecture = plain.config.architecture
@@ -43,19 +43,19 @@ def test_a_sweep_runs_what_is_printed_and_stops_where_one_fails(tmp_path, monkey
 
     monkeypatch.setattr(depth_sweep, "run_child", fake)
     with pytest.raises(SystemExit, match="probe_rope_4 ended with status 1"):
-        depth_sweep.main([str(RECIPES / "probe_rope.toml"), "--depths", "2", "4", "8", "--out", str(tmp_path)])
+        main([str(CONFIGS["probe_rope"]), "--depths", "2", "4", "8", "--out", str(tmp_path)])
     assert ran == [[sys.executable, "-m", "farsight", "recipe", str(tmp_path / f"probe_rope_{n}.toml")] for n in (2, 4)]
 
 
 def test_a_depth_that_something_else_sets_is_refused(tmp_path):
-    arguments = [str(RECIPES / "probe_rope.toml"), "--depths", "2", "--out", str(tmp_path), "--dry-run"]
+    arguments = [str(CONFIGS["probe_rope"]), "--depths", "2", "--out", str(tmp_path), "--dry-run"]
     with pytest.raises(SystemExit, match="3 layers where the sweep sets 2"):
-        depth_sweep.main([*arguments, "--architecture.n_layers", "3"])
+        main([*arguments, "--architecture.n_layers", "3"])
 
 
 def test_recipes_of_one_name_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        depth_sweep.main([str(RECIPES / "probe_rope.toml")] * 2 + ["--depths", "2", "--out", str(tmp_path)])
+        main([str(CONFIGS["probe_rope"])] * 2 + ["--depths", "2", "--out", str(tmp_path)])
     assert "share a folder" in capsys.readouterr().err
 
 

@@ -12,10 +12,10 @@ from farsight.configs.check import ConfigError
 from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import build_config, load_config
+from farsight.launch.plan.__main__ import main as plan
 from farsight.launch.plan.finetune_fit import Device, find_device, memory_text, suggestions
 from farsight.launch.plan.finetune_memory import adapter_parameters, base_weights, finetune_memory, is_linear
 from farsight.launch.plan.layout import Layout
-from farsight.launch.plan.plan import main as plan
 from farsight.launch.plan.suggest import changed
 from farsight.model.adapt.garfa import train_garfa
 from farsight.model.adapt.layers import adapted
@@ -124,7 +124,7 @@ def test_layers_of_the_ablation_are_the_papers(x):
     lora, garfa = {"a": (SENSITIVE,) * 2, "b": (SENSITIVE, RANDOM), "c": (RANDOM, SENSITIVE), "d": (RANDOM,) * 2}[x]
     config = load_config(["--job.config_file", str(CONFIGS / f"ablation_{x}.toml")], FinetuneConfig)
     assert (adapted(config).lora, adapted(config).garfa) == (lora, garfa)
-    tiny = load_config(["--job.config_file", str(CONFIGS / "tiny" / f"ablation_{x}.toml")], FinetuneConfig)
+    tiny = load_config(["--job.config_file", str(CONFIGS / f"ablation_{x}.toml"), "--tiny"], FinetuneConfig)
     tiny.architecture = small(architecture={"n_layers": 4}).architecture
     lora, garfa = {"a": ((0, 3),) * 2, "b": ((0, 3), (1, 2)), "c": ((1, 2), (0, 3)), "d": ((1, 2),) * 2}[x]
     assert (adapted(tiny).lora, adapted(tiny).garfa) == (lora, garfa)
@@ -433,10 +433,11 @@ def test_plan_of_a_fine_tuning_config(tmp_path, capsys):
 
 
 def test_every_config_can_be_planned(tmp_path):
-    for path in sorted([*CONFIGS.glob("*.toml"), *CONFIGS.glob("tiny/ablation_*.toml")]):
-        out = tmp_path / f"{path.parent.name}_{path.stem}.json"
+    paths = sorted({*CONFIGS.glob("*.toml")} - {CONFIGS / "tiny.toml"})
+    for path, tiny in [*((p, []) for p in paths), *((p, ["--tiny"]) for p in sorted(CONFIGS.glob("ablation_*.toml")))]:
+        out = tmp_path / f"{path.stem}{'_'.join(tiny)}.json"
         # The quickstart's base is made by its recipe.
-        made = path.parent.name == "tiny" or path.stem == "quickstart"
-        options = ["--model.flavor=tiny"] if made else []
+        made = tiny or path.stem == "quickstart"
+        options = [*tiny, "--model.flavor=tiny"] if made else []
         assert plan([str(path), "--gpu", "h100-80g", "--json", str(out), *options]) == 0, path
         assert json.loads(out.read_text())["fits"], path

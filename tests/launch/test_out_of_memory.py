@@ -5,7 +5,8 @@ import torch
 
 from farsight.launch.plan.finetune_fit import Device
 from farsight.launch.plan.finetune_memory import finetune_memory
-from farsight.launch.plan.out_of_memory import MemoryMarks, MemoryRecorder, explain_out_of_memory
+from farsight.launch.plan.out_of_memory import explain_out_of_memory
+from farsight.training.memory_recorder import MemoryMarks, MemoryRecorder
 from tests.launch.test_finetune_memory import paper
 
 GIB = 2**30

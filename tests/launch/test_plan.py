@@ -9,24 +9,25 @@ import pytest
 import torch
 from torchtitan.distributed import activation_checkpoint
 
-from farsight.configs.load import ConfigError, build_config
+from farsight.configs.load import ConfigError, build_config, shipped_configs
 from farsight.data.tokenizers.tokenizer import train_sentencepiece
 from farsight.kernels.scoped_attention.semantics import visibility
+from farsight.launch.plan.__main__ import main
 from farsight.launch.plan.costs import bandwidth, flops_per_token, step_time, step_traffic
 from farsight.launch.plan.hardware import GPUS, Efficiency, find_gpu
 from farsight.launch.plan.heads import compare_head_layouts, imbalance, rank_pairs
 from farsight.launch.plan.layout import Layout
 from farsight.launch.plan.memory import rank_memory, saved_activations
-from farsight.launch.plan.plan import main, make_plan
+from farsight.launch.plan.plan import make_plan
 from farsight.launch.plan.suggest import as_options
-from farsight.launch.recipe import load_recipe
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.position.scope import geometric_scopes
 from farsight.parallel.context import pieces
 from farsight.parallel.parallelize import saved_ops
+from farsight.training.stages import load_recipe
 from tests.running import ROOT, environment
 
-RECIPES = ROOT / "configs" / "recipes"
+CONFIGS = shipped_configs()
 MAIN = {
     "rope_llama3_8b": 32,
     "scope_llama3_8b": 32,
@@ -47,7 +48,7 @@ OTHERS = [
 
 
 def stages_of(recipe, options=None):
-    return load_recipe(RECIPES / f"{recipe}.toml", options or {})[1]
+    return load_recipe(CONFIGS[recipe], options or {})[1]
 
 
 def planned(recipe, stage, gpus, gpu="a100-80g", options=None):
@@ -64,7 +65,7 @@ def allocated():
     cases = [{"recipe": name, "gpus": gpus, "options": {}} for name, gpus in MAIN.items()]
     cases += OTHERS
     done = subprocess.run(
-        [sys.executable, "-m", "tests.plan_layouts", json.dumps(cases)],
+        [sys.executable, "-m", "tests.launch.plan_layouts", json.dumps(cases)],
         cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
@@ -347,7 +348,7 @@ def test_more_overlap_hides_more_traffic():
 
 def test_a_plan_has_the_contracts_keys(tmp_path, capsys):
     out = tmp_path / "plan.json"
-    command = [str(RECIPES / "scope_llama3_8b.toml"), "--gpus", "64", "--gpu", "h100-80g", "--json", str(out)]
+    command = [str(CONFIGS["scope_llama3_8b"]), "--gpus", "64", "--gpu", "h100-80g", "--json", str(out)]
     assert main(command) == 0
     figures = json.loads(out.read_text())
     assert {"parameters", "gradients", "optimizer", "activations", "logits"} <= figures["per_rank_bytes"].keys()
@@ -390,7 +391,7 @@ def test_vocabulary_is_that_of_the_weights_a_run_starts_from(tmp_path):
 
 
 def test_what_cannot_be_planned_is_said(capsys):
-    tiny, recipe = str(ROOT / "configs/tiny.toml"), str(RECIPES / "scope_llama3_8b.toml")
+    tiny, recipe = str(ROOT / "configs/tiny.toml"), str(CONFIGS["scope_llama3_8b"])
     for arguments, says in (
         ([tiny, "--gpu", "h100"], "--gpu h100 is not in launch/plan/hardware.py. Did you mean 'h100-80g'?"),
         ([tiny, "--windows", "2"], "--windows: 2 must be more than 0 and at most 1"),

@@ -1,4 +1,4 @@
-"""Recipes: the shipped ones against their papers, and whole runs of their tiny twins."""
+"""Recipes: the shipped ones against their papers, and whole runs of their tiny forms."""
 
 import json
 import math
@@ -15,8 +15,8 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from farsight.benchmarks.forked import Forked
-from farsight.checkpoints.model_dir.api import load_model, read_model_config
-from farsight.configs.load import load_config
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.configs.load import load_config, shipped_configs
 from farsight.configs.schema import (
     Alibi,
     Bias,
@@ -31,16 +31,17 @@ from farsight.configs.schema import (
     SlidingWindow,
     YarnRope,
 )
-from farsight.launch.recipe import load_recipe, main
-from farsight.launch.recipe_check import check_stages
+from farsight.launch.recipe.__main__ import main
+from farsight.launch.recipe.check import check_stages
 from farsight.model.build import ModelConfig, count_parameters, trained_layers
+from farsight.training.stages import load_recipe
 from tests.running import ROOT, forked, metrics, run
 
-RECIPES = ROOT / "configs" / "recipes"
+CONFIGS = shipped_configs()
 
 
 def test_scope_llama3_8b_is_table_5():
-    _, stages = load_recipe(RECIPES / "scope_llama3_8b.toml", {})
+    _, stages = load_recipe(CONFIGS["scope_llama3_8b"], {})
     training = [stage.config.training for stage in stages]
     assert [t.seq_len for t in training] == [4096, 32768, 131072]
     assert [s.config.optimizer.lr for s in stages] == [3e-4, 3e-5, 1e-5]
@@ -61,7 +62,7 @@ def test_scope_llama3_8b_is_table_5():
 
 
 def test_its_data_is_table_4():
-    _, stages = load_recipe(RECIPES / "scope_llama3_8b.toml", {})
+    _, stages = load_recipe(CONFIGS["scope_llama3_8b"], {})
     first, *extensions = [stage.config.data.sources for stage in stages]
     assert [(s.name, s.weight) for s in first] == [
         ("tiiuae/falcon-refinedweb", 0.7), ("allenai/c4", 0.2), ("bigcode/starcoderdata", 0.1),
@@ -72,8 +73,8 @@ def test_its_data_is_table_4():
 
 
 def test_scope_lasp_differs_in_rotation_alone():
-    _, plain = load_recipe(RECIPES / "scope_llama3_8b.toml", {})
-    _, lasp = load_recipe(RECIPES / "scope_lasp_llama3_8b.toml", {})
+    _, plain = load_recipe(CONFIGS["scope_llama3_8b"], {})
+    _, lasp = load_recipe(CONFIGS["scope_lasp_llama3_8b"], {})
     for a, b in zip(plain, lasp, strict=True):
         assert a.config.training == b.config.training
         assert a.config.data == b.config.data
@@ -96,20 +97,20 @@ SMALL = {
     "alibi": Position(rotary=NoRotary(), bias=Alibi()),
     "uniform_alibi": Position(rotary=NoRotary(), bias=Alibi(uniform=True)),
 }
-"""Recipes that are small enough to need no twin: passkey_*, inside_* and probe_*."""
+"""Recipes that are small enough to need no --tiny: passkey_*, inside_* and probe_*."""
 SMALL_NAMES = [
     *(f"{group}_{name}" for group in ("passkey", "inside") for name in ("scope", "rope", "nope", "alibi")),
     *(f"probe_{name}" for name in SMALL),
 ]
-NAMES = sorted({path.stem for path in RECIPES.glob("*.toml")} - set(SMALL_NAMES))
+NAMES = sorted({name for name, path in CONFIGS.items() if "recipes" in path.parts} - set(SMALL_NAMES))
 PARAMETERS = {"llama3_8b": 8_030_261_248, "qwen3_2b": 2_010_261_504, "smollm3_3b": 3_075_098_624}
 """Llama-3-8B's and SmolLM3's as published; Qwen3-2B's with the KV heads and feed-forward that the paper leaves open."""
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_builds_and_its_tiny_twin_differs_in_size_alone(name):
+def test_every_recipe_builds_and_its_tiny_form_differs_in_size_alone(name):
     expected = next((n for model, n in PARAMETERS.items() if name.endswith(model)), None)
-    recipe, stages = load_recipe(RECIPES / f"{name}.toml", {})
+    recipe, stages = load_recipe(CONFIGS[name], {})
     assert recipe.name == name
     check_stages(stages, recipe.gpus)
     for stage in stages:
@@ -118,7 +119,7 @@ def test_every_recipe_builds_and_its_tiny_twin_differs_in_size_alone(name):
             assert round(counted / 1e6) == pytest.approx(212, abs=1)  # Table 3; 212,755,200
         else:
             assert counted == expected
-    small_recipe, small = load_recipe(RECIPES / "tiny" / f"{name}.toml", {})
+    small_recipe, small = load_recipe(CONFIGS[name], {"tiny": True})
     assert small_recipe.name == name
     check_stages(small, 1)
     for stage, twin in zip(stages, small, strict=True):
@@ -145,7 +146,7 @@ def test_every_recipe_builds_and_its_tiny_twin_differs_in_size_alone(name):
 def test_the_small_recipes_of_a_comparison_differ_in_position_alone(group, parameters):
     compared = []
     for full in (name for name in SMALL_NAMES if name.startswith(group)):
-        recipe, stages = load_recipe(RECIPES / f"{full}.toml", {})
+        recipe, stages = load_recipe(CONFIGS[full], {})
         assert recipe.name == full
         check_stages(stages, 1)
         for number, stage in enumerate(stages):
@@ -166,21 +167,21 @@ def test_the_small_recipes_of_a_comparison_differ_in_position_alone(group, param
 
 def test_no_config_stands_unused():
     configs = ROOT / "configs"
-    bases, seen = set(), [configs / "quickstart.toml", *(RECIPES / f"{name}.toml" for name in NAMES)]
-    seen += [RECIPES / f"{name}.toml" for name in SMALL_NAMES]
-    twins = [RECIPES / "tiny" / f"{name}.toml" for name in NAMES]
-    left = [*seen, *twins]
+    bases, seen = set(), [configs / "quickstart.toml", *(CONFIGS[name] for name in NAMES)]
+    seen += [CONFIGS[name] for name in SMALL_NAMES]
+    left = [*seen]
     while left:
         path = left.pop()
-        named = tomllib.loads(path.read_text()).get("base", [])
-        for base in [named] if isinstance(named, str) else named:
-            base = (path.parent / base).resolve()
-            if base not in bases:
-                bases.add(base)
-                left.append(base)
+        values = tomllib.loads(path.read_text())
+        for named in (values.get("base", []), values.get("tiny", {}).get("base", [])):
+            for base in [named] if isinstance(named, str) else named:
+                base = (path.parent / base).resolve()
+                if base not in bases:
+                    bases.add(base)
+                    left.append(base)
     # These are built, and planned, by tests of their own.
     alone = {configs / "tiny.toml", *(configs / "sizes").glob("*.toml"), *(configs / "finetune").rglob("*.toml")}
-    assert set(configs.rglob("*.toml")) == {*seen, *twins, *bases, *alone}
+    assert set(configs.rglob("*.toml")) == {*seen, *bases, *alone}
     quickstart = [stage.config for stage in load_recipe(configs / "quickstart.toml", {})[1]]
     for config in [*quickstart, load_config(["--job.config_file", str(configs / "tiny.toml")])]:
         assert 5e5 < count_parameters(ModelConfig.from_job(config)) < 2e6
@@ -199,7 +200,7 @@ def test_lasp_is_table_4_with_five_arms():
     }
     trained = {"yarn_500k_first8": tuple(range(8)), "yarn_500k_last8": tuple(range(24, 32))}
     for name, position in arms.items():
-        recipe, (stage,) = load_recipe(RECIPES / f"{name}_llama3_8b.toml", {})
+        recipe, (stage,) = load_recipe(CONFIGS[f"{name}_llama3_8b"], {})
         c = stage.config
         assert recipe.gpus == 64
         assert c.checkpoint.initial_load_path == "assets/llama3"
@@ -223,7 +224,7 @@ def test_the_2b_models_are_appendix_d():
         "scope": Position(rotary=NoRotary(), heads=Scope(layout="group_balanced")),
     }
     for name, position in positions.items():
-        _, (stage,) = load_recipe(RECIPES / f"{name}_qwen3_2b.toml", {})
+        _, (stage,) = load_recipe(CONFIGS[f"{name}_qwen3_2b"], {})
         t = stage.config.training
         assert (t.seq_len, t.steps, t.global_batch_size) == (4096, 100_000, 96)
         assert [s.name for s in stage.config.data.sources] == ["tiiuae/falcon-refinedweb"]
@@ -234,7 +235,7 @@ def test_the_2b_models_are_appendix_d():
 def test_nano_recipes_are_table_3_or_extend_it_and_cover_every_mechanism():
     used = set()
     for name in (name for name in NAMES if name.startswith("nano_")):
-        recipe, (stage,) = load_recipe(RECIPES / f"{name}.toml", {})
+        recipe, (stage,) = load_recipe(CONFIGS[name], {})
         c, t = stage.config, stage.config.training
         if recipe.start:
             assert recipe.start == "runs/nano_rope/pretrain-1k/model"
@@ -251,13 +252,13 @@ def test_nano_recipes_are_table_3_or_extend_it_and_cover_every_mechanism():
 
 
 def test_recipes_of_others_are_configs_alone():
-    _, stages = load_recipe(RECIPES / "smollm3_3b.toml", {})
+    _, stages = load_recipe(CONFIGS["smollm3_3b"], {})
     assert [s.config.training.seq_len for s in stages] == [4096, 32768, 65536]
     for stage, theta in zip(stages, (5e4, 2e6, 5e6), strict=True):
         layers = ModelConfig.from_job(stage.config).layers()
         assert [n for n, layer in enumerate(layers) if layer.rotary == NoRotary()] == [3, 7, 11, 15, 19, 23, 27, 31, 35]
         assert {layer.rotary for layer in layers} == {NoRotary(), Rope(theta=theta)}
-    _, stages = load_recipe(RECIPES / "prolong_llama3_8b.toml", {})
+    _, stages = load_recipe(CONFIGS["prolong_llama3_8b"], {})
     assert [s.config.training.seq_len for s in stages] == [2**16, 2**19]
     assert [s.config.position for s in stages] == [Position(rotary=Rope(theta=theta)) for theta in (8e6, 1.28e8)]
 
@@ -271,8 +272,8 @@ def test_recipes_of_others_are_configs_alone():
     ],
 )
 def test_scopes_baselines_differ_in_position_alone(name, position):
-    _, scope = load_recipe(RECIPES / "scope_llama3_8b.toml", {})
-    _, baseline = load_recipe(RECIPES / f"{name}_llama3_8b.toml", {})
+    _, scope = load_recipe(CONFIGS["scope_llama3_8b"], {})
+    _, baseline = load_recipe(CONFIGS[f"{name}_llama3_8b"], {})
     for ours, theirs in zip(scope, baseline, strict=True):
         assert theirs.config.position == position
         for section in ("training", "data", "optimizer", "lr_scheduler", "architecture"):
@@ -280,8 +281,8 @@ def test_scopes_baselines_differ_in_position_alone(name, position):
 
 
 def test_the_window_baseline_goes_on_from_the_128k_rope_model():
-    _, rope = load_recipe(RECIPES / "rope_llama3_8b.toml", {})
-    recipe, (stage,) = load_recipe(RECIPES / "swa_llama3_8b.toml", {})
+    _, rope = load_recipe(CONFIGS["rope_llama3_8b"], {})
+    recipe, (stage,) = load_recipe(CONFIGS["swa_llama3_8b"], {})
     assert recipe.start == str(rope[-1].model_dir)
     assert stage.config.position == Position(rotary=Rope(theta=10000.0), heads=SlidingWindow(window=8192))
     assert stage.config.data == rope[-1].config.data
@@ -294,31 +295,29 @@ CHAINS = {"rope_llama3_8b": ["swa_llama3_8b"], "nano_rope": [f"nano_{name}" for 
 
 
 WHOLE = ["scope_llama3_8b", "scope_lasp_llama3_8b"]
-"""Twins that another test runs with all of their steps."""
+"""Recipes whose tiny form another test runs with all of its steps."""
 
 
 def test_the_command_runs_a_stage_in_a_process_of_its_own(tmp_path):
-    recipe = tmp_path / "nano_scope.toml"
-    recipe.write_text(f'base = "{RECIPES / "tiny" / "nano_scope"}.toml"\n[recipe]\nfolder = "{tmp_path}"\n')
-    done = run([sys.executable, "-m", "launch.recipe", str(recipe), "--training.steps", "2"])
+    options = ["--tiny", "--recipe.folder", str(tmp_path), "--training.steps", "2"]
+    done = run([sys.executable, "-m", "launch.recipe", "nano_scope", *options])
     summary = json.loads((tmp_path / "nano_scope" / "summary.json").read_text())
     assert [stage["steps"] for stage in summary["stages"]] == [2]
     assert done.stdout.rstrip().endswith(f"model directory: {summary['model_dir']}")
 
 
 @pytest.mark.parametrize("first", sorted({*NAMES} - {*WHOLE, *(name for chain in CHAINS.values() for name in chain)}))
-def test_every_tiny_twin_trains(first, tmp_path, monkeypatch):
+def test_every_tiny_form_trains(first, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "farsight.launch.recipe.wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode
+        "farsight.launch.recipe.run.wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode
     )
     start = ""
     for name in [first, *CHAINS.get(first, [])]:
-        text = f'base = "{RECIPES / "tiny" / name}.toml"\n[recipe]\nfolder = "{tmp_path}"\nperplexity_lengths = [1]\n'
-        recipe = tmp_path / f"{name}.toml"
-        recipe.write_text(text + (f'start = "{start}"\n' if start else ""))
+        options = ["--tiny", "--recipe.folder", str(tmp_path), "--recipe.perplexity_lengths", "1"]
+        options += ["--recipe.start", start] if start else []
         # Weights of another seed than those it should start from: had it not loaded them, it would show.
         steps = ["--training.steps", "2", "--lr_scheduler.warmup_steps", "1", "--debug.seed", "1" if start else "0"]
-        assert main([str(recipe), *steps]) == 0
+        assert main([name, *options, *steps]) == 0
         summary = json.loads((tmp_path / name / "summary.json").read_text())
         for stage in summary["stages"]:
             assert stage["steps"] == 2
@@ -335,13 +334,12 @@ def test_every_tiny_twin_trains(first, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_tiny_twin_runs_and_is_skipped_once_finished(name, tmp_path, monkeypatch, capsys, caplog):
-    recipe = tmp_path / f"{name}.toml"
-    recipe.write_text(f'base = "{RECIPES / "tiny" / name}.toml"\n[recipe]\nfolder = "{tmp_path}"\n')
+def test_tiny_form_runs_and_is_skipped_once_finished(name, tmp_path, monkeypatch, capsys, caplog):
+    command = [name, "--tiny", "--recipe.folder", str(tmp_path)]
     monkeypatch.setattr(
-        "farsight.launch.recipe.wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode
+        "farsight.launch.recipe.run.wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode
     )
-    assert main([str(recipe)]) == 0
+    assert main(command) == 0
     printed = capsys.readouterr().out
     root = tmp_path / name
     last = root / "adapt-128k" / "model"
@@ -379,6 +377,6 @@ def test_tiny_twin_runs_and_is_skipped_once_finished(name, tmp_path, monkeypatch
     before = [metrics(root / n) for n in names]
     shutil.rmtree(root / names[2])
     caplog.set_level("INFO")
-    assert main([str(recipe)]) == 0
+    assert main(command) == 0
     assert caplog.text.count("is finished") == 2
     assert [[row["loss"] for row in metrics(root / n)] for n in names] == [[row["loss"] for row in b] for b in before]

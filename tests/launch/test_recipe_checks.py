@@ -5,14 +5,15 @@ from pathlib import Path
 import pytest
 
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.configs.load import ConfigError, parse_options
+from farsight.configs.load import ConfigError, parse_options, shipped_configs
 from farsight.configs.schema import Architecture, Position, Rope
-from farsight.launch import recipe as recipes
-from farsight.launch.recipe import load_recipe, main, run_recipe
+from farsight.launch.recipe import run as recipes
+from farsight.launch.recipe.__main__ import main
+from farsight.launch.recipe.run import run_recipe
 from farsight.model.build import ModelConfig, build_model
-from tests.running import ROOT
+from farsight.training.stages import load_recipe
 
-RECIPES = ROOT / "configs" / "recipes"
+CONFIGS = shipped_configs()
 
 
 def started(capsys, *arguments):
@@ -25,7 +26,7 @@ def started(capsys, *arguments):
 
 
 def test_a_plan_states_tokens_steps_and_gpus(capsys):
-    path = str(RECIPES / "yarn_500k_first8_llama3_8b.toml")
+    path = str(CONFIGS["yarn_500k_first8_llama3_8b"])
     status, plan, wrong = started(capsys, path, "--dry-run")
     for part in ("1,622", "5e+09 tokens, 64 GPUs", "dp 2 × tp 8 × cp 4", "layers 0:8 alone", "yarn    500000"):
         assert part in plan
@@ -93,7 +94,8 @@ def test_a_dry_run_finds_what_a_run_would_fail_on_later(tmp_path, monkeypatch, c
         ("--tokenizer.kind", "auto", "--tokenizer.path", "nowhere"): "tokenizer.path = nowhere: no such file",
         ("--recipe.start", "nowhere"): "recipe.start = 'nowhere' does not exist",
         ("--recipe.start", "runs/rope_llama3_8b/adapt-128k/model"):
-            "farsight recipe configs/recipes/rope_llama3_8b.toml first",
+            "run farsight recipe rope_llama3_8b first",
+        ("--recipe.start", "runs/tiny/nano_rope/pretrain-1k/model"): "run farsight recipe nano_rope --tiny first",
         ("--recipe.name", "../../x"): "recipe.name = '../../x'",
         ("--recipe.name", "/x"): "recipe.name = '/x'",
         ("--recipe.names", "x"): "recipe.names",

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from farsight.analysis.garfa import draw_alphas
 from farsight.analysis.positions.figures import figures
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.checkpoints.model_dir.hf_config import from_hf_config
 from farsight.checkpoints.model_dir.modeling_farsight import FarsightForCausalLM
 from farsight.configs.load import ConfigError, read_toml
@@ -27,10 +27,12 @@ from farsight.configs.schema import (
     Scope,
     YarnRope,
 )
-from farsight.model.adapt.garfa import alphas, garfa_of, garfa_of_tensors, head_scales, train_garfa
+from farsight.model.adapt.garfa import garfa_of, train_garfa
 from farsight.model.build import ModelConfig, build_model
+from farsight.model.position.garfa import alphas, garfa_of_tensors, head_scales
 from farsight.model.position.layers import describe
 from farsight.model.position.rope import rope_frequencies, rope_tables
+from farsight.training.finetune.garfa_picture import draw_alphas
 from tests.kernels.test_head_rotation import written_out
 from tests.running import ROOT
 
@@ -50,7 +52,9 @@ def fresh_model(position: Position, length: int = 64, **shape):
     model.init_weights()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():  # at their initial values, heads hardly attend and positions hardly count
+        for (
+            parameter
+        ) in model.parameters():  # at initial values attention is almost uniform and positions hardly matter
             if parameter.dim() > 1:
                 parameter.normal_(std=0.25, generator=generator)
     return model.eval()
@@ -65,7 +69,7 @@ def tokens_of(*shape):
 
 @pytest.mark.parametrize("equation", [14, 12])
 def test_scales_are_those_of_another_base(equation):
-    """Pair i of plain RoPE turns by (θ·√alpha)^(−2i/H), or (θ·alpha)^(−2i/H), with alpha = 0.1 + 9.9 / (1 + e^−w)."""
+    """Pair i of plain RoPE rotates by (θ·√alpha)^(−2i/H), or (θ·alpha)^(−2i/H), with alpha = 0.1 + 9.9 / (1 + e^−w)."""
     raw = torch.tensor([-5.0, IDENTITY, 0.3, 2.2])
     scales = head_scales(raw, 16, equation)
     for k, w in enumerate(raw.tolist()):
@@ -81,7 +85,7 @@ def test_scales_are_those_of_another_base(equation):
 @pytest.mark.parametrize("queries", [False, True])
 @pytest.mark.parametrize("equation", [14, 12])
 def test_attention_against_the_equations(name, queries, equation):
-    """A layer in fp64, head by head: keys (and queries) turned at the scaled frequency times alpha^(−2i/H · e)."""
+    """A layer in fp64, head by head: keys (and queries) rotated at the scaled frequency times alpha^(−2i/H · e)."""
     garfa = dataclasses.replace(GARFA, queries=queries, equation=equation)
     position = dataclasses.replace(POSITIONS[name], garfa=garfa)
     model, n = fresh_model(position, length=20), torch.arange(20)
@@ -91,7 +95,7 @@ def test_attention_against_the_equations(name, queries, equation):
     seen: dict[str, torch.Tensor] = {}
 
     def attend(module, arguments, result):
-        seen["o"] = arguments[0]  # what `wo` is given
+        seen["o"] = arguments[0]  # the input of `wo`
 
     attention.wo.register_forward_hook(attend)
     head_rope = model._head_rope(attention, model.rotary_of_layer["2"], n[None])
@@ -143,12 +147,12 @@ def test_gradient_by_w_against_differences():
                 raw[head] += step
                 values.append(float(model(tokens, labels=tokens.roll(-1, 1))))
                 raw[head] -= step
-        # Frequencies are fp32: differences of the loss are good to about 1e-3 of it.
+        # Frequencies are fp32: finite differences of the loss are accurate to about 1e-3.
         assert float(raw.grad[head]) == pytest.approx((values[0] - values[1]) / 2e-2, rel=2e-2)
 
 
 def test_compiled_blocks_equal_eager():
-    """Layers with GARFA on keys, without, and of other temperatures, one program a kind."""
+    """Layers with GARFA on keys, without it, and with other temperatures: one program per kind."""
     position = dataclasses.replace(
         POSITIONS["yarn"], lasp=Lasp(anchor_layers=2, s_max=8.0), garfa=Garfa(layers=(GarfaLayer(1, (-1.0, -3.0)),))
     )
@@ -165,7 +169,7 @@ def test_compiled_blocks_equal_eager():
 
 
 def test_fsdp_in_bf16_keeps_w_in_fp32():
-    """FSDP casts a block's parameters; in bf16, w = −ln 10 would be an alpha of 1.005."""
+    """FSDP casts a block's parameters; in bf16, w = −ln 10 would give an alpha of 1.005."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -265,7 +269,7 @@ def test_what_people_are_shown(tmp_path):
 
 @pytest.mark.parametrize("name", POSITIONS)
 def test_exported_models_equal_ours(tmp_path, name):
-    """Logits after `from_pretrained`, with a cache, with padding on the left; and what is read back."""
+    """Logits after `from_pretrained`, with a cache, with left padding; and the factors read back."""
     queries, equation = name == "yarn", 12 if name == "yarn" else 14
     exact = tuple(dataclasses.replace(e, raw=tuple(torch.tensor(e.raw).tolist())) for e in GARFA.layers)
     position = dataclasses.replace(POSITIONS[name], garfa=Garfa(equation, queries, exact))

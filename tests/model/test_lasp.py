@@ -1,4 +1,4 @@
-"""LASP's schedules against Eq. 10 and 11, and how they meet each kind of RoPE."""
+"""LASP's schedules against Eq. 10 and 11, and their effect on each kind of RoPE."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -36,7 +36,7 @@ def test_every_layer_of_llama_3_8b():
     for layer in range(32):
         assert lasp_scale(Lasp(), layer) == SCALES[layer]
         assert lasp_base(Lasp(), layer, 32) == BASES[layer]
-    assert BASES[-1] == 1_937_500.0  # b_max would be layer 32's
+    assert BASES[-1] == 1_937_500.0  # b_max would be at layer 32
 
 
 @pytest.mark.parametrize("anchor", [1, 5, 12, 13])

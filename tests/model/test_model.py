@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from farsight.checkpoints.model_dir.api import load_model, read_model_config, write_model_dir
+from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.checkpoints.model_dir.hf_config import from_hf_config, to_hf_config
 from farsight.configs.load import ConfigError, build_config
 from farsight.configs.schema import (
@@ -41,7 +42,7 @@ SIZES = Path(__file__).parents[2] / "configs" / "sizes"
 def fresh_model(config: ModelConfig, length: int | None = None):
     model = build_model(config, length)
     model.init_weights()
-    # Norm weights other than one, and embeddings small enough that logits are not all about the input token.
+    # Norm weights other than one, and embeddings small enough that the input token does not dominate the logits.
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -91,7 +92,7 @@ def test_logits_equal_transformers(rotary, qk_norm, tied, tmp_path):
 
 
 def test_attention_of_a_mixed_stack_against_the_equations():
-    """One layer's attention of each kind, written out head by head and token by token."""
+    """One layer of each kind of attention, written out head by head and token by token."""
     position = Position(
         rotary=NoRotary(),
         heads=Scope(layout="interleaved"),
@@ -259,7 +260,7 @@ def test_flops_are_what_pytorch_counts(trained):
         model(torch.zeros(2, 12, dtype=torch.long)).sum().backward()
     products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     assert matmul_flops_per_token(SMALL, trained) * 24 == products
-    # Each of a row's 78 causal pairs: 4·H forward, 8·H backward in the layers from the lowest trained one on.
+    # Each of a row's 78 causal pairs costs 4·H forward, and 8·H backward from the lowest trained layer on.
     back = 3 - min(trained or (0,))
     flops = batch_flops(SMALL, model.positions, torch.arange(12).expand(2, 12), trained)
     assert flops - products == 2 * 78 * 4 * 8 * (3 * 4 + back * 8)
@@ -316,7 +317,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
 
 
 def test_rope_tables_stay_fp32_under_fsdp_in_bf16():
-    """FSDP casts what goes into a block unless it is told not to; bf16 tables would be wrong beyond a few hundred tokens."""
+    """FSDP casts a block's inputs unless told not to; bf16 tables would be wrong beyond a few hundred tokens."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -26,7 +26,7 @@ THETAS = [10000.0, 500000.0, 1234567.0]
 
 
 def transformers_frequencies(kind, head_dim, length, original_length, **parameters):
-    """What transformers computes. `dynamic` takes its original length from max_position_embeddings."""
+    """Frequencies from transformers. `dynamic` takes its original length from max_position_embeddings."""
     extends = kind != "dynamic"
     config = LlamaConfig(
         hidden_size=4 * head_dim,
@@ -125,7 +125,7 @@ class TestAgainstTransformers:
         expected = torch.tensor([base ** (-2 * i / head_dim) for i in range(head_dim // 2)], dtype=torch.float64)
         ours = rope_frequencies(NtkRope(theta=theta, factor=factor), head_dim, 100)
         torch.testing.assert_close(ours.inv_freq.double(), expected, rtol=1e-6, atol=0)
-        # What the formula is for: the slowest frequency is divided by the factor, the fastest is kept.
+        # The purpose of the formula: the slowest frequency is divided by the factor, the fastest is kept.
         plain = rope_frequencies(Rope(theta=theta), head_dim, 100).inv_freq
         assert (plain[-1] / ours.inv_freq[-1]).item() == pytest.approx(factor, rel=1e-5)
         assert ours.inv_freq[0] == 1
@@ -181,7 +181,7 @@ def test_a_layer_without_rotation_has_no_frequencies():
 
 @pytest.fixture
 def llama_rotary():
-    """transformers' own YaRN rotary embedding for head dim 64, and our settings for the same."""
+    """transformers' YaRN rotary embedding for head dim 64, and our equivalent settings."""
     config = LlamaConfig(
         hidden_size=256,
         num_attention_heads=4,

@@ -1,4 +1,4 @@
-"""Scopes against Eq. 3 in exact and in high-precision arithmetic, layouts against the imbalance they are for."""
+"""Scopes against Eq. 3 in exact and high-precision arithmetic, and layouts against their documented imbalance."""
 
 from decimal import ROUND_CEILING, Decimal, localcontext
 
@@ -37,7 +37,9 @@ def test_scopes_satisfy_the_definition(longest, heads):
 def test_scopes_equal_high_precision_powers(longest, heads):
     with localcontext() as context:
         context.prec = 80
-        tiny = Decimal(10) ** -60  # above the rounding of exact powers, far below the distance of the others
+        tiny = (
+            Decimal(10) ** -60
+        )  # above the rounding of exact powers, far below the distance of other powers to an integer
         expected = tuple(
             int((Decimal(longest) ** (Decimal(h) / heads) - tiny).to_integral_value(ROUND_CEILING))
             for h in range(1, heads + 1)
@@ -105,7 +107,7 @@ def test_interleaved_ranks_hold_every_pth_scope(ranks):
 
 
 def imbalance(layout, length, heads, kv_heads, ranks):
-    """Work of the busiest rank over the mean, pairs counted token by token."""
+    """Work of the busiest rank relative to the mean, with pairs counted token by token."""
     seen = np.arange(1, length + 1, dtype=np.int64)
     scopes = head_scopes(Scope(layout=layout), heads, kv_heads, length, length)
     work = np.array([np.minimum(seen, scope).sum() for scope in scopes]).reshape(ranks, -1).sum(axis=1)
@@ -136,12 +138,12 @@ def test_group_balanced_beats_sorted(length, heads, kv_heads):
     for ranks in (2, 4, 8):
         ours, paper = (imbalance(layout, length, heads, kv_heads, ranks) for layout in ("group_balanced", "sorted"))
         assert ours <= paper + 1e-12
-        assert ours < paper or ranks == kv_heads  # one group a rank: the order of groups cannot matter
+        assert ours < paper or ranks == kv_heads  # with one group per rank the order of groups cannot matter
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_group_balanced_is_near_what_whole_groups_allow(ranks):
-    """No shard can do less than the widest group does, nor less than the mean."""
+    """The busiest shard can't do less than the widest group, nor less than the mean."""
     widest_group = imbalance("group_balanced", 131072, 32, 8, 8) / 8
     assert imbalance("group_balanced", 131072, 32, 8, ranks) <= 1.01 * max(1.0, widest_group * ranks)
 

@@ -1,9 +1,9 @@
-"""Halo attention, the divided loss and a divided model on gloo ranks, each against the whole; `test_context_parallel.py` starts it.
+"""Halo attention, the sharded loss and a sharded model on gloo ranks, against one process; run by `test_context_parallel.py`.
 
-    torchrun --nproc_per_node 4 -m tests.rank_checks
+    torchrun --nproc_per_node 4 -m tests.parallel.rank_checks
 
-Every rank draws the same whole tensors, keeps its part, and compares its outputs and gradients with its part of the
-reference's.
+Every rank draws the same full tensors, keeps its part, and compares its outputs and gradients with its part of the
+reference.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from farsight.kernels.scoped_attention import scoped_attention
 from farsight.model.adapt.garfa import garfa_of, train_garfa
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.position.scope import head_scopes
-from farsight.parallel.context import Layout, reaches, received_bytes
+from farsight.parallel.context import SequenceLayout, reaches, received_bytes
 from farsight.parallel.device import prepare_device
 from farsight.parallel.halo import Context
 from farsight.parallel.parallelize import parallelize
@@ -54,7 +54,7 @@ def check(context: Context, scopes: list[int], starts, slopes) -> None:
 
 
 def check_traffic(context: Context) -> None:
-    """Received in a layer at 4,096 tokens, 16 heads on 4, four ranks: the plan's bytes, and what part of an all-gather."""
+    """Bytes received in a layer at 4,096 tokens, 16 heads on 4, four ranks: as planned, and as a fraction of an all-gather."""
     N, K, H, length = 16, 4, 8, 4096
     scopes = head_scopes(Scope(layout="group_balanced"), N, K, length, length)
     ranks, rank = context.group.size(), context.group.rank()
@@ -67,7 +67,7 @@ def check_traffic(context: Context) -> None:
 
 
 def check_loss(group: dist.ProcessGroup) -> None:
-    """The vocabulary divided over the ranks, in chunks of a few tokens, against PyTorch's loss over all of it."""
+    """The vocabulary sharded over the ranks, in chunks of a few tokens, against PyTorch's loss on the full vocabulary."""
     generator = torch.Generator().manual_seed(5)
     h = torch.randn(23, 6, generator=generator, dtype=torch.float64).requires_grad_()
     weight = (3 * torch.randn(20, 6, generator=generator, dtype=torch.float64)).requires_grad_()
@@ -85,7 +85,7 @@ def check_loss(group: dist.ProcessGroup) -> None:
 
 
 def check_logits() -> None:
-    """Logits of a model that is divided over four ranks; each rank returns all of them. GARFA has a head on each."""
+    """A model sharded over four ranks returns all logits on each of them. Each rank has one of GARFA's heads."""
     config = build_config(
         {
             "architecture": {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "ffn_dim": 64},
@@ -121,7 +121,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     world = dist.group.WORLD
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    layouts: tuple[Layout, ...] = ("contiguous", "zigzag")
+    layouts: tuple[SequenceLayout, ...] = ("contiguous", "zigzag")
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.0, 1.0, 2.0], dtype=torch.float64)
     for layout, group in itertools.product(layouts, (world, halves[dist.get_rank() // 2])):
         context = Context(group, layout)

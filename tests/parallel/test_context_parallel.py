@@ -1,4 +1,4 @@
-"""Context parallelism: the plan against a brute force over queries, the exchange on gloo ranks against the reference."""
+"""Context parallelism: the plan against brute force over queries, the exchange on gloo ranks against the reference."""
 
 import math
 
@@ -80,7 +80,7 @@ def test_traffic_at_128k(layout, ranks, mebibytes, all_gather):
     ("layout", "rows"), [("contiguous", (0, 1605, 2629, 3653)), ("zigzag", (3653, 3722, 3210, 2117))]
 )
 def test_traffic_at_4k(layout, rows):
-    """16 heads on 4 of reach 8, 64, 512 and 4,096; all-gather has every rank receive 3/4 of 4 x 4,096 rows."""
+    """16 heads on 4 of reach 8, 64, 512 and 4,096; in an all-gather every rank receives 3/4 of 4 x 4,096 rows."""
     reach = reaches(exponential(4096, 16), 4, 4096)
     assert reach == (8, 64, 512, 4096)
     assert tuple(received_rows(rank, 4, 4096, reach, layout) for rank in range(4)) == rows
@@ -90,7 +90,7 @@ def test_traffic_at_4k(layout, rows):
 def test_ranks_equal_the_reference(tmp_path):
     """Halo attention on two and four ranks, both layouts, scopes of all kinds, documents, ALiBi: outputs, gradients, bytes.
 
-    And the loss with its vocabulary divided, and a divided model's logits.
+    Also the loss on a sharded vocabulary, and the logits of a sharded model.
     """
     done = forked([], tmp_path, ranks=4, script="tests/parallel/rank_checks.py")
     assert done.returncode == 0, done.stderr[-4000:]

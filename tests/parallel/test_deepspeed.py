@@ -1,4 +1,4 @@
-"""engine = "deepspeed": the same losses, weights and checkpoints as torchtitan's, and what is refused."""
+"""engine = "deepspeed": the same losses, weights and checkpoints as with torchtitan, and its refusals."""
 
 import shutil
 import tomllib
@@ -44,7 +44,7 @@ def weights(folder):
 
 
 def stopped_at_step_2(folder, copy):
-    """What a run leaves that was killed while it saved its last step."""
+    """A copy of a run's folder as if it had been killed while saving its last step."""
     shutil.copytree(folder, copy)
     shutil.rmtree(copy / "model")
     (copy / "checkpoint" / "step-4" / ".metadata").unlink()
@@ -60,8 +60,8 @@ def assert_same_run(found, expected, tolerance=1e-5):
     a, b = weights(found), weights(expected)
     assert a.keys() == b.keys()
     for name in a:
-        # By norm, which for weights of 0.02 asks for 2e-6 an element in the mean. No bound of single elements holds on every CPU: Adam
-        # divides a gradient by its own size, so an element whose gradient is but rounding moves by a part of lr either way.
+        # By norm: for weights of 0.02 this allows 2e-6 per element on average. A bound on single elements would not hold on every CPU:
+        # Adam divides a gradient by its own size, so an element whose gradient is only rounding noise moves by a part of lr either way.
         assert torch.linalg.vector_norm(a[name] - b[name]) <= 1e-4 * torch.linalg.vector_norm(b[name]), name
 
 
@@ -80,13 +80,13 @@ def test_a_zero_3_run_goes_on_bit_for_bit(zero_3, tmp_path):
 
 
 def test_a_zero_3_checkpoint_of_two_ranks_is_that_of_one_torchtitan_process(one_process, zero_3):
-    """The same names, shapes and, to rounding, numbers: either engine goes on from either's."""
+    """The same names, shapes and, up to rounding, values: each engine can resume the other's checkpoints."""
     ours, theirs = (contents(folder / "checkpoint" / "step-4") for folder in (zero_3, one_process))
     assert ours.keys() == theirs.keys()
     assert any(name.endswith("exp_avg_sq") for name in ours)
     for name, tensor in ours.items():
         if isinstance(tensor, torch.Tensor):
-            # Second moments are far smaller than any fixed bound: each tensor's own size is the measure.
+            # Second moments are far smaller than any fixed bound: compare relative to each tensor's norm.
             a, b = tensor.double(), theirs[name].double()
             assert torch.linalg.vector_norm(a - b) <= 1e-4 * torch.linalg.vector_norm(b), name
         else:
@@ -100,14 +100,14 @@ def test_zero_2_goes_on_from_a_checkpoint_of_one_torchtitan_process(one_process,
 
 
 def test_weights_of_a_model_directory_stay_when_a_gradient_is_not_finite(one_process, tmp_path, monkeypatch):
-    """With a loss that is finite, it is DeepSpeed's step that has to leave them alone."""
+    """The loss is finite, so it is DeepSpeed's step that has to leave the weights alone."""
     from farsight.errors import NonFiniteError
     from farsight.training.trainer import Trainer
 
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
                         "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    # ZeRO 3 puts its own in the place of PyTorch's, and leaves it there.
+    # ZeRO 3 replaces PyTorch's function and does not restore it.
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
     start = ["--checkpoint.initial_load_path", str(one_process / "model"), "--engine", "deepspeed"]
     command = train_command(tmp_path / "run", *start, "--deepspeed.zero_stage", "3")

@@ -1,4 +1,4 @@
-"""The same losses and gradient norms under every layout; `python -m benchmarks.parity` has all of them."""
+"""The same losses and gradient norms under every layout; `python -m benchmarks.parity` runs all of them."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ LAYOUTS = {layout.name: layout for layout in parity.LAYOUTS}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder for runs, with one process's run of every model."""
+    """A folder for runs, with a run of every model on one process."""
     folder = tmp_path_factory.mktemp("layouts")
     for model, position in parity.MODELS.items():
         (folder / f"{model}.toml").write_text(parity.CONFIG + position)
@@ -59,7 +59,7 @@ ALL_KINDS = [
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        # Frozen parameters stay frozen when tensor parallelism replaces them, and a divided embedding may be the head too.
+        # Frozen parameters stay frozen when tensor parallelism replaces them, and a sharded embedding may also be the head.
         (
             [*ALL_KINDS, "--architecture.tie_embeddings", "--training.layers", "1:"],
             [TENSOR, "--training.enable_cpu_offload"],
@@ -83,7 +83,7 @@ def test_every_part_of_a_model(tmp_path, model, layout):
 
 
 def test_mixed_precision_needs_no_fsdp(tmp_path):
-    """torchtitan trains in fp32, with a warning, where tensor or pipeline parallelism stand alone."""
+    """torchtitan trains in fp32, with a warning, when tensor or pipeline parallelism is used alone."""
     short = ["--training.steps", "3", "--validation.enable=false", "--checkpoint.enable=false"]
     bf16 = ["--training.mixed_precision_param", "bfloat16"]
     train(tmp_path / "exact", *short)
@@ -96,7 +96,7 @@ def test_mixed_precision_needs_no_fsdp(tmp_path):
 
 
 def test_float8_layers_train(tmp_path):
-    """Emulated, with tensor parallelism: near bf16, and not the same."""
+    """Emulated, with tensor parallelism: close to bf16, but not equal."""
     short = ["--training.steps", "3", "--validation.enable=false", "--training.mixed_precision_param", "bfloat16"]
     float8 = ["--model.converters", "quantize.linear.float8", "--quantize.linear.float8.emulate"]
     train(tmp_path / "bf16", *short, TENSOR, ranks=2)
@@ -112,7 +112,7 @@ def test_float8_layers_train(tmp_path):
 
 
 def test_resumed_under_other_layouts(tmp_path):
-    """FSDP 4, TP 2 × FSDP 2, TP 2 × PP 2, one process; no batch is seen twice and none is left out."""
+    """FSDP 4, TP 2 × FSDP 2, TP 2 × PP 2, one process; no batch is repeated or skipped."""
     schedule = ["--lr_scheduler.total_steps", "9", "--validation.enable=false"]
     train(tmp_path / "whole", *schedule, "--training.steps", "9")
     moved: Path = tmp_path / "moved"
@@ -136,7 +136,7 @@ def test_norms_do_not_lose_digits():
     before = parameters[1].grad.clone()
     assert clip_gradients(parameters, 2.0, dims) == pytest.approx(expected, rel=1e-10)
     torch.testing.assert_close(parameters[1].grad, before * (2.0 / expected), rtol=1e-5, atol=0)
-    assert clip_gradients(parameters, 10.0, dims) == pytest.approx(2.0, rel=1e-5)  # left as they are
+    assert clip_gradients(parameters, 10.0, dims) == pytest.approx(2.0, rel=1e-5)  # unchanged
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_what_does_not_divide_is_refused(options, says):
 
 
 def test_stages_hold_layers_by_their_cost():
-    """Two dense layers cost more than six of narrow windows at this length."""
+    """At this length two dense layers cost more than six with narrow windows."""
     rules = [{"layers": "2:", "heads": {"kind": "window", "window": 16}}]
     config = build_config(
         {

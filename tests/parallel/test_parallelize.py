@@ -1,4 +1,4 @@
-"""What is wrapped around the model."""
+"""Selective checkpointing's choice of operators."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Layers split over pipeline stages by cost."""
+"""Splitting layers over pipeline stages by cost."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ from farsight.parallel.stages import layers_of_stages, stage_costs
 
 
 def brute_force(costs, stages, first, last):
-    """The costliest stage's cost in the best of all splits in which no stage but the first and last is empty."""
+    """The cost of the costliest stage in the best of all splits in which only the first and last stage may be empty."""
     n, found = len(costs), []
     for cuts in itertools.combinations_with_replacement(range(n + 1), stages - 1):
         bounds = [0, *cuts, n]

@@ -1,4 +1,4 @@
-"""Every tool of analysis/ on a directory that `transformers` wrote, and the page and CSV made of what they found."""
+"""Every tool of analysis/ on a directory written by `transformers`, and the page and CSV files of their results."""
 
 import csv
 import json
@@ -7,11 +7,11 @@ import shlex
 import pytest
 
 from farsight.analysis.graft_sweep import __main__ as graft_sweep
-from farsight.checkpoints import graft
+from farsight.checkpoints.graft.__main__ import main as graft
 from farsight.configs.schema import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
-from farsight.reports import inside_results as report_results
-from farsight.reports.inside import main
+from farsight.reports.inside import measure as report_results
+from farsight.reports.inside.__main__ import main
 from farsight.training.runs import find_models
 from tests.checkpoints.test_convert import write_with_transformers
 from tests.reports.test_report import Page
@@ -19,7 +19,7 @@ from tests.reports.test_report import Page
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """A plain Llama that --measure was run on, with a sweep of grafts with itself."""
+    """A plain Llama after --measure, with a sweep of grafts onto itself."""
     root = tmp_path_factory.mktemp("measured")
     model, data = root / "llama", root / "text.txt"
     write_with_transformers(model, "default", tied=False)
@@ -105,7 +105,8 @@ def test_what_was_not_measured_is_named_with_its_command(measured, tmp_path):
         assert command in text
         # The options of --measure, which ran.
         ran = report_results.tool_arguments(kind, model, measured / "text.txt")
-        assert shlex.split(command)[shlex.split(command).index("-m") + 1 :] == [f"analysis.{kind}", *ran]
+        words = shlex.split(command)
+        assert words[words.index("farsight") + 1 :] == [kind.replace("_", "-"), *ran]
 
 
 def test_results_of_other_models_and_configs_are_refused(measured, tmp_path):
@@ -122,5 +123,5 @@ def test_results_of_other_models_and_configs_are_refused(measured, tmp_path):
 
 def test_grafts_take_one_command_too(measured, tmp_path):
     model = str(measured / "llama")
-    graft.main(["--front", model, "--back", model, "--layers", "1", "--out", str(tmp_path / "graft")])
+    graft(["--front", model, "--back", model, "--layers", "1", "--out", str(tmp_path / "graft")])
     assert (tmp_path / "graft" / "config.json").is_file()

@@ -1,4 +1,4 @@
-"""The report page: that it stands alone, shows every figure, and draws each where it belongs."""
+"""The report page: it is self-contained, shows every figure, and draws each where it belongs."""
 
 import json
 import math
@@ -14,10 +14,10 @@ from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import Architecture, JobConfig, NoRotary, Position, Scope, Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
-from farsight.evals import needle
+from farsight.evals.needle import __main__ as needle
 from farsight.model.build import ModelConfig, build_model
-from farsight.reports import measure as report_measure
-from farsight.reports.report import main
+from farsight.reports import run_tools
+from farsight.reports.report.__main__ import main
 from farsight.reports.results import collect, line_numbers, names, of_kind
 from farsight.reports.sections.training import thin
 from farsight.training.runs import find_models
@@ -28,7 +28,7 @@ VOID = {"meta", "link", "br", "img", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """What a page says, tag by tag; a tag that does not close is an error."""
+    """Parses a page into its texts and tags; a tag that does not close is an error."""
 
     def __init__(self, text):
         super().__init__()
@@ -69,7 +69,7 @@ def write_model(folder, position=None, trained_length=64):
 
 
 def write_run(folder, losses, start="", tokens=1000, stage=False):
-    """A run folder with a logged step for each loss, and a validation before and after."""
+    """A run folder with a logged step for each loss, and validations before and after."""
     config = JobConfig(architecture=ARCHITECTURE)
     config.training.seq_len, config.training.steps = 64, len(losses)
     config.lr_scheduler.warmup_steps = 0
@@ -223,7 +223,7 @@ def test_what_is_missing_is_named_with_its_command(two_models, tmp_path):
     commands = [text for text in said if text.startswith("mkdir")]
     weights = root / "a-second" / "model"
     assert commands == [
-        f"mkdir -p {weights}/evals && python -m evals.{kind} {weights} {options} --json {weights}/evals/{kind}.json"
+        f"mkdir -p {weights}/evals && farsight {kind} {weights} {options} --json {weights}/evals/{kind}.json"
         for kind, options in (
             ("perplexity", "--data FILE --lengths 128 --buckets 8"),
             ("needle", "--lengths 128 --depths 10"),
@@ -254,12 +254,12 @@ def test_measure_runs_the_tools_for_what_is_missing(tmp_path, monkeypatch):
     assert asked == [
         [str(model), "--lengths", "256", "512", "--depths", "10", "--json", str(model / "evals" / "needle.json")]
     ]
-    monkeypatch.setattr(report_measure, "run", lambda name, arguments: pytest.fail(f"ran {name} again"))
+    monkeypatch.setattr(run_tools, "run", lambda name, arguments: pytest.fail(f"ran {name} again"))
     make(tmp_path, *arguments)
 
 
 def test_a_tool_that_refuses_does_not_cost_the_page(tmp_path, capsys):
-    """The text is too short for the length: perplexity and needles are named as missing."""
+    """The text is too short for the length: perplexity and needles are listed as missing."""
     model = write_model(tmp_path / "model", trained_length=256)
     (tmp_path / "text.txt").write_text("short\n")
     page = make(tmp_path, model, "--measure", "--data", tmp_path / "text.txt", "--lengths", 20)
@@ -276,7 +276,7 @@ def test_a_tool_that_refuses_does_not_cost_the_page(tmp_path, capsys):
 
 
 def test_a_glance_shows_what_compares(tmp_path):
-    """Neither figures of an extended reading, nor of windows that slide; other tasks than passkey by their name."""
+    """It shows no figures of extended readings or sliding windows, and names tasks other than passkey."""
     model = write_model(tmp_path / "model")
     (model / "evals").mkdir()
 
@@ -401,7 +401,7 @@ def test_what_is_no_model_is_refused(tmp_path):
 
 
 def test_files_that_cannot_be_written_are_told_before_anything_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("farsight.reports.report.find_models", lambda *_: pytest.fail("work began"))
+    monkeypatch.setattr("farsight.reports.report.build.find_models", lambda *_: pytest.fail("work began"))
     (tmp_path / "file").touch()
     for options in (
         ["--out", str(tmp_path)],

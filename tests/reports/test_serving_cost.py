@@ -1,4 +1,4 @@
-"""What a token costs to serve: pairs, cache and FLOPs against counting."""
+"""The cost of serving: pairs, cache and FLOPs against direct counts."""
 
 import pytest
 import torch

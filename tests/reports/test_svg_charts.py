@@ -1,4 +1,4 @@
-"""Charts drawn as SVG: points, cells and ticks stand where their values are."""
+"""SVG charts: points, cells and ticks are at the places of their values."""
 
 import itertools
 import math
@@ -14,13 +14,13 @@ from farsight.reports.svg_charts import CHARACTER, Mark, Series, apart, colour, 
 
 
 def ticks(chart, kind, place):
-    """Where each written tick stands, and the number that it says."""
+    """Place and number of each labelled tick."""
     found = [element for element in chart.iter("text") if element.get("class") == kind]
     return [(float(element.get(place)), float(element.text.replace(",", ""))) for element in found]
 
 
 def inverse(first, last, log):
-    """Place → value, by two ticks of an axis."""
+    """A function from place to value, from two ticks of an axis."""
     (p, a), (q, b) = first, last
     if log:
         return lambda place: a * (b / a) ** ((place - p) / (q - p))

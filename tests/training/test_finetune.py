@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from farsight.checkpoints.model_dir.api import load_model, write_model_dir
+from farsight.checkpoints.load import load_model
+from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import Base, FinetuneConfig, FinetuneTraining, GarfaTraining, Lora
 from farsight.configs.schema import (
@@ -162,7 +163,8 @@ def test_at_first_garfa_changes_nothing(tmp_path, position):
     assert not torch.allclose(paper(x), expected, atol=1e-3)
     alpha = 0.1 + 9.9 / (1 + math.exp(-2.2))
     assert alpha == pytest.approx(9.012, abs=1e-3)
-    from farsight.model.adapt.garfa import alphas, garfa_of
+    from farsight.model.adapt.garfa import garfa_of
+    from farsight.model.position.garfa import alphas
 
     assert alphas(garfa_of(paper))[0] == pytest.approx([alpha] * 2)
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.load import load_model
 from farsight.configs.schema import Llama3Rope, Position
 from tests.finetuned import tokens, write_base
 from tests.running import contents, forked, metrics

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from farsight.launch.summary import read_metrics
 from farsight.training.metrics import _cut_after
+from farsight.training.metrics_file import read_metrics
 from farsight.training.records import Records, scalar_event, scalars
 from tests.running import ROOT, environment, train_command
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from farsight.checkpoints.cards.model import read_history
-from farsight.checkpoints.intact import faults
-from farsight.checkpoints.model_dir.api import load_model
+from farsight.checkpoints.intact.check import faults
+from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.names import from_hf_name
 from farsight.checkpoints.steps import complete_steps
 from farsight.configs.load import ConfigError

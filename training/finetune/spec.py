@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
 
-from farsight.checkpoints.model_dir.api import TensorReader, check_tensors, read_model_config
+from farsight.checkpoints.load import read_model_config
+from farsight.checkpoints.model_dir.api import check_tensors
+from farsight.checkpoints.model_dir.safetensors_files import TensorReader
 from farsight.configs.check import ConfigError
 from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig
@@ -34,7 +36,7 @@ from farsight.model.build import ModelConfig, build_model, count_parameters
 from farsight.model.flops import Adapters, batch_flops
 from farsight.model.llama import Llama, copy_whole, unwrapped
 from farsight.parallel.parallelize import parallelize
-from farsight.parallel.pipeline import ShareOfLoss
+from farsight.parallel.pipeline import LossShare
 from farsight.progress import progress
 from farsight.training.finetune.base import take_base
 from farsight.training.finetune.optimizer import GARFA, build_optimizers, build_schedules, trained_parameters
@@ -246,7 +248,7 @@ def register_finetuning(config: FinetuneConfig) -> None:
             build_lr_schedulers_fn=lambda optimizers, *_: build_schedules(config, optimizers),
             build_dataloader_fn=_build_loader,
             build_tokenizer_fn=build_tokenizer,  # type: ignore[arg-type]  # takes our config, a subclass
-            build_loss_fn=lambda job_config, **_: ShareOfLoss(),
+            build_loss_fn=lambda job_config, **_: LossShare(),
             build_validator_fn=partial(
                 Validator, build_batches=partial(build_instruction_validation_loader, multiple=_multiple(config))
             ),

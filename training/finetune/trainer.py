@@ -14,20 +14,22 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torchtitan.components.checkpoint import MODEL
 
-from farsight.analysis.garfa import draw_alphas
-from farsight.checkpoints.adapter import ADAPTER_MARKER, FILES, check_adapter_out, write_adapter
+from farsight.checkpoints.adapter.config import FILES
+from farsight.checkpoints.adapter.write import check_adapter_out, write_adapter
 from farsight.checkpoints.cards.model import read_history
-from farsight.checkpoints.merge import merge_adapter
-from farsight.checkpoints.model_dir.api import check_model_out
+from farsight.checkpoints.merge.build import merge_adapter
+from farsight.checkpoints.model_dir.api import ADAPTER_MARKER, check_model_out
 from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.errors import NonFiniteError
-from farsight.launch.plan.out_of_memory import MemoryRecorder, Phase
-from farsight.model.adapt.garfa import alphas, garfa_of, garfa_of_tensors
+from farsight.model.adapt.garfa import garfa_of
 from farsight.model.llama import name_seed
+from farsight.model.position.garfa import alphas, garfa_of_tensors
 from farsight.parallel.ranks import on_rank_zero
+from farsight.training.finetune.garfa_picture import draw_alphas
 from farsight.training.finetune.optimizer import parameter_groups
 from farsight.training.finetune.spec import TrainedWeights, adapters_of, register_finetuning, whole_weights
+from farsight.training.memory_recorder import MemoryRecorder, Phase
 from farsight.training.trainer import Trainer
 
 logger = logging.getLogger("farsight")
@@ -51,7 +53,7 @@ class Finetuner(Trainer):
             self.checkpointer.states[MODEL] = TrainedWeights(model)
         base = Path(config.base_model.path).expanduser()
         self.base, self.checkpointer.history = on_rank_zero(
-            lambda: (base_entry(base), read_history(base)), for_hours=True
+            lambda: (base_entry(base), read_history(base)), may_take_hours=True
         )
         self.checkpointer.base = self.base["fingerprint"]
         self.before = len(self.checkpointer.history)

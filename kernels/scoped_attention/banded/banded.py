@@ -1,14 +1,14 @@
 """Scoped attention on any device: work in proportion to what the heads see, memory in proportion to the tokens.
 
 `tiles.plan` cuts the visible band into rectangles; here each is computed as one batch of blocks over strided views of
-q, k and v, without copies. The forward pass keeps the output and the log-sum-exp of every row; the backward recomputes
-the probabilities from them. On CPUs a block is PyTorch's fused flash kernel, elsewhere two matrix products.
+q, k and v, without copies. The forward pass saves the output and the log-sum-exp of every row; the backward pass recomputes
+the probabilities from them. On CPUs a block is computed by PyTorch's fused flash kernel, elsewhere by two matrix products.
 
 Both passes are custom ops, for torch.compile and selective activation checkpointing: `farsight::banded_attention` is
 the one to save.
 
 Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
-In a call: M blocks or batch rows, X heads or batch rows, C queries of a block, W keys of a block.
+Within a call: M blocks or batch rows, X heads or batch rows, C queries of a block, W keys of a block.
 """
 
 import torch
@@ -90,7 +90,7 @@ def banded_backward(
     q_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in their dtype and shape; sums are fp32 (fp64 for fp64)."""
+    """Gradients of q, k and v in their dtypes and shapes; sums are fp32 (fp64 for fp64)."""
     do, q, k, v, o = (_widened(x) for x in (do_BLNH, q_BLNH, k_BLKH, v_BLKH, o_BLNH))
     band = _Band(q, k, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)
     if band.one_call:
@@ -132,12 +132,12 @@ banded_forward.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 def _has_fused_kernel(device: torch.device) -> bool:
-    """Whether a tile of any size is computed without storing its scores, and its log-sum-exp returned."""
+    """Whether a kernel computes a tile of any size without storing its scores, and returns its log-sum-exp."""
     return device.type == "cpu"
 
 
 class _Band:
-    """The tiles of one call, and how to compute one of them."""
+    """The tiles of one call and their computation."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class _Band:
         self.one_call = len(self.tiles) == 1 and self.tiles[0].count == 1 and self.tiles[0].keys == shape.end
 
     def rows(self, tile: Tile, x_BLNH: Tensor) -> Tensor:
-        """View [M, X, C, H] of the tile's queries."""
+        """A view [M, X, C, H] of the tile's queries."""
         first = tile.first_query - self.q_offset
         return _blocks(tile, x_BLNH, first, tile.rows, tile.rows, tile.first_head, tile.heads)
 
@@ -196,7 +196,7 @@ class _Band:
         o_BLNH: Tensor,
         lse_BLN: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """A tile's part of the gradients; given output and log-sum-exp of the whole rows, the parts add up exactly."""
+        """A tile's part of the gradients; since output and log-sum-exp are those of whole rows, the parts add up exactly."""
         do, q, o, lse = (self.rows(tile, x) for x in (do_BLNH, q_BLNH, o_BLNH, lse_BLN.unsqueeze(-1)))
         k, v = _keys(tile, k_BLKH), _keys(tile, v_BLKH)
         mask = self._mask(tile, q)
@@ -211,7 +211,7 @@ class _Band:
 
 
 def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """A tile without a fused kernel: its scores exist, so that the plan keeps them few."""
+    """A tile without a fused kernel: it stores its scores, so the plan keeps such tiles small."""
     with torch.autocast(q.device.type, enabled=False):
         s = _scores(q, k, mask, scale)
         lse = s.logsumexp(dim=-1, keepdim=True)
@@ -231,7 +231,7 @@ def _products_backward(
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """[M, X of the keys, rows, W]; the query heads of a key-value head are further rows of one product."""
+    """Scores [M, X of the keys, rows, W]; the query heads of a key-value head are stacked as rows of one product."""
     s = _by_kv_head(q * scale, k) @ k.transpose(-1, -2)
     if mask is not None:
         s.view(*q.shape[:3], k.shape[2]).add_(mask)
@@ -243,21 +243,21 @@ def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _widened(x: Tensor) -> Tensor:
-    """In fp32 at least, each head's row contiguous. In half precision the CPU kernel is slower, its backward tenfold."""
+    """x in at least fp32, with each head's row contiguous. The CPU kernel is slower in half precision, its backward tenfold."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _keys(tile: Tile, x_BLKH: Tensor) -> Tensor:
-    """View [M, X of the keys, W, H] of the tile's keys."""
+    """A view [M, X of the keys, W, H] of the tile's keys."""
     return _blocks(tile, x_BLKH, tile.first_key, tile.keys, tile.key_step, tile.first_kv_head, tile.kv_heads)
 
 
 def _blocks(tile: Tile, x: Tensor, first: int, rows: int, step: int, first_head: int, heads: int) -> Tensor:
-    """Rows `first` to `first + rows` of [B, L, heads, H], and `tile.count` such blocks `step` apart, as a strided view.
+    """A strided view of `tile.count` blocks of [B, L, heads, H], `step` rows apart; the first has rows `first` to `first + rows`.
 
-    The first two dimensions are [batch, heads] for one block, else [blocks, batch or heads]: the plan keeps one of the
-    two at 1 there, since a kernel takes four dimensions.
+    The first two dimensions are [batch, heads] for one block, otherwise [blocks, batch or heads]: the plan then keeps one
+    of the two at 1, since a kernel takes four dimensions.
     """
     by_batch, by_token, by_head, by_dim = x.stride()
     offset = x.storage_offset() + tile.first_batch * by_batch + first * by_token + first_head * by_head
@@ -271,7 +271,7 @@ def _blocks(tile: Tile, x: Tensor, first: int, rows: int, step: int, first_head:
 
 
 def _add_keys(tile: Tile, total_BLKH: Tensor, part: Tensor) -> None:
-    """Add a tile's gradient [M, X, W, H] into that of all keys. Its blocks overlap; what is added at once must not."""
+    """Adds a tile's gradient [M, X, W, H] to that of all keys. Its blocks may overlap, but not within one addition."""
     step, first = tile.key_step, tile.first_key
     if tile.count == 1:
         _keys(tile, total_BLKH).add_(part)

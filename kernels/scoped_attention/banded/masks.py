@@ -1,7 +1,7 @@
-"""What the banded backend adds to the scores of a tile: 0 or ALiBi's bias where a key is seen, -inf where not.
+"""Masks of the banded backend, added to a tile's scores: 0 or ALiBi's bias where a key is visible, -inf elsewhere.
 
-Shape suffixes: B batch, L tokens, N query heads; in a call M blocks or batch rows, X heads or batch rows, C queries of a
-block, W keys of a block.
+Shape suffixes: B batch, L tokens, N query heads; within a call M blocks or batch rows, X heads or batch rows, C queries of
+a block, W keys of a block.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,14 +13,16 @@ from torch import Tensor
 from farsight.kernels.scoped_attention import semantics
 from farsight.kernels.scoped_attention.banded.tiles import Mask, Tile
 
-CACHED_ELEMENTS = 2**20  # Small masks are kept from call to call: a short step would spend its time building them.
+CACHED_ELEMENTS = (
+    2**20
+)  # Masks up to this size are cached across calls: a short step would spend its time building them.
 
 
 class Masks:
     """Masks for the tiles of one call.
 
-    Without documents a mask depends on distances only, so that all tiles of a head are cut from one mask of a block's
-    rows by a scope's keys, kept until the next head's turn: memory linear in tokens.
+    Without documents a mask depends only on distances, so all tiles of a head are slices of one mask of a block's rows by
+    a scope's keys, which is kept until the next head: memory is linear in tokens.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Masks:
         self.last: tuple[tuple, Tensor] | None = None
 
     def __call__(self, tile: Tile) -> Tensor | None:
-        """[M or 1, X or 1, C, W], to be added to the scores of the tile's blocks."""
+        """The mask to add to the scores of the tile's blocks: [M or 1, X or 1, C, W] in the scores' dtype; None for none."""
         match tile.mask:
             case Mask.FULL | Mask.CAUSAL:
                 return None
@@ -62,7 +64,7 @@ class Masks:
         rows, before, after = self.extents[heads]
         if self.last is None or self.last[0] != heads:
             scopes, slopes = heads
-            scopes = tuple(min(scope, before + rows) for scope in scopes)  # no key is farther away than that
+            scopes = tuple(min(scope, before + rows) for scope in scopes)  # no key is farther away
             if slopes is None and len(set(scopes)) == 1:
                 scopes = scopes[:1]
             small = rows * (before + after) * len(scopes) <= CACHED_ELEMENTS
@@ -70,13 +72,13 @@ class Masks:
             self.last = heads, build(rows, before, after, scopes, slopes, self.dtype, self.device)
         rows, lead, _ = _extent(tile)
         mask = self.last[1][:, :, :rows, before - lead : before - lead + tile.keys]
-        if tile.count > 1 and tile.key_step == 0:  # blocks of further rows over the same keys
+        if tile.count > 1 and tile.key_step == 0:  # blocks of rows over the same keys
             mask = mask.squeeze(0).unflatten(1, (tile.count, tile.rows)).transpose(0, 1)
         return mask
 
 
 def _extent(tile: Tile) -> tuple[int, int, int]:
-    """Rows of a tile over one range of keys; its keys before the first row's own; its keys from there on."""
+    """Number of a tile's rows over one range of keys, of its keys before the first row's own, and of those from it on."""
     lead = tile.first_query - tile.first_key
     return tile.rows * (tile.count if tile.key_step == 0 else 1), lead, tile.keys - lead
 
@@ -90,15 +92,15 @@ def _band_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """[1, heads, rows, before + after], row 0 at key `before`: found once for each distance, laid out row by row."""
-    key = torch.arange(1 - rows, before + after, device=device)  # seen from row 0, all distances that occur
+    """[1, heads, rows, before + after], with row 0 at key `before`: computed once per distance, then laid out row by row."""
+    key = torch.arange(1 - rows, before + after, device=device)  # all distances that occur, as keys seen from row 0
     seen = semantics.visible(torch.tensor(before, device=device), key, torch.tensor(scopes, device=device)[:, None])
     bias = torch.zeros((), dtype=dtype, device=device)
     if slopes is not None:
         bias = semantics.alibi_bias(before, key, torch.tensor(slopes, dtype=dtype, device=device)[:, None])
     by_distance = torch.where(seen, bias, -torch.inf)
     last_row_first = by_distance.unfold(-1, before + after, 1)
-    # Not flip(), which would return it transposed: the fused kernel then copies the mask for every batch row and head.
+    # Not flip(), whose result is transposed in memory: the fused kernel would copy the mask for every batch row and head.
     return last_row_first.index_select(1, torch.arange(rows - 1, -1, -1, device=device)).unsqueeze(0)
 
 
@@ -106,12 +108,12 @@ _cached_band_mask: Callable[..., Tensor] = lru_cache(maxsize=32)(_band_mask)
 
 
 def _in_document(tile: Tile, document_starts_BL: Tensor) -> Tensor:
-    """[M, X or 1, C, W]: which keys of each block lie in the query's document."""
+    """bool [M, X or 1, C, W]: which keys of each block lie in the query's document."""
     batch, rows = slice(tile.first_batch, tile.first_batch + tile.batches), tile.count * tile.rows
     starts = document_starts_BL[batch, tile.first_query : tile.first_query + rows].int() - tile.first_key
     starts = starts.unflatten(1, (tile.count, tile.rows)).transpose(0, 1)  # [count, batches, C]
     starts = starts - torch.arange(tile.count, dtype=torch.int32, device=starts.device)[:, None, None] * tile.key_step
-    # As in `banded._blocks`, X is the heads, but the batch rows where there are several of them and of blocks.
+    # As in `banded._blocks`, X is the heads, or the batch rows if there are several of them and several blocks.
     starts = starts.transpose(0, 1) if tile.count == 1 else starts
     key = torch.arange(tile.keys, dtype=torch.int32, device=starts.device)
     return semantics.in_document(key, starts.unsqueeze(-1))

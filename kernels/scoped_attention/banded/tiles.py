@@ -1,8 +1,8 @@
 """The plan of the banded backend: which rectangles of queries × keys to compute, as a pure function of integers.
 
-Every visible pair lies in exactly one tile. A tile stands for `count` equal blocks, evenly spaced, that one call computes
-as a batch over strided views; with narrow scopes hundreds of blocks go in one call, with wide ones a few long rows.
-Tokens are numbered from the first key; queries are the tokens `first` to `end - 1`.
+Every visible pair lies in exactly one tile. A tile is `count` equal blocks, evenly spaced, that one call computes as a
+batch over strided views: with narrow scopes a call has hundreds of blocks, with wide ones a few long rows. Tokens are
+numbered from the first key; queries are the tokens `first` to `end - 1`.
 """
 
 import itertools
@@ -12,31 +12,35 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache
 
-# What a call and a pair cost, forward and backward, measured on AVX2 cores in fp32: only the ratio matters. A call is some
+# Cost of a call and of a pair, forward and backward, measured on AVX2 cores in fp32: only the ratio matters. A call is about
 # 130 µs of Python and several barriers between threads, which cost far more on a busy machine.
 CALL_NS = 400_000.0
 PAIR_NS = 1.0
 PAIR_NS_PER_HEAD_DIM = 0.31
 PAIR_NS_OF_DOCUMENTS = 5.0  # to build a mask for each block
 CHUNKS = (32, 64, 128, 256, 512)
-ONE_CHUNK = 256  # Up to so many queries one tile may cover them all, with a mask of that, squared, for each head.
-LEAST_SPLIT = 512  # Causal triangles are not split below so many rows: the fused kernel steps over keys by 512.
+ONE_CHUNK = 256  # Up to this many queries one tile may cover them all, with a square mask for each head.
+LEAST_SPLIT = 512  # Causal triangles are not split into fewer rows: the fused kernel steps over keys by 512.
 WIDE_IN_DOCUMENTS = 128  # From this scope on, key blocks of earlier documents are skipped chunk by chunk.
-# What keeps memory linear: blocks of one call hold at most so many times the sequence's keys, and where each stores its
-# scores or mask, at most those of so many rows over all keys.
-KEYS_A_CALL = 4
-STORED_ROWS_A_CALL = 128
+# Limits that keep memory linear: the blocks of one call hold at most this many times the sequence's keys and, if each stores
+# its scores or mask, at most the scores of this many rows over all keys.
+KEYS_PER_CALL = 4
+STORED_ROWS_PER_CALL = 128
 
 
 class Mask(Enum):
+    """The kind of mask that a tile needs."""
+
     FULL = "every pair of the block is visible"
-    CAUSAL = "square on the diagonal, and no scope reaches its edge: row i sees keys 0 to i"
-    BAND = "scopes, the diagonal, or ALiBi need a mask; it is the same for all blocks of the tile"
-    DOCUMENTS = "a document starts among these keys: each block has its own mask"
+    CAUSAL = "square on the diagonal and within every scope: row i sees keys 0 to i"
+    BAND = "scopes, the diagonal, or ALiBi need a mask, the same for all blocks of the tile"
+    DOCUMENTS = "a document starts among these keys: each block needs its own mask"
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
+    """`count` equal blocks of queries × keys, for some heads and batch rows: one call of the backend."""
+
     first_query: int
     rows: int
     first_key: int
@@ -44,7 +48,7 @@ class Tile:
     mask: Mask
     count: int = 1
     key_step: int = 0  # from block to block; queries step by `rows`
-    merges: bool = False  # its rows have a part of their keys in an earlier tile
+    merges: bool = False  # an earlier tile has other keys of the same rows
     first_head: int = 0
     heads: int = 1
     first_batch: int = 0
@@ -61,35 +65,39 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a plan depends on besides scopes and documents."""
+    """The inputs of a plan besides scopes and documents."""
 
     batch: int
-    kv_group: int  # query heads a key-value head serves
+    kv_group: int  # query heads per key-value head
     head_dim: int
     first: int
     end: int
     threads: int
-    fused: bool  # a kernel computes CAUSAL and FULL tiles of any size without storing scores
+    fused: bool  # a fused kernel computes CAUSAL and FULL tiles of any size without storing scores
     biased: bool  # ALiBi: every tile needs its mask
     documents: bool = False  # every block needs its own mask
 
     def cost(self, tiles: Sequence[Tile]) -> float:
-        """Nanoseconds, roughly; short blocks are less efficient and add to the keys' gradients more often."""
+        """Estimated time in ns; short blocks are less efficient and add to the keys' gradients more often."""
         pair = PAIR_NS + PAIR_NS_PER_HEAD_DIM * self.head_dim + PAIR_NS_OF_DOCUMENTS * self.documents
         pair /= self.threads
         return sum(CALL_NS + tile.pairs * pair * (1 + 20 / tile.rows) for tile in tiles)
 
 
 def document_chunks(shape: Shape) -> list[tuple[int, int]]:
-    """First token and end of the chunks in which heads with wide scopes are planned if there are documents."""
+    """(first token, end) of the chunks by which heads with wide scopes are planned if there are documents."""
     chunk = 128 if shape.end - shape.first <= 2048 else 256
     return [(token, min(token + chunk, shape.end)) for token in range(shape.first, shape.end, chunk)]
 
 
 @lru_cache(maxsize=64)  # all layers of a step have the same documents, forward and backward
 def plan(scopes: tuple[int, ...], shape: Shape, starts: tuple[tuple[int, ...], ...] | None = None) -> tuple[Tile, ...]:
-    """Tiles for all heads. `starts` has the document starts of each batch row, at the first token of every document
-    chunk, then at the last token of every one; None is no documents."""
+    """The tiles for all heads.
+
+    Args:
+        starts: the document start of each batch row at the first token of every chunk of `document_chunks`, then at the
+            last token of every chunk; None if there are no documents.
+    """
     scopes = tuple(min(s, shape.end) for s in scopes)
     if starts is None or max(starts[-1]) == 0:
         return _plan_bands(scopes, shape, 0, len(scopes))
@@ -106,7 +114,7 @@ def plan(scopes: tuple[int, ...], shape: Shape, starts: tuple[tuple[int, ...], .
 
 
 def _plan_bands(scopes: tuple[int, ...], shape: Shape, first_head: int, end_head: int) -> tuple[Tile, ...]:
-    """Neighbouring heads share tiles where computing all at the widest scope costs less than another call."""
+    """Tiles without documents. Neighbouring heads share tiles if computing all at the widest scope is cheaper than another call."""
     tiles: list[Tile] = []
     start, best = first_head, _band_tiles(scopes, first_head, first_head + 1, shape)
     for head in range(first_head + 1, end_head):
@@ -121,7 +129,7 @@ def _plan_bands(scopes: tuple[int, ...], shape: Shape, first_head: int, end_head
 
 
 def _band_tiles(scopes: tuple[int, ...], first_head: int, end_head: int, shape: Shape) -> list[Tile]:
-    """The cheapest tiles for neighbouring heads: over the keys of the widest, masked for the others."""
+    """The cheapest tiles for neighbouring heads: over the keys of the widest scope, masked for the others."""
     group = scopes[first_head:end_head]
     scope, equal = max(group), len(set(group)) == 1
     queries = shape.end - shape.first
@@ -138,7 +146,7 @@ def _band_tiles(scopes: tuple[int, ...], first_head: int, end_head: int, shape: 
 
 
 def _spans(scope: int, equal: bool, chunk: int, shape: Shape, heads: int) -> Iterator[Tile]:
-    """Tiles of one scope: the front, whose tokens see everything before them, then windows of chunk + scope - 1 keys."""
+    """Tiles of one scope: the front, whose tokens see everything before them, then windows over chunk + scope - 1 keys."""
     token, end = shape.first, shape.end
     whole_front = equal and shape.fused and not shape.biased and (scope - 1 > chunk or scope == end)
     if whole_front and token < scope:
@@ -151,9 +159,9 @@ def _spans(scope: int, equal: bool, chunk: int, shape: Shape, heads: int) -> Ite
         yield Tile(token, rows, 0, token + rows, Mask.BAND)
         token += rows
     keys = chunk + scope - 1
-    a_call = KEYS_A_CALL * end // keys
+    a_call = KEYS_PER_CALL * end // keys
     if shape.documents or not shape.fused:
-        a_call = min(a_call, STORED_ROWS_A_CALL * end // (chunk * keys))
+        a_call = min(a_call, STORED_ROWS_PER_CALL * end // (chunk * keys))
     a_call = max(a_call, shape.threads)
     while end - token >= chunk:
         count = min((end - token) // chunk, a_call)
@@ -166,7 +174,7 @@ def _spans(scope: int, equal: bool, chunk: int, shape: Shape, heads: int) -> Ite
 def _plan_documents(
     scopes: tuple[int, ...], shape: Shape, starts: tuple[tuple[int, ...], ...], heads: list[int]
 ) -> list[Tile]:
-    """Wide heads, chunk by chunk: keys begin at the chunk's earliest document, per batch row where that saves more."""
+    """Tiles of wide heads, chunk by chunk: keys begin at the chunk's earliest document, per batch row if that is cheaper."""
     chunks = document_chunks(shape)
     found: list[Tile] = []
     for (token, end), begin, last in zip(chunks, starts[: len(chunks)], starts[len(chunks) :], strict=True):
@@ -189,7 +197,7 @@ def _plan_documents(
 
 
 def _causal(first: int, rows: int, shape: Shape, heads: int) -> Iterator[Tile]:
-    """The triangle on the diagonal, cut into as many equal pieces as keep all threads busy with few heads.
+    """The triangle on the diagonal, cut into enough equal pieces to keep all threads busy even with few heads.
 
     Cut in `pieces`: that many triangles, then squares of half, a quarter, … of the whole, each over `pieces` row blocks.
     """
@@ -210,7 +218,7 @@ def _causal(first: int, rows: int, shape: Shape, heads: int) -> Iterator[Tile]:
 
 
 def _over_heads(span: Tile, first_head: int, end_head: int, shape: Shape) -> Iterator[Tile]:
-    """The tile for a range of heads, in as many as make each call's views strided: see `banded._blocks`."""
+    """The tile for a range of heads, split so that strided views can represent each call: see `banded._blocks`."""
     batches = span.batches or shape.batch
     head = first_head
     while head < end_head:
@@ -239,5 +247,5 @@ def _over_heads(span: Tile, first_head: int, end_head: int, shape: Shape) -> Ite
 
 
 def _row_blocks(rows: int, most: int) -> int:
-    """How many equal blocks of 32 rows or more, `most` at the most: the kernel's backward runs one thread a block."""
+    """Number of equal blocks of at least 32 rows, at most `most`: the kernel's backward pass uses one thread per block."""
     return next((n for n in range(min(most, rows // 32), 1, -1) if rows % n == 0), 1)

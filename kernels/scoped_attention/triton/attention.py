@@ -1,6 +1,6 @@
-"""Scoped attention on GPUs: launches the Triton kernels, and makes them operators that autograd and compilers know.
+"""Scoped attention on GPUs: launches the Triton kernels, as operators that autograd and torch.compile support.
 
-Nothing here reads a tensor on the host: scopes may change from call to call without compiling or waiting.
+Nothing here reads a tensor on the host: scopes may change between calls without recompiling or waiting.
 
 Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
 """
@@ -23,18 +23,19 @@ INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)
 
 @dataclass(frozen=True)
 class Tiles:
-    """What one kernel computes at once."""
+    """Block sizes and launch options of one kernel."""
 
     block_m: int
-    """Queries."""
+    """Queries per block."""
     block_n: int
-    """Keys."""
+    """Keys per block."""
     narrow: int
-    """Block of what a program steps over (keys; queries in the dk/dv kernel) for heads whose scope is no wider."""
+    """Step over keys (over queries in the dk/dv kernel) for heads whose scope is no wider than the usual step."""
     warps: int
     stages: int
 
     def options(self) -> dict[str, Any]:
+        """The keyword arguments of a launch."""
         return {
             "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_NARROW": self.narrow,
             "num_warps": self.warps, "num_stages": self.stages,
@@ -42,7 +43,7 @@ class Tiles:
 
 
 _TILES = {
-    # (kernel, padded head dim up to, bytes of an element): by the GPU's major architecture, or for all the others.
+    # (kernel, largest padded head dim, bytes per element): tiles by the GPU's major architecture; 0 is for all others.
     ("forward", 64, 2): {0: Tiles(128, 64, 32, 8, 3)},
     ("forward", 128, 2): {8: Tiles(128, 32, 32, 8, 3), 0: Tiles(128, 64, 32, 8, 3)},
     ("dq", 64, 2): {0: Tiles(128, 64, 32, 8, 2)},
@@ -59,17 +60,17 @@ _TILES = {
 
 
 def tiles(kernel: str, head_dim: int, itemsize: int, major: int) -> Tiles:
-    """The tiles of "forward", "dq" or "dkv" for a padded head dim, the bytes of an element and a GPU's architecture.
+    """The tiles of "forward", "dq" or "dkv" for a padded head dim, bytes per element and a GPU's major architecture.
 
-    All compile without spilled registers, and within the shared memory, of sm_80, sm_90 and sm_100. They are not tuned
-    on a GPU yet.
+    All compile for sm_80, sm_90 and sm_100 without register spills and within shared memory. They are not tuned on a GPU
+    yet.
     """
     by_architecture = _TILES[kernel, 64 if head_dim <= 64 else 128, itemsize]
     return by_architecture.get(major, by_architecture[0])
 
 
 def check_runs(q: Tensor) -> None:
-    """Raises ValueError unless the kernels take queries of this dtype, head dim (the last) and device."""
+    """Raises ValueError unless the kernels support queries [..., H] of this dtype, head dim H and device."""
     if q.dtype not in DTYPES:
         raise ValueError(f'backend "triton" does not take {q.dtype}: use bfloat16, float16 or float32')
     if q.shape[-1] > 128:
@@ -91,7 +92,7 @@ def triton_attention(
     """`api.scoped_attention` with all arguments given.
 
     Raises:
-        ValueError: where the kernels cannot run.
+        ValueError: the kernels cannot run here.
     """
     check_runs(q_BLNH)
     return triton_forward(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)[0]
@@ -144,7 +145,7 @@ def triton_backward(
     q_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v in their dtype and shape; sums are fp32."""
+    """Gradients of q, k and v in their dtypes and shapes; sums are fp32."""
     call = _Call(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset)
     do = _rows(do_BLNH)
     delta_BNL = torch.empty_like(lse_BNL)
@@ -189,7 +190,7 @@ triton_forward.register_autograd(_backward, setup_context=_save_for_backward)
 
 
 class _Call:
-    """What all kernels of a call are given."""
+    """The arguments that all kernels of a call share."""
 
     def __init__(
         self,
@@ -207,7 +208,7 @@ class _Call:
         self.block_h = max(16, triton.next_power_of_2(self.H))
         self.scopes = scopes_N.to(device=q_BLNH.device, dtype=torch.int64)
         self.widest_first = self.scopes.argsort(descending=True)
-        # Absent tensors are never read, but a pointer has to be given.
+        # Absent tensors are never read, but a kernel needs some pointer.
         self.starts = (
             self.scopes
             if document_starts_BL is None
@@ -228,14 +229,14 @@ class _Call:
         return tiles(kernel, self.block_h, self.q.itemsize, major)
 
     def document_ends(self) -> Tensor:
-        """[B, Lk]: one past the last token of each token's document."""
+        """int32 [B, Lk]: one past the last token of each token's document."""
         if not self.has_starts:
             return self.starts
         tokens = torch.arange(self.Lk, dtype=torch.int32, device=self.starts.device).expand(self.B, -1).contiguous()
-        # Starts do not fall: the tokens that see token i are those up to the last with a start no later than i.
+        # Starts never fall, so token i is seen up to the last token whose document starts no later than i.
         return torch.searchsorted(self.starts, tokens, right=True, out_int32=True)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Each head's row contiguous, which is all the kernels ask."""
+    """x with each head's row contiguous, which is all that the kernels require."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,7 +1,7 @@
-"""The backward pass of scoped attention in Triton: one kernel for dq, by blocks of queries, one for dk and dv, by blocks
-of keys. Neither adds into memory that another program writes, so that gradients do not vary from run to run.
+"""The backward pass of scoped attention in Triton: one kernel for dq, by blocks of queries, and one for dk and dv, by blocks
+of keys. No two programs write to the same memory, so gradients do not vary from run to run.
 
-Probabilities are recomputed from the log-sum-exp. Names as in `triton_forward.py`.
+Probabilities are recomputed from the log-sum-exp. Names as in `forward.py`.
 """
 
 import triton
@@ -67,7 +67,7 @@ def _dq_keys(
     HAS_STARTS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
 ):
-    """Adds keys `begin` to `end` to dq of a block of queries, in units of the scale."""
+    """Adds the contribution of keys `begin` to `end` to dq of a block of queries, before the factor `scale`."""
     for first in tl.range(begin, end, BLOCK_N):
         o_i = first + tl.arange(0, BLOCK_N)
         b_k = load_rows(p_k, first, k_by_token, keys, BLOCK_N, HEAD_DIM, BLOCK_H, not MASKED)
@@ -115,7 +115,7 @@ def _dq_band(
     HAS_STARTS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
 ):
-    """dq of a block of queries over all it sees."""
+    """dq of a block of queries over all keys it sees, before the factor `scale`."""
     begin, seen_from, seen_to, end = key_runs(first_t, last_t, first_start, last_start, scope, keys, BLOCK_N)
     b_dq = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
     b_dq = _dq_keys(
@@ -257,7 +257,8 @@ def _dkv_queries(
     HAS_STARTS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
 ):
-    """Adds query rows `begin` to `end` of one head to dk (in units of the scale) and dv of a block of keys."""
+    """Adds the contribution of query rows `begin` to `end` of one head to dv and dk (before the factor `scale`) of a block of
+    keys."""
     for first in tl.range(begin, end, BLOCK_M):
         o_row = first + tl.arange(0, BLOCK_M)
         o_t = o_row + q_offset
@@ -314,8 +315,8 @@ def _dkv_band(
     HAS_SLOPES: tl.constexpr,
 ):
     """dk and dv of a block of keys from all queries of one head that see any of it."""
-    # Rows from the first key's own on, up to the last that the scope or the document of the last key reaches; and
-    # those between that see the whole block.
+    # From the first key's own row to the last row that the scope or the document of the last key reaches; between them, the
+    # rows that see the whole block.
     begin = tl.maximum(first_key - q_offset, 0) // BLOCK_M * BLOCK_M
     end = tl.maximum(tl.minimum(last_key + scope, last_until) - q_offset, 0)
     seen_from = tl.cdiv(tl.maximum(last_key - q_offset, 0), BLOCK_M) * BLOCK_M
@@ -390,7 +391,7 @@ def dkv_kernel(
     Arguments beyond the forward kernel's: until [B, Lk], one past the last token of each token's document; order [K],
     key-value heads from wide to narrow; dk and dv share their strides. Grid: (blocks of keys, B, K).
     """
-    block = tl.program_id(0)  # the first keys are seen by most
+    block = tl.program_id(0)  # the first keys are seen by the most queries
     batch = tl.program_id(1).to(tl.int64)
     kv_head = tl.load(p_order + tl.program_id(2)).to(tl.int64)
     keys = queries + q_offset

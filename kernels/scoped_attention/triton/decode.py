@@ -1,10 +1,10 @@
-"""Decoding in Triton: one query a row of the batch against a rolling cache, split over its slots.
+"""Decoding in Triton: one query per batch row against a rolling cache, split over its slots.
 
-Every key-value head's ring is cut into parts of equal length, and each part is a program for all query heads that share
-the head, so that a wide head fills the GPU as its many parts and a narrow one is a single program. A second kernel
-weighs the parts together by their log-sum-exp. Nothing is read on the host: the token's index is loaded from memory.
+Every key-value head's ring is cut into parts of equal length. One program computes a part for all query heads that share
+the key-value head, so a wide head fills the GPU with many parts, and a narrow one is a single program. A second kernel
+combines the parts, weighted by their log-sum-exp. Nothing is read on the host: the token's index is loaded from memory.
 
-Names as in `triton_forward.py`; [G] query heads of a key-value head, [S] slots.
+Names as in `forward.py`; [G] query heads of a key-value head, [S] slots.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from farsight.kernels.scoped_attention.triton.attention import INTERPRETED, LOG2
 from farsight.kernels.scoped_attention.triton.forward import dot, load_rows
 
 SHORTEST_PART = 128
-PROGRAMS_A_PROCESSOR = 4  # parts for each of a GPU's multiprocessors, so that none waits long for the last
+PROGRAMS_PER_PROCESSOR = 4  # parts per multiprocessor of a GPU, so that none waits long for the last
 PARTS_AT_ONCE = 16
 
 
@@ -57,8 +57,8 @@ def decode_kernel(
 ):
     """One part of one key-value head's ring, for one row of the batch.
 
-    Arguments: q [B, N, H]; k and v [B, S, H], contiguous but for B; parts [B, parts, GROUP, H] and lse [B, parts,
-    GROUP], fp32, output and log-sum-exp (base 2) of a part alone; tokens [1], appended so far; scopes and slopes [N];
+    Arguments: q [B, N, H]; k and v [B, S, H], contiguous except in B; parts [B, parts, GROUP, H] and lse [B, parts, GROUP],
+    fp32, output and log-sum-exp (base 2) of each part; tokens [1], the number appended so far; scopes and slopes [N];
     heads [parts], each part's key-value head; first_parts and first_slots [K + 1]; starts [B]. Grid: (parts, B).
     """
     part = tl.program_id(0)
@@ -74,7 +74,7 @@ def decode_kernel(
     m_g = o_g < GROUP
     p_q += batch * q_by_batch + kv_head * GROUP * q_by_head
     b_q = load_rows(p_q, 0, q_by_head, GROUP, BLOCK_G, HEAD_DIM, BLOCK_H, False)
-    # No further than the sequence: t - scope stays within 32 bits.
+    # At most the capacity, so that t - scope fits in 32 bits.
     b_scope = tl.minimum(tl.load(p_scopes + kv_head * GROUP + o_g, mask=m_g, other=1), capacity).to(tl.int32)
     b_slope = tl.zeros([BLOCK_G], dtype=tl.float32)
     if HAS_SLOPES:
@@ -89,7 +89,7 @@ def decode_kernel(
     b_max = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
     for first in tl.range(begin, end, BLOCK_N):
         o_s = first + tl.arange(0, BLOCK_N)
-        # Which token a slot holds: the last one, up to the query, that fell on it.
+        # The token in each slot: the latest one, up to the query, that was written to it.
         o_i = t - (t - o_s) % capacity
         b_k = load_rows(p_k + o_ring, first, HEAD_DIM, end, BLOCK_N, HEAD_DIM, BLOCK_H, False)
         b_s = dot(b_q, tl.trans(b_k), WIDE, INTERPRETED) * scale_log2
@@ -100,7 +100,7 @@ def decode_kernel(
             m_s &= (o_i >= start)[None, :]
         b_s = tl.where(m_s, b_s, float("-inf"))
         b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
-        # A head that has seen nothing yet has a maximum of -inf, and -inf - -inf is no number.
+        # A head that has seen nothing yet has a maximum of -inf, and -inf - -inf is NaN.
         b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_p = tl.exp2(b_s - b_shift[:, None])
         b_alpha = tl.exp2(b_max - b_shift)
@@ -109,7 +109,7 @@ def decode_kernel(
         b_acc = b_acc * b_alpha[:, None] + dot(b_p.to(b_v.dtype), b_v, WIDE, INTERPRETED)
         b_max = b_new_max
 
-    b_some = tl.where(b_sum == 0.0, 1.0, b_sum)  # a part of which a head sees nothing
+    b_some = tl.where(b_sum == 0.0, 1.0, b_sum)  # for a part of which a head sees nothing
     o_h = tl.arange(0, BLOCK_H)
     o_row = (batch * parts + part) * GROUP + o_g
     m_o = m_g[:, None] & (o_h < HEAD_DIM)[None, :]
@@ -131,7 +131,7 @@ def combine_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """The parts of one query head, weighed by their log-sum-exp. Grid: (N, B)."""
+    """Combines the parts of one query head, weighted by their log-sum-exp. Grid: (N, B)."""
     head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     kv_head = head // GROUP
@@ -170,7 +170,7 @@ def triton_decode(
     """`api.scoped_decode` with all arguments given.
 
     Raises:
-        ValueError: where the kernels cannot run.
+        ValueError: the kernels cannot run here.
     """
     check_runs(q_BNH)
     return decode_op(
@@ -191,7 +191,7 @@ def decode_op(
     alibi_slopes_N: Tensor | None,
     scale: float,
 ) -> Tensor:
-    """Output [B, N, H] in q's dtype. `capacities` has the slots of each key-value head's ring in `keys_BSH`."""
+    """Output [B, N, H] in q's dtype, as one operator; `capacities` is the length of each key-value head's ring in `keys_BSH`."""
     q_BNH = q_BNH if q_BNH.stride(-1) == 1 else q_BNH.contiguous()
     B, N, H = q_BNH.shape
     group = N // len(capacities)
@@ -202,7 +202,7 @@ def decode_op(
     o_parts = torch.empty((B, parts, group, H), dtype=torch.float32, device=q_BNH.device)
     lse_parts = torch.empty((B, parts, group), dtype=torch.float32, device=q_BNH.device)
     o_BNH = torch.empty((B, N, H), dtype=q_BNH.dtype, device=q_BNH.device)
-    absent = tokens  # never read, but a pointer has to be given
+    absent = tokens  # never read, but the kernel needs some pointer
     starts = absent if document_starts_B is None else document_starts_B.to(q_BNH.device, torch.int32)
     slopes = absent if alibi_slopes_N is None else alibi_slopes_N.to(q_BNH.device, torch.float32)
     decode_kernel[(parts, B)](
@@ -224,21 +224,21 @@ def _(q, keys, values, tokens, capacities, scopes, starts, slopes, scale):
 
 
 def launch_options(wide: bool, block_g: int) -> dict[str, int]:
-    """Keys at once, warps and stages of the decode kernel; not tuned on a GPU yet."""
+    """Keys per step, warps and stages of the decode kernel; not tuned on a GPU yet."""
     if wide:
         return {"BLOCK_N": 32, "num_warps": 4 if block_g == 16 else 8, "num_stages": 2}
     return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 
 def _part_slots(slots: int, device: torch.device) -> int:
-    """Slots of a part: a power of two, such that all rows' slots make a few programs for each multiprocessor."""
+    """Slots per part: a power of two, such that the slots of all rows make a few programs per multiprocessor."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(SHORTEST_PART, triton.next_power_of_2(triton.cdiv(slots, PROGRAMS_A_PROCESSOR * processors)))
+    return max(SHORTEST_PART, triton.next_power_of_2(triton.cdiv(slots, PROGRAMS_PER_PROCESSOR * processors)))
 
 
-@lru_cache(maxsize=32)  # once for all layers whose rings are alike, and for all tokens
+@lru_cache(maxsize=32)  # shared by all layers whose rings are alike, and by all tokens
 def _parts(capacities: tuple[int, ...], part_slots: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Key-value head of each part; first part of each head, and first slot, with the total at the end; all int32."""
+    """The key-value head of each part; the first part of each head, and its first slot, with totals at the end; all int32."""
     counts = [triton.cdiv(capacity, part_slots) for capacity in capacities]
     heads = [head for head, count in enumerate(counts) for _ in range(count)]
     first_parts = [0, *accumulate(counts)]

@@ -1,9 +1,9 @@
 """The forward pass of scoped attention in Triton: online softmax over the blocks of keys that a head's band touches.
 
 One program computes a block of queries of one head. Its keys fall into three runs of blocks: those that the scope or a
-document cuts, those that every query sees, and those on the diagonal; only the first and the last are masked, and
-blocks outside are never loaded. A narrow head steps over keys by a smaller block, so that a band of three tokens does
-not pay for one of 128.
+document cuts, those that every query sees, and those on the diagonal. Only the first and the last run are masked, and
+blocks outside are never loaded. A narrow head steps over keys in smaller blocks, so that a band of three tokens does not
+cost as much as one of 128.
 
 Names: b_ block, p_ pointer, o_ offset, m_ mask. Shape suffixes in upper case as in `api.py`; [M] queries of a block,
 [N] keys of a block, [H] head dim.
@@ -15,9 +15,9 @@ import triton.language as tl
 
 @triton.jit
 def dot(a, b, WIDE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """a @ b in fp32: fp32 inputs as three TF32 products, which keep their accuracy and the tensor cores.
+    """a @ b in fp32: fp32 inputs as three TF32 products, which keep fp32 accuracy and still use the tensor cores.
 
-    Triton's interpreter multiplies bf16 wrongly, so there it is cast.
+    Triton's interpreter multiplies bf16 incorrectly, so inputs are cast there.
     """
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
@@ -31,11 +31,11 @@ def dot(a, b, WIDE: tl.constexpr, INTERPRETED: tl.constexpr):
 def load_rows(
     p, first, by_token, rows, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, WHOLE: tl.constexpr
 ):
-    """Rows `first` to `first + BLOCK` of a head, zeros past `rows` and HEAD_DIM; WHOLE promises that none is past."""
+    """Rows `first` to `first + BLOCK` of a head, zero past `rows` and HEAD_DIM; WHOLE promises that no row is past `rows`."""
     o_n = tl.arange(0, BLOCK)
     o_h = tl.arange(0, BLOCK_H)
-    # The block's place in 64 bits, since a sequence of a million tokens has more elements than 32 bits count; within
-    # the block 32 bits do, and take half the registers.
+    # The block's offset has 64 bits, since a million tokens have more elements than 32 bits can count; offsets within the
+    # block fit in 32 bits, which take half the registers.
     p_block = p + tl.cast(first, tl.int64) * by_token + o_n[:, None] * by_token + o_h[None, :]
     if WHOLE:
         if HEAD_DIM == BLOCK_H:
@@ -48,7 +48,7 @@ def load_rows(
 
 @triton.jit
 def store_rows(p, b, first, by_token, rows, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr):
-    """Writes rows `first` to `first + BLOCK` of a head, but for those past `rows`."""
+    """Writes rows `first` to `first + BLOCK` of a head, except those past `rows`."""
     o_n = tl.arange(0, BLOCK)
     o_h = tl.arange(0, BLOCK_H)
     p_block = p + tl.cast(first, tl.int64) * by_token + o_n[:, None] * by_token + o_h[None, :]
@@ -82,7 +82,7 @@ def _keys(
     HAS_STARTS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
 ):
-    """Adds keys `begin` (a multiple of BLOCK_N) to `end` to a block of queries' running maximum, sum and output."""
+    """Updates the running output, sum and maximum of a block of queries with keys `begin` (a multiple of BLOCK_N) to `end`."""
     for first in tl.range(begin, end, BLOCK_N):
         o_i = first + tl.arange(0, BLOCK_N)
         b_k = load_rows(p_k, first, k_by_token, keys, BLOCK_N, HEAD_DIM, BLOCK_H, not MASKED)
@@ -95,7 +95,7 @@ def _keys(
                 m_s &= o_i[None, :] >= b_start[:, None]
             b_s = tl.where(m_s, b_s, float("-inf"))
         b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
-        # A row that has seen nothing yet has a maximum of -inf, and -inf - -inf is no number.
+        # A row that has seen nothing yet has a maximum of -inf, and -inf - -inf is NaN.
         b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_p = tl.exp2(b_s - b_shift[:, None])
         b_alpha = tl.exp2(b_max - b_shift)
@@ -108,10 +108,10 @@ def _keys(
 
 @triton.jit
 def key_runs(first_t, last_t, first_start, last_start, scope, keys, BLOCK_N: tl.constexpr):
-    """Where a block of queries' keys begin and end, and between them the whole blocks that every query sees.
+    """Where the keys of a block of queries begin and end, and between them the full blocks that every query sees.
 
-    From `begin` to `seen_from` and from `seen_to` to `end` some queries see some keys. Runs that would be empty or
-    overlap end up empty, and their keys in a masked one.
+    From `begin` to `seen_from` and from `seen_to` to `end` some queries see some keys. If there is no full block, that run
+    is empty and its keys are in a masked one.
     """
     begin = tl.maximum(first_t - scope + 1, first_start) // BLOCK_N * BLOCK_N
     end = tl.minimum(last_t + 1, keys)
@@ -148,7 +148,7 @@ def _band(
     HAS_STARTS: tl.constexpr,
     HAS_SLOPES: tl.constexpr,
 ):
-    """Output, sum and maximum of a block of queries over all it sees, in blocks of BLOCK_N keys."""
+    """Output, sum and maximum of a block of queries over all keys it sees, in steps of BLOCK_N keys."""
     begin, seen_from, seen_to, end = key_runs(first_t, last_t, first_start, last_start, scope, keys, BLOCK_N)
     b_acc = tl.zeros([BLOCK_M, BLOCK_H], dtype=tl.float32)
     b_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -205,18 +205,18 @@ def forward_kernel(
     WIDE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One block of queries of one head of one batch row.
+    """Output and log-sum-exp of one block of queries of one head of one batch row.
 
     Arguments: q and o [B, Lq, N, H], k and v [B, Lk, K, H], each with stride 1 in H; lse [B, N, Lq]; scopes and slopes
     [N]; order [N], heads from wide to narrow; starts [B, Lk]. Grid: (blocks of queries, B, N).
     """
-    # The grid's last dimension is the slowest, so the widest heads start first; within one, the rows with most keys.
+    # The grid's last dimension varies slowest, so the widest heads start first, and within a head the rows with most keys.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     head = tl.load(p_order + tl.program_id(2)).to(tl.int64)
     kv_head = head // GROUP
     keys = queries + q_offset
-    # No further than the sequence: t - scope stays within 32 bits.
+    # At most the length of the sequence, so that t - scope fits in 32 bits.
     scope = tl.minimum(tl.load(p_scopes + head), keys).to(tl.int32)
     slope_log2 = 0.0
     if HAS_SLOPES:

@@ -1,4 +1,4 @@
-"""The bundled instruction set: its code runs, its sums come out, and every row is read."""
+"""The bundled instruction set: its code runs, its sums are right, and every row is read."""
 
 import json
 from difflib import SequenceMatcher

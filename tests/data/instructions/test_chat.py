@@ -1,4 +1,4 @@
-"""Conversations and chat templates: rows of every format, tokens as transformers gives them, and what is trained."""
+"""Conversations and chat templates: rows of every format, the same tokens as transformers, and the right tokens trained."""
 
 import json
 import shutil
@@ -76,7 +76,7 @@ TURNS = [
 
 
 def make_tokenizer(directory: Path, specials: list[str], template: str | None, bos: str | None, eos: str) -> Path:
-    """A byte-level BPE tokenizer as transformers keeps one."""
+    """A byte-level BPE tokenizer as transformers stores it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -106,7 +106,7 @@ def tokenizers(tmp_path_factory) -> dict[str, Path]:
 
 
 def encode(directory: Path, messages: list[dict], train_on: str = "assistant", data: InstructionData | None = None):
-    """(tokenizer, tokens) of a conversation."""
+    """Returns (tokenizer, tokens) of a conversation."""
     tokenizer = load_tokenizer_dir(directory)
     template = chat_template(data or InstructionData(), tokenizer)
     marked = template.mark(to_conversation({"messages": messages}, "messages"), train_on)
@@ -114,7 +114,7 @@ def encode(directory: Path, messages: list[dict], train_on: str = "assistant", d
 
 
 def trained_pieces(directory: Path, tokens) -> list[str]:
-    """The texts of the runs of trained tokens, special tokens included."""
+    """The text of each run of trained tokens, special tokens included."""
     reference = AutoTokenizer.from_pretrained(directory)
     edges = np.flatnonzero(np.diff(np.concatenate([[False], tokens.trained, [False]]).astype(int)))
     return [reference.decode(tokens.ids[a:b].tolist()) for a, b in edges.reshape(-1, 2)]
@@ -146,7 +146,7 @@ class TestTokens:
         assert last == "Two.<|end|>"
 
     def test_of_a_sentencepiece_model_are_those_of_its_exported_directory(self, tmp_path):
-        """Its tokenizer has no special tokens for turns: the template's markers are text, and eos closes."""
+        """Its tokenizer has no special tokens for turns: the template's markers are text, and eos ends the last turn."""
         train_sentencepiece([TEXT * 40], 320, tmp_path)
         tokenizer, tokens = encode(tmp_path, TURNS)
         chat_template(InstructionData(), tokenizer).save(tmp_path)
@@ -247,11 +247,11 @@ class TestTemplate:
         ],
     )
     def test_one_that_explodes_is_named(self, source, why):
-        """By the system's own limits, in a process that is gone afterwards."""
+        """The system's limits end the process."""
         start = time.monotonic()
         with pytest.raises(DataError, match=rf"evil: the chat template .*{why}.*set data\.chat_template"):
             ChatTemplate(source, "evil", BytesTokenizer()).mark(Conversation(tuple(TURNS), (None,) * 5), "all")
-        assert time.monotonic() - start < 60  # seconds of the CPU are limited, not of a machine that others share
+        assert time.monotonic() - start < 60  # CPU seconds are limited, not seconds of a shared machine
         assert not [child for child in command_lines_of_children() if "template_process" in child]
 
     @pytest.mark.parametrize(

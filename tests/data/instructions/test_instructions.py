@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farsight.checkpoints.resume import saved_order
 from farsight.configs.finetuning import (
     FinetuneConfig,
     InstructionData,
@@ -95,7 +96,7 @@ def one_row(folder, name: str, row: dict, **settings) -> InstructionData:
 
 
 def global_batches(loaders: list[InstructionLoader], steps: int) -> list[dict[str, torch.Tensor]]:
-    """The next global batches, put together from all ranks' micro-batches."""
+    """The next global batches, assembled from all ranks' micro-batches."""
     of_ranks = [list(islice(loader, steps * loader.micro_batches_per_step)) for loader in loaders]
     batches = []
     for step in range(steps):
@@ -123,12 +124,12 @@ def documents(batch: dict[str, torch.Tensor]) -> list[tuple]:
 
 
 def conversations(batches: list[dict[str, torch.Tensor]]) -> Counter:
-    """Documents with something to train."""
+    """Documents with trained tokens."""
     return Counter(d for batch in batches for d in documents(batch) if any(label != IGNORE for label in d[1]))
 
 
 def expected_documents(rows: list[dict], seq_len: int = L) -> Counter:
-    """(tokens, labels, positions) by Llama 3's format, written out, for a tokenizer of bytes."""
+    """(tokens, labels, positions) in Llama 3's format, written out by hand for a bytes tokenizer."""
     found: Counter = Counter()
     for row in rows:
         ids, trained = [256], [False]
@@ -154,7 +155,7 @@ class TestRows:
     def test_an_epoch_holds_every_conversation_once_as_written_out_by_hand(self, folder, data, packing):
         loader = build(replace(data, packing=packing), global_batch_size=2)
         batches = global_batches([loader], loader.steps_for(1))
-        # The last global batch is filled up from the second epoch.
+        # The last global batch is filled from the second epoch.
         rest = conversations(batches) - expected_documents(rows_of(folder))
         assert not expected_documents(rows_of(folder)) - conversations(batches)
         assert sum(rest.values()) < 40 if packing else sum(rest.values()) <= 1
@@ -227,7 +228,7 @@ class TestOrder:
         assert not torch.equal(first["input"], global_batches([other], 1)[0]["input"])
 
     def test_never_changes(self):
-        """A run resumed with a later version has to find the same order."""
+        """A run that resumes with a later version must find the same order."""
         assert permutation(10, 7).tolist() == [8, 4, 3, 2, 0, 5, 7, 9, 1, 6]
 
     @pytest.mark.parametrize("resumed_on", [1, 2, 4])
@@ -236,8 +237,8 @@ class TestOrder:
         data = replace(data, packing=packing)
         undisturbed = global_batches([build(data)], 15)
         before = [build(data, rank, 2) for rank in range(2)]
-        global_batches(before, 7)  # in the midst of an epoch
-        for loader in before:  # a step that is under way counts as not begun
+        global_batches(before, 7)  # in the middle of an epoch
+        for loader in before:  # a step in progress counts as not begun
             next(iter(loader))
             assert loader.state_dict()["steps"] == 7
         state = json.loads(json.dumps(before[0].state_dict()))
@@ -260,9 +261,9 @@ class TestOrder:
     def test_another_order_is_refused_with_both_values(self, folder, data, tmp_path):
         loader = build(data)
         dcp.save({"dataloader": loader.state_dict()}, checkpoint_id=tmp_path / "step-1", no_dist=True)
-        build(data).check_checkpoint(tmp_path / "step-1")
+        build(data).check_order(saved_order(tmp_path / "step-1"))
         with pytest.raises(DataError, match=r"data\.seed was 3, is 4"):
-            build(replace(data, seed=4)).check_checkpoint(tmp_path / "step-1")
+            build(replace(data, seed=4)).check_order(saved_order(tmp_path / "step-1"))
         changed = [alpaca(i) for i in range(60)]
         changed[5]["output"] += "?"
         path = write(tmp_path / "a.jsonl", changed)
@@ -284,7 +285,7 @@ class TestOrder:
 
 class TestMixture:
     def test_weights_count_passes(self):
-        """Weight 2 takes each conversation twice an epoch; 0.25 a quarter of them, in each epoch the next."""
+        """Weight 2 takes each conversation twice per epoch; 0.25 takes the next quarter of them."""
         plans = [
             plan_epoch(np.ones(30, int), [10, 8, 12], [2.0, 0.25, 1.0], seed=1, epoch=e, packed_length=None)
             for e in range(8)

@@ -1,0 +1,73 @@
+"""Grafts two models: the first layers of one in front of the other layers of the other (LASP paper, Algorithm 1).
+
+    farsight graft --front BASE --back LONG --layers 4 --out OUT        # the paper's B-Front
+    farsight graft --front LONG --back BASE --layers 4 --out OUT        # its L-Front
+
+The front model gives the embedding and layers 0 to K − 1, the back model layers K to N − 1, the final norm and the output head:
+with K = 0 all layers are the back model's, with K = N the front model's. Layers keep their position mechanisms: RoPE and its
+scaling, LASP, scopes, windows, ALiBi, GARFA, NoPE. The models need the same shapes and the same vocabulary, as they have if one
+was trained further from the other.
+
+Both may be model directories or checkpoints. Weights are copied bit for bit, one at a time. OUT is an ordinary model directory,
+written atomically. docs/analysis/graft.md explains what happens to tied embeddings, scopes and trained lengths; farsight
+graft-sweep measures all depths without writing any graft.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from farsight.checkpoints.convert.dtypes import DTYPES
+from farsight.cli import bounded, command
+from farsight.files import prepare_file, write_text
+
+
+@command
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="farsight graft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--front", type=Path, required=True, metavar="A", help="model of the embedding and the first layers"
+    )
+    parser.add_argument(
+        "--back", type=Path, required=True, metavar="B", help="model of the other layers, norm and head"
+    )
+    parser.add_argument(
+        "--layers",
+        type=bounded(int, least=0),
+        required=True,
+        metavar="K",
+        help="how many layers A gives: 0 to all of them",
+    )
+    parser.add_argument("--out", type=Path, required=True, help="model directory to write; must not exist")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights written (default: that of both models)")
+    parser.add_argument(
+        "--untie", action="store_true", help="where tied embeddings differ, write B's as a head of its own"
+    )
+    parser.add_argument("--json", type=Path, metavar="F", help="write what was done here too")
+    options = parser.parse_args(arguments)
+    if options.json:
+        prepare_file(options.json)
+
+    import torch
+
+    from farsight.checkpoints.graft.build import graft, parts
+    from farsight.model.position.layers import describe
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    config, remarks = graft(options.front, options.back, options.layers, options.out, dtype, options.untie)
+    n_layers = config.architecture.n_layers
+    said = parts(options.front, options.back, options.layers, n_layers)
+    print(describe(config.layers()), f"{said[0].upper()}{said[1:]}.", *remarks, options.out, sep="\n")
+    if options.json:
+        figures = {
+            "tool": "checkpoints.graft", "model": str(options.out), "front": str(options.front), "back": str(options.back),
+            "layers": options.layers, "n_layers": n_layers, "trained_length": config.trained_length,
+            "tied": config.architecture.tie_embeddings, "remarks": remarks,
+        }  # fmt: skip
+        write_text(options.json, json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""Writes a graft: the first layers of one model in front of the remaining layers of another."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from farsight.checkpoints.cards.model import read_history, training_table
+from farsight.checkpoints.checkpoint_tensors import checkpoint_tensors, parameter_shapes, read_tensor
+from farsight.checkpoints.convert.dtypes import DTYPES
+from farsight.checkpoints.graft.tokenizer import common_tokenizer
+from farsight.checkpoints.intact.check import is_complete
+from farsight.checkpoints.model_dir.api import check_tensors, is_adapter, read_config, tensor_dtypes, write_model_dir
+from farsight.checkpoints.model_dir.safetensors_files import TensorReader
+from farsight.configs.json_files import fields_of, read_object
+from farsight.configs.load import ConfigError
+from farsight.files import check_new_folder
+from farsight.model.build import ModelConfig
+from farsight.model.graft import grafted_config, source
+from farsight.model.position.layers import layer_selection
+
+
+@dataclass(frozen=True)
+class Stock:
+    """One of the two models: a model directory or a checkpoint. Tensors are read on demand."""
+
+    directory: Path
+    config: ModelConfig
+    dtypes: dict[str, torch.dtype]
+    """Stored dtype of each tensor, by our names."""
+    read: Callable[[str], Tensor]
+    place: Callable[[str], str]
+    """Sort key of tensors: in its order, each file is opened once."""
+    close: Callable[[], None]
+
+
+def open_stock(directory: Path) -> Stock:
+    """Opens a model directory or checkpoint; no weights are read yet.
+
+    Raises:
+        ConfigError: not a whole model, a quantised one, or a damaged checkpoint.
+    """
+    if is_adapter(directory):
+        raise ConfigError(
+            f"{directory} is an adapter, whose layers are its base's with something added: merge it, and graft what that "
+            f"writes (farsight merge {directory} --out OUT)."
+        )
+    if is_complete(directory):
+        config = read_config(directory)
+        tensors = checkpoint_tensors(directory, config)
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+        return Stock(directory, config, dtypes, partial(read_tensor, directory, tensors), str, lambda: None)
+    config = read_config(directory)
+    path = directory / "config.json"
+    if path.is_file() and (quantized := read_object(path).get("quantization_config")):
+        with fields_of(path):
+            method = quantized.get("quant_method", "an unnamed method")
+        raise ConfigError(f"{directory} holds quantised weights ({method}); graft the model that they were made from.")
+    files = check_tensors(directory, config)
+    reader = TensorReader(files)
+    return Stock(directory, config, tensor_dtypes(files), reader, lambda name: str(files[name]), reader.close)
+
+
+def graft(
+    front: Path, back: Path, layers: int, out: Path, dtype: torch.dtype | None = None, untie: bool = False
+) -> tuple[ModelConfig, list[str]]:
+    """Writes the graft's model directory.
+
+    Args:
+        layers: number of first layers that, with the embedding, come from the front model.
+        dtype: dtype of the weights written; None keeps each tensor's own.
+        untie: if both models have tied embeddings and these differ, write the back model's as the head.
+
+    Returns:
+        The graft's config, and remarks on differences between the two models.
+
+    Raises:
+        ConfigError: models that don't fit together, or weights that are not finite.
+        UserError: `out` exists and is not an empty folder.
+    """
+    check_new_folder(out)
+    stocks = {True: open_stock(front), False: open_stock(back)}
+    config = grafted_config(stocks[True].config, stocks[False].config, layers, partial(_same_embeddings, stocks), untie)
+    tokenizer, remarks = common_tokenizer(front, back)
+    if dtype is None:
+        _refuse_other_dtypes(stocks[True], stocks[False])
+
+    sources = {name: source(name, layers, stocks[False].config) for name in parameter_shapes(config)}
+    order = sorted(sources, key=lambda name: (not sources[name][0], stocks[sources[name][0]].place(sources[name][1])))
+    shapes = parameter_shapes(config)
+    tensors = {
+        name: torch.empty(shapes[name], dtype=stocks[sources[name][0]].dtypes[sources[name][1]], device="meta")
+        for name in order
+    }
+
+    def read(name: str) -> Tensor:
+        of_front, theirs = sources[name]
+        return stocks[of_front].read(theirs)
+
+    with tempfile.TemporaryDirectory() as folder:
+        if tokenizer is not None:
+            tokenizer.save(folder)
+        kept = None if tokenizer is None else Path(folder)
+        history = _history(front, back, layers, config)
+        write_model_dir(
+            out, config, tensors, read, kept, dtype, history=history, notes=_notes(front, back, layers, config)
+        )
+    for stock in stocks.values():
+        stock.close()
+    return config, remarks
+
+
+# ── Compatibility ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _same_embeddings(stocks: dict[bool, Stock]) -> bool:
+    return torch.equal(*(stock.read("tok_embeddings.weight") for stock in stocks.values()))
+
+
+def _refuse_other_dtypes(front: Stock, back: Stock) -> None:
+    shared = [name for name in front.dtypes if name in back.dtypes]
+    for name in shared:
+        a, b = (str(stock.dtypes[name]).removeprefix("torch.") for stock in (front, back))
+        if a != b:
+            raise ConfigError(
+                f"{name} is kept in {a} in {front.directory} and in {b} in {back.directory}: say with --dtype what to write "
+                f"({', '.join(DTYPES)})."
+            )
+
+
+# ── Model card ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parts(front: str | Path, back: str | Path, layers: int, n_layers: int) -> str:
+    """Says in words which model gives what."""
+    given = [f"layers {layer_selection(r)}" if r else "no layer" for r in (range(layers), range(layers, n_layers))]
+    return f"the embedding and {given[0]} of {front}; {given[1]}, the final norm and the output head of {back}"
+
+
+def _history(front: Path, back: Path, layers: int, config: ModelConfig) -> list[dict[str, Any]]:
+    """The runs that trained either model, without duplicates, the front model's first."""
+    history = [dict(entry) for entry in read_history(front)]
+    history += [dict(entry) for entry in read_history(back) if entry not in history]
+    if history:
+        history[-1]["grafted"] = parts(front, back, layers, config.architecture.n_layers)
+    return history
+
+
+def _notes(front: Path, back: Path, layers: int, config: ModelConfig) -> str:
+    lines = [
+        "\n## What it was grafted from\n",
+        f"This model is {parts(f'`{front}`', f'`{back}`', layers, config.architecture.n_layers)}. It was not trained after "
+        "that. Slices are Python's: 0:2 is layers 0 and 1.\n",
+    ]
+    for directory in (front, back):
+        lines += [f"`{directory}`:\n", *training_table(read_history(directory))]
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""Config sections about ranks: parallelism, their communication, and DeepSpeed as the engine."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from farsight.ranges import Count, Size, SizeOrAuto
+
+
+@dataclass
+class Parallelism:
+    """How the model, the sequences and the batch are divided over ranks."""
+
+    data_parallel_replicate_degree: Size = 1
+    """Copies of the model: above 1 with data_parallel_shard_degree = 1 it is DDP, with more HSDP."""
+    data_parallel_shard_degree: SizeOrAuto = -1
+    """Ranks over which FSDP shards the model; -1 takes those that the other degrees leave."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Whether FSDP frees gathered parameters after the forward pass: "default" does so except under pipeline
+    parallelism."""
+    tensor_parallel_degree: Size = 1
+    """Ranks over which each layer's matrices are divided; sequence parallelism comes with it."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor parallelism's traffic with matrix products; a pass of torch.compile."""
+    pipeline_parallel_degree: Size = 1
+    """Ranks over which the layers are divided as a pipeline."""
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
+    ] = "1F1B"
+    """Order in which micro-batches pass through the stages. "1F1B" has one stage a rank; the interleaved ones
+    several, and less idle time; the zero-bubble ones fill it with weight gradients ("ZBVZeroBubble": two stages a
+    rank, the first and the last on the same)."""
+    pipeline_parallel_microbatch_size: Size = 1
+    """Sequences in one of a pipeline's micro-batches."""
+    context_parallel_degree: Size = 1
+    """Ranks over which each sequence is divided."""
+    context_parallel_load_balancer: Literal["zigzag", "contiguous"] = "zigzag"
+    """How sequences are cut over context-parallel ranks: "zigzag" gives each a span from the front and one from
+    the back, so that all have equally much before theirs; "contiguous" one span, and a little less to exchange."""
+    pipeline_parallel_stages_per_rank: Count = 0
+    """Stages on each rank; 0 takes 1, or 2 where the schedule interleaves. Layers are split over stages by their
+    FLOPs."""
+    # torchtitan reads these; they have no effect, or `configs/check.py` refuses other values.
+    disable_loss_parallel: bool = False
+    module_fqns_per_model_part: list[list[str]] | None = None
+    pipeline_parallel_first_stage_less_layers: int = 1
+    pipeline_parallel_last_stage_less_layers: int = 1
+    pipeline_parallel_layers_per_stage: int | None = None
+    pipeline_parallel_schedule_csv: str | None = ""
+    pipeline_parallel_expert_parallel_overlap: bool = True
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
+    expert_parallel_degree: int = 1
+    expert_tensor_parallel_degree: int = 1
+    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
+
+
+@dataclass
+class Comm:
+    """Timeouts of collectives."""
+
+    init_timeout_seconds: Size = 300
+    """Time limit of a collective until the first step is done."""
+    train_timeout_seconds: Size = 100
+    """Time limit of a collective afterwards."""
+    trace_buf_size: Count = 20000
+    """Collectives that NCCL's flight recorder keeps; 0 records none."""
+    save_traces_folder: str = "comm_traces"
+    """Folder for the flight recorder's traces, inside the run folder."""
+    save_traces_file_prefix: str = "rank_"
+    """How their names begin."""
+    # torchtitan reads these; `configs/check.py` refuses other values.
+    mode: Literal["default", "fake_backend", "local_tensor"] = "default"
+
+
+@dataclass(frozen=True)
+class DeepSpeed:
+    """What `engine = "deepspeed"` shares out; precision, clipping, batches and the optimizer are torchtitan's sections."""
+
+    zero_stage: Literal[1, 2, 3] = 2
+    """ZeRO (Rajbhandari et al., 2020): ranks share out the optimizer's state (1), gradients too (2), parameters too (3)."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state and fp32 weights in host memory, and step there."""
+    offload_parameters: bool = False
+    """Keep the parameters in host memory; stage 3 only."""

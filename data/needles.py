@@ -1,0 +1,59 @@
+"""Writes documents that teach retrieval: `farsight needles`."""
+
+import argparse
+from pathlib import Path
+
+from farsight.cli import bounded, command
+from farsight.files import prepare_file
+
+_HELP = """\
+Writes documents that teach a small model to retrieve: text with passkeys in it, questions about them, and the answers.
+Each line of the file is {"text": …}, as [[data.sources]] kind = "jsonl" reads it.
+
+  farsight needles --out needles.jsonl --documents 1000 --tokens 512 --seed 0
+  farsight needles --out needles.jsonl --documents 1000 --tokens 128 --tokenizer tokenizers/needles --same 8
+
+With --same, all documents share one short text. The model soon knows it by heart, and retrieval is all that is left to
+learn: small models learn it many times sooner. Train on such documents first, and on ones without --same after them.
+Every document has exactly --tokens tokens, bos and eos included: train with this sequence length, and none is cut.
+The same options give the same file.
+"""
+
+
+@command
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="farsight needles", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
+    parser.add_argument("--documents", type=bounded(int, least=1), required=True, metavar="N", help="how many")
+    parser.add_argument(
+        "--tokens", type=bounded(int, least=1), required=True, help="length of each, bos and eos included"
+    )
+    parser.add_argument("--seed", type=bounded(int, least=0), default=0, help="draws the documents (0)")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="counts the tokens (default: bytes)")
+    parser.add_argument(
+        "--same",
+        type=bounded(int, least=0),
+        default=0,
+        metavar="N",
+        help="use the same N sentences of text in every document (default: new ones)",
+    )
+    parser.add_argument(
+        "--questions", type=bounded(int, least=1), default=12, metavar="N", help="most questions in a document (12)"
+    )
+    options = parser.parse_args(arguments)
+    prepare_file(options.out)
+
+    from farsight.data.retrieval.documents import write_documents
+    from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer_dir
+
+    tokenizer = load_tokenizer_dir(options.tokenizer) if options.tokenizer else BytesTokenizer()
+    missed = write_documents(
+        options.out, tokenizer, options.documents, options.tokens, options.seed, options.same, options.questions
+    )
+    print(f"{options.out}: {options.documents:,} documents of {options.tokens:,} tokens; {missed:,} missed the length")
+
+
+if __name__ == "__main__":
+    main()

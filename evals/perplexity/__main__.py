@@ -1,0 +1,98 @@
+"""Perplexity by context length.
+
+    farsight perplexity MODEL_DIR --data FILE --lengths 1024 4096 --json F
+    torchrun --nproc_per_node 8 -m farsight perplexity MODEL_DIR OTHER_DIR --data BOOKS.jsonl --lengths 4096 131072 \\
+        --documents --picture perplexity.png
+
+A document is a line of a .jsonl file, a row of a .parquet file (its "text", or the field named by --field), or any other file
+as a whole. Documents are tokenised without special tokens and cut into non-overlapping windows of each length, from their first
+token; an incomplete last window is dropped. Only the last 256 tokens of a window count, so every target has at least
+length − 256 tokens before it: the figure is exp of their mean negative log-likelihood.
+With --documents, documents shorter than the longest length are left out, and the same final 256 tokens of each other one are
+predicted from contexts of each length (SCOPE 4.3).
+With --sliding STRIDE, windows of each length move over every document by STRIDE tokens, the last one up to its end, and every
+token counts once: all tokens of a document's first window, and of each later window those that the one before has not seen,
+which therefore have at least length − STRIDE tokens before them.
+--buckets N also gives the perplexity of all of a window's tokens by their position in it: in N parts of equal size and, for
+the picture, in N parts of equal ratio.
+--extend yarn:4 scales the RoPE of a model that was trained without scaling, as the baseline for longer contexts; RiPRA and others
+need no retraining either (docs/extensions.md).
+Past the trained length, a model with scopes is measured as it was trained ("trained") and with scopes that grow with
+the length ("length").
+"""
+
+import argparse
+from pathlib import Path
+
+from farsight.cli import bounded, command
+from farsight.inference.model_options import add_model_options
+from farsight.outputs import add_output_options, check_outputs, write_figures
+
+
+@command
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="farsight perplexity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="UTF-8 text, .jsonl or .parquet; .gz or .zst too",
+    )
+    parser.add_argument("--field", help="key of the text in .jsonl, column in .parquet (text)")
+    parser.add_argument(
+        "--lengths", type=bounded(int, least=2), nargs="+", required=True, help="window lengths in tokens"
+    )
+    parser.add_argument(
+        "--windows", type=bounded(int, least=0), default=0, help="most windows of each length (default: all)"
+    )
+    parser.add_argument("--documents", action="store_true", help="the same final 256 tokens of every long document")
+    parser.add_argument(
+        "--sliding",
+        type=bounded(int, least=0),
+        default=0,
+        metavar="STRIDE",
+        help="all tokens, from windows that overlap",
+    )
+    parser.add_argument(
+        "--buckets", type=bounded(int, least=0), default=0, metavar="N", help="also by position, in N parts"
+    )
+    add_model_options(parser)
+    add_output_options(parser)
+    options = parser.parse_args(arguments)
+
+    from farsight.data.texts import has_fields
+    from farsight.evals.perplexity.measure import measure, table
+    from farsight.evals.perplexity.picture import draw
+    from farsight.evals.ranks import sharing_processes
+    from farsight.evals.windows import Windows
+
+    if options.sliding and (options.documents or options.buckets):
+        parser.error("--sliding goes with neither --documents nor --buckets, which measure windows that lie apart")
+    if options.field and not any(has_fields(path) for path in options.data):
+        parser.error("--field goes with .jsonl or .parquet files: other texts are whole files")
+    check_outputs(parser, options)
+    with sharing_processes() as (rank, world):
+        windows = Windows(options.windows, options.documents, options.buckets, options.sliding, rank, world)
+        results = {str(folder): measure(folder, options, windows) for folder in options.model_dir}
+    if rank:
+        return
+    for folder, figures in results.items():
+        if len(results) > 1:
+            print(folder)
+        print(table(figures, figures["trained_length"]))
+    if len({figures["tokens"] for figures in results.values()}) > 1:
+        print("The models' tokenizers differ: perplexities are per token and cannot be compared.")
+    if options.json:
+        write_figures(options.json, results)
+    if options.picture:
+        draw(results, options.picture)
+        print(options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Packages that only some features need, by the extra of pyproject.toml that installs them."""
+
+EXTRAS = {
+    "datasets": "data",
+    "pyarrow": "data",
+    "zstandard": "data",
+    "bitsandbytes": "finetune",
+    "peft": "finetune",
+    "deepspeed": "deepspeed",
+    "torchao": "float8",
+    "lm_eval": "eval",
+    "flash_attn": "gpu",
+}
+
+
+def how_to_install(error: ModuleNotFoundError) -> str | None:
+    """The sentence for a missing optional package; None for any other module, whose absence is a fault."""
+    package = (error.name or "").partition(".")[0]
+    if package not in EXTRAS:
+        return None
+    return f"This needs the package {package}, which is not installed: pip install 'farsight[{EXTRAS[package]}]'"

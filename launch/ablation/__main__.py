@@ -1,0 +1,76 @@
+"""Runs an ablation: fine-tunes each config, evaluates the untuned base and every result, and prints how they compare.
+
+    farsight ablation configs/finetune/ablation_*.toml --evaluations configs/finetune/evaluations/paper.toml
+    farsight ablation configs/finetune/ablation_*.toml --tiny --out runs/tiny_ablation --dry-run
+
+An experiment is named by the end of its file's name: ablation_a.toml is A. Each has a folder in --out, with its run, the merged
+model in model/ and what was measured. What is finished is not done again; an interrupted run goes on from its checkpoint. A run
+or an evaluation that fails is named and the others go on; the exit status is then 1. Options of the form --section.key value
+change all experiments.
+
+Every run measures its held-out loss itself: before its first step that is the base's as quantised, unless garfa.init = "paper"
+has changed it. --evaluations names a TOML file with others, each a command that writes a JSON file; of the base they are given
+the directory, which is not quantised:
+
+    [[evaluations]]
+    name = "perplexity, 1,024 tokens"
+    command = "farsight perplexity {model} --data books.txt --lengths 1024 --json {json}"
+    value = "lengths.1024"          # where in the file the figure is
+    better = "lower"                # "higher" is the default
+    percent = false                 # true: a share of 1, shown in percent and counted in the mean
+"""
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from farsight import process
+from farsight.cli import command
+from farsight.files import prepare_file
+from farsight.launch.children import Stopped
+
+logger = logging.getLogger("farsight")
+
+
+@command
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="farsight ablation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("configs", type=Path, nargs="+", help="TOML files of `train.py finetune`")
+    parser.add_argument("--tiny", action="store_true", help="the configs' small form: the quickstart's model, 40 steps")
+    parser.add_argument("--evaluations", type=Path, metavar="FILE", help="TOML file with [[evaluations]]")
+    parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="folder (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    parser.add_argument("--dry-run", action="store_true", help="check the configs and print the commands, run nothing")
+    options, rest = parser.parse_known_args(arguments)
+    rest += ["--tiny"] * options.tiny
+    if not logging.getLogger().handlers:
+        logging.basicConfig(format="%(message)s", level=logging.INFO)
+
+    from farsight.launch.ablation.ablation import commands, read_experiments, report, run
+    from farsight.launch.ablation.evaluations import read_evaluations
+
+    experiments = read_experiments(options.configs, rest, options.out)
+    evaluations = read_evaluations(options.evaluations)
+    if options.json:
+        prepare_file(options.json)
+    if options.dry_run:
+        print(commands(experiments, evaluations, options.out))
+        return 0
+    try:
+        outcome = run(experiments, evaluations, options.out)
+    except Stopped:
+        logger.error("stopped; the same command goes on from here")
+        return process.EXIT_INTERRUPTED
+    report(outcome, {e.name: (e.better, e.percent) for e in evaluations}, options.out, options.json)
+    return 1 if outcome.failures else 0
+
+
+if __name__ == "__main__":
+    process.begin(process.BETWEEN_STEPS)
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Recipes trained at several depths, and where each model's layers know positions: SCOPE's Figures 5 and 14.
+
+    farsight depth-sweep nano_scope nano_rope --depths 2 4 8 16 --out runs/depths --nproc 8
+    farsight depth-sweep probe_scope probe_rope --depths 2 4 8 --out runs/depths
+    farsight depth-sweep … --dry-run
+
+For each recipe and depth a recipe of its own is written to --out and run by farsight recipe, which skips what is finished and goes on
+where it stopped. Then each model's layers are probed (farsight probes) on --data, or on the held-out documents of its own run, and two
+pictures are drawn: the probes' error by layer, and the final loss and the best layer's error by depth. Options of the form
+--section.key value go to every run.
+"""
+
+import argparse
+import json
+import logging
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from farsight.analysis.probes.settings import ProbeSettings
+from farsight.analysis.sequences import add_text_options
+from farsight.cli import command, positive
+from farsight.configs.check import ConfigError
+from farsight.configs.load import find_config, parse_options
+from farsight.files import write_text
+from farsight.inference.model_options import add_model_options
+from farsight.outputs import add_output_options, check_outputs
+
+SEQUENCES = 100
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="farsight depth-sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipes", type=Path, nargs="+", metavar="RECIPE")
+    parser.add_argument("--depths", type=positive, nargs="+", required=True, metavar="N", help="numbers of layers")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where recipes and runs go")
+    parser.add_argument("--nproc", type=positive, help="processes on this machine, as farsight recipe takes them")
+    parser.add_argument("--tiny", action="store_true", help="the recipes' small form")
+    parser.add_argument("--dry-run", action="store_true", help="write the recipes and print the commands, run nothing")
+    parser.add_argument("--epochs", type=positive, default=ProbeSettings.epochs, help="of the probes (%(default)s)")
+    add_text_options(parser, SEQUENCES)
+    add_model_options(parser)
+    add_output_options(parser)
+    options, rest = parser.parse_known_args(arguments)
+    check_outputs(parser, options)
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+
+    from farsight.launch.depth_sweep.depth_sweep import Point, draw, measure, sweep, table
+    from farsight.training.stages import load_recipe
+
+    if options.tiny:
+        rest += ["--tiny", "--recipe.folder", str(options.out)]  # which [tiny] would set
+    recipes = [find_config(recipe) for recipe in options.recipes]
+    points = [Point(recipe, depth, options.out) for recipe in recipes for depth in sorted(set(options.depths))]
+    if len({point.name for point in points}) < len(points):
+        parser.error("two of the recipes have files of the same name; their runs would share a folder")
+    for point in points:
+        point.write()
+        # What does not fit is refused before the first of them trains.
+        for stage in load_recipe(point.file, parse_options(rest))[1]:
+            if (layers := stage.config.architecture.n_layers) != point.depth:
+                raise ConfigError(
+                    f"{point.file}, stage {stage.name}: {layers} layers where the sweep sets {point.depth}; leave "
+                    "architecture.n_layers to --depths."
+                )
+    if options.dry_run:
+        print("\n".join(shlex.join(point.command(options.nproc, rest)) for point in points))
+        return
+    sweep(points, options.nproc, rest)
+    results = [measure(point, rest, options) for point in points]
+    print(table(results))
+    if options.json:
+        figures = {
+            "tool": "analysis.depth_sweep",
+            "model": None,
+            **{name: getattr(options, name) for name in ("depths", "length", "sequences", "epochs", "seed", "extend")},
+            "models": results,
+        }
+        write_text(options.json, json.dumps(figures, indent=2) + "\n")
+    if options.picture:
+        draw(results, options.picture)
+        print(options.picture)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

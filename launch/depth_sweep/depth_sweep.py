@@ -1,0 +1,150 @@
+"""Trains recipes at several depths and probes each model's layers (SCOPE, Figures 5 and 14)."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from farsight.analysis.probes.measure import probe_model
+from farsight.analysis.probes.settings import ProbeSettings
+from farsight.analysis.sequences import read_sequences
+from farsight.configs.load import ConfigError, parse_options
+from farsight.files import write_text
+from farsight.inference.loading import load
+from farsight.launch.children import run_child
+from farsight.outputs import model_style
+from farsight.training.metrics_file import run_summary
+from farsight.training.stages import load_recipe
+
+logger = logging.getLogger("farsight")
+SEQUENCES = 100
+
+
+@dataclass(frozen=True)
+class Point:
+    """One training of the sweep."""
+
+    recipe: Path
+    depth: int
+    out: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.recipe.stem}_{self.depth}"
+
+    @property
+    def file(self) -> Path:
+        return self.out / f"{self.name}.toml"
+
+    @property
+    def root(self) -> Path:
+        """The recipe's run folder."""
+        return self.out / self.name
+
+    def write(self) -> None:
+        """Writes its recipe: the given one with the depth and the run's name and folder laid over it."""
+        lines = [
+            f"# {self.recipe} with {self.depth} layers.",
+            f"base = {json.dumps(os.path.relpath(self.recipe, self.out))}",
+            "[recipe]",
+            f"name = {json.dumps(self.name)}",
+            f"folder = {json.dumps(str(self.out))}",
+            "[architecture]",
+            f"n_layers = {self.depth}",
+        ]
+        write_text(self.file, "\n".join(lines) + "\n")
+
+    def command(self, processes: int | None, rest: Sequence[str]) -> list[str]:
+        """What trains it."""
+        many = ["--nproc", str(processes)] if processes else []
+        return [sys.executable, "-m", "farsight", "recipe", str(self.file), *many, *rest]
+
+
+def sweep(points: Sequence[Point], processes: int | None, rest: Sequence[str]) -> None:
+    """Trains what is not trained yet, one after the other.
+
+    Raises:
+        ConfigError: a run that failed.
+    """
+    for number, point in enumerate(points):
+        logger.info(f"{number + 1} of {len(points)}: {point.recipe.stem}, {point.depth} layers")
+        status = run_child(point.command(processes, rest))
+        if status:
+            raise ConfigError(f"{point.name} ended with status {status}; the same command goes on where it stopped.")
+
+
+def measure(point: Point, rest: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """{"recipe", "depth", "model", "loss", "error", "guess", "layers"}: of a trained model; the loss is the held-out one, where there is one."""
+    stage = load_recipe(point.file, parse_options(list(rest)))[1][-1]
+    training = stage.config.training
+    summary = run_summary(stage.name, stage.folder, training.seq_len, training.steps)
+    loaded = load(stage.model_dir, options)
+    length = options.length or loaded.trained_length
+    held_out = point.root / "held_out.txt"
+    if options.data is None and not held_out.is_file():
+        raise ConfigError(f"{held_out} is not there, since the recipe measures no perplexity: name a text with --data.")
+    tokens_SL = read_sequences(options.data or held_out, loaded.tokenizer, length, options.sequences)
+    found = probe_model(loaded, tokens_SL, ProbeSettings(length=length, epochs=options.epochs, seed=options.seed))
+    return {
+        "recipe": point.recipe.stem,
+        "depth": point.depth,
+        "model": str(stage.model_dir),
+        "loss": summary["val_loss"][-1] if summary["val_loss"] else summary["train_loss"][-1],
+        "error": min(layer["error"] for layer in found["layers"]),
+        "guess": found["guess"],
+        "layers": found["layers"],
+    }
+
+
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """A line a model, with the layer that knows positions best."""
+    lines = [f"{'recipe':<24} {'layers':>6} {'loss':>8} {'error':>8} {'in layer':>9} {'guess':>7}"]
+    for row in results:
+        best = min(row["layers"], key=lambda layer: layer["error"])["layer"]
+        lines.append(
+            f"{row['recipe']:<24} {row['depth']:>6} {row['loss']:>8.4f} {row['error']:>8.1f} {best:>9} {row['guess']:>7.1f}"
+        )
+    lines.append("error: mean distance of a probe's answer from a token's position, in tokens, of the best layer")
+    return "\n".join(lines)
+
+
+def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Writes the picture (PNG, SVG or PDF): a panel a recipe with a line a depth (Figure 5), and loss and error by depth (Figure 14)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    recipes = list(dict.fromkeys(row["recipe"] for row in results))
+    depths = sorted({row["depth"] for row in results})
+    columns = len(recipes) + 2
+    figure, panels = plt.subplots(1, columns, figsize=(3.7 * columns, 3.8), layout="constrained", squeeze=False)
+    colours = plt.get_cmap("viridis")
+    highest = max(layer["error"] for row in results for layer in row["layers"])
+    for axes, recipe in zip(panels[0], recipes, strict=False):
+        for row in (row for row in results if row["recipe"] == recipe):
+            shade = colours(0.9 * depths.index(row["depth"]) / max(1, len(depths) - 1))
+            places = [layer["layer"] for layer in row["layers"]]
+            errors = [layer["error"] for layer in row["layers"]]
+            axes.plot(places, errors, marker="o", markersize=3, color=shade, label=f"{row['depth']} layers")
+        axes.set(title=recipe, xlabel="layer (−1: embedding)", ylim=(0, 1.05 * highest))
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    panels[0, 0].set_ylabel("position error in tokens")
+    for axes, key, said in ((panels[0, -2], "loss", "final loss"), (panels[0, -1], "error", "error of the best layer")):
+        for number, recipe in enumerate(recipes):
+            rows = sorted((row["depth"], row[key]) for row in results if row["recipe"] == recipe)
+            axes.plot(*zip(*rows, strict=True), label=recipe, **model_style(number))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(depths, [str(depth) for depth in depths])
+        axes.set(xlabel="layers", title=said)
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,75 @@
+"""Runs a recipe: training stages in order, each from the last one's weights.
+
+    farsight recipe X.toml              run it, or go on where it stopped
+    farsight recipe X.toml --dry-run    check every stage and print the plan
+    farsight recipe X.toml --nproc 8    every stage under torchrun with 8 processes
+    farsight recipe scope_llama3_8b --tiny      a shipped recipe by name, in its small form
+    farsight recipe X.toml --torchrun "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500"
+                                        on each of several nodes with a shared file system
+
+A recipe is a config file with `[recipe]` and `[[stages]]`: the sections outside the stages are shared, and a stage
+holds what it sets differently. Every stage is a run folder `runs/<recipe>/<stage>/` that ends with a `model/`
+directory. A finished stage is skipped; one that was interrupted goes on from its newest checkpoint. Options of the
+form --section.key value change all stages, and --recipe.key value the recipe.
+"""
+
+import argparse
+import logging
+import shlex
+import sys
+from pathlib import Path
+
+from farsight import process
+from farsight.cli import command, positive
+from farsight.configs.check import ConfigError
+from farsight.configs.load import find_config, parse_options
+
+
+@command
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="farsight recipe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe", type=Path, help="TOML file with [[stages]], or a shipped recipe's name")
+    parser.add_argument("--tiny", action="store_true", help="its small form, which trains on a CPU in a minute")
+    parser.add_argument("--dry-run", action="store_true", help="check every stage and print the plan, run nothing")
+    parser.add_argument(
+        "--nproc",
+        type=positive,
+        help="processes on this machine (default: 1; the recipe's GPUs in a dry run)",
+    )
+    parser.add_argument("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")
+    parser.add_argument(
+        "--launcher", metavar="COMMAND", help="start ranks with this before train.py, instead; launch/slurm.sh does"
+    )
+    options, rest = parser.parse_known_args(arguments)
+    if not logging.getLogger().handlers:
+        logging.basicConfig(format="%(message)s", level=logging.INFO)
+    launcher = shlex.split(options.launcher) if options.launcher else [sys.executable]
+    if options.torchrun or (options.nproc or 1) > 1:
+        given = options.torchrun or f"--standalone --nproc_per_node {options.nproc}"
+        launcher += ["-m", "farsight", "torchrun", *shlex.split(given)]
+    if options.launcher and (options.torchrun or options.nproc):
+        parser.error("--launcher starts all ranks itself: leave out --nproc and --torchrun")
+
+    from farsight.launch.recipe.check import check_stages, missing
+    from farsight.launch.recipe.run import run_recipe
+    from farsight.launch.recipe.text import plan_text
+    from farsight.training.stages import load_recipe
+
+    overrides = {**parse_options(rest), "tiny": options.tiny}
+    recipe, stages = load_recipe(find_config(options.recipe), overrides)
+    if options.dry_run:
+        processes = recipe.gpus if options.nproc is None else options.nproc
+        check_stages(stages, processes)
+        print(plan_text(stages, processes), flush=True)
+    else:
+        check_stages(stages, None if options.torchrun or options.launcher else options.nproc or 1)
+    if wrong := missing(recipe, stages):
+        raise ConfigError("\n".join(["The recipe can't run yet:", *wrong]))
+    return 0 if options.dry_run else run_recipe(recipe, stages, launcher)
+
+
+if __name__ == "__main__":
+    process.begin(process.BETWEEN_STEPS)
+    sys.exit(main())

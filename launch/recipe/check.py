@@ -1,0 +1,89 @@
+"""Checks made before a recipe runs: that its layouts are possible, and its files and folders exist."""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from farsight.checkpoints.load import read_model_config
+from farsight.checkpoints.resume import refuse_another_model
+from farsight.configs.check import check_processes
+from farsight.configs.load import ConfigError
+from farsight.configs.schema import HubSource, StdlibSource
+from farsight.data.sources.build import open_sources
+from farsight.data.sources.documents import DataError
+from farsight.data.tokenizers.tokenizer import load_tokenizer
+from farsight.model.build import ModelConfig, trained_layers
+from farsight.training.run_folder import check_run_folder, is_run
+from farsight.training.stages import Recipe, Stage, no_start
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def check_stages(stages: Sequence[Stage], processes: int | None) -> None:
+    """Refuses layers that a stage's model lacks, and batches that do not divide over the processes, where known.
+
+    Raises:
+        ConfigError: naming the stage and what is wrong.
+    """
+    for stage in stages:
+        try:
+            if processes is not None:
+                check_processes(stage.config, processes)
+            ModelConfig.from_job(stage.config).layers()
+            trained_layers(stage.config)
+        except ConfigError as error:
+            raise ConfigError(f"stage {stage.name}: {error}") from error
+
+
+def missing(recipe: Recipe, stages: Sequence[Stage]) -> list[str]:
+    """Lists what would stop the recipe later, one sentence for each thing that is missing."""
+    root, wrong = stages[0].folder.parent, []
+    if is_run(root):
+        wrong.append(f"{root} is a run itself: set another recipe.name or recipe.folder.")
+    if recipe.perplexity_lengths and recipe.perplexity_data and not Path(recipe.perplexity_data).is_file():
+        wrong.append(f"recipe.perplexity_data = {recipe.perplexity_data!r} is not a file.")
+    if recipe.start and not stages[0].finished:
+        wrong += _wrong_start(Path(recipe.start), stages[0])
+    found: dict[str, list[str]] = {}
+    for stage in stages:
+        for sentence in [] if stage.finished else _missing_of(stage, root / "tokenizer"):
+            found.setdefault(sentence, []).append(stage.name)
+    return wrong + [f"{', '.join(names)}: {sentence}" for sentence, names in found.items()]
+
+
+def _wrong_start(start: Path, first: Stage) -> list[str]:
+    if not start.is_dir():
+        return [no_start(str(start))]
+    try:
+        theirs, ours = read_model_config(start), ModelConfig.from_job(first.config)
+        if not ours.architecture.vocab_size:  # the tokenizer's
+            size = theirs.architecture.vocab_size
+            ours = dataclasses.replace(ours, architecture=dataclasses.replace(ours.architecture, vocab_size=size))
+        refuse_another_model(theirs, ours, f"recipe.start = {start}")
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def _missing_of(stage: Stage, trained_here: Path) -> Iterator[str]:
+    config = stage.config
+    local = tuple(source for source in config.data.sources if not isinstance(source, HubSource | StdlibSource))
+    try:
+        check_run_folder(stage.folder)
+        if local:
+            open_sources(dataclasses.replace(config.data, sources=local), "train")
+    except (ConfigError, DataError) as error:
+        yield str(error)
+    try:
+        if Path(config.tokenizer.path) != trained_here:
+            load_tokenizer(config.tokenizer)
+    except DataError as error:
+        yield str(error)
+
+
+def free_bytes(folder: Path) -> int:
+    """Free on the disk on which a folder is, or will be."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free

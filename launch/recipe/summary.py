@@ -1,0 +1,117 @@
+"""What a recipe leaves for a person: `summary.json`, a table, and a picture of its loss curves."""
+
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from farsight.checkpoints.load import load_model
+from farsight.configs.schema import JobConfig
+from farsight.data.mixture import sample_texts
+from farsight.data.texts import encode_file
+from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
+from farsight.evals.perplexity.measure import perplexity_by_length
+from farsight.files import write_text
+from farsight.parallel.device import default_device
+from farsight.training.metrics_file import loss_points, run_summary
+from farsight.training.stages import Recipe, Stage
+
+logger = logging.getLogger("farsight")
+
+
+def write_held_out(config: JobConfig, path: Path, tokens: int) -> Path:
+    """Writes held-out documents of the data into one file, at least `tokens` tokens of them where there are so many."""
+    if path.is_file():
+        return path
+    # No tokenizer takes more than a few bytes a token for long.
+    write_text(path, "\n".join(sample_texts(config.data, 5 * tokens, "validation")))
+    return path
+
+
+def report(recipe: Recipe, stages: Sequence[Stage], root: Path, data: Path | None) -> None:
+    """Writes `summary.json` and `loss.png` for the stages that are finished, and prints the table.
+
+    Perplexities are measured for the last of them; the earlier ones' are taken from the summary.
+    """
+    path = root / "summary.json"
+    known = json.loads(path.read_text(encoding="utf-8"))["stages"] if path.is_file() else []
+    entries = []
+    for number, stage in enumerate(stages):
+        training = stage.config.training
+        entry = run_summary(stage.name, stage.folder, training.seq_len, training.steps)
+        old = known[number] if number < len(known) else {}
+        asked = [str(data), list(recipe.perplexity_lengths), recipe.perplexity_tokens]
+        if old.get("train_loss") == entry["train_loss"] and old.get("perplexity_of") == asked:
+            entry |= {key: value for key, value in old.items() if key.startswith("perplexity")}
+        elif data is not None and recipe.perplexity_lengths:
+            entry |= _perplexity(recipe, stage, data) | {"perplexity_of": asked}
+        entries.append(entry)
+    summary = {"model_dir": str(stages[-1].model_dir), "stages": entries}
+    write_text(path, json.dumps(summary, indent=2) + "\n")
+    draw_losses(stages, root / "loss.png")
+    print(summary_table(entries))
+    print(f"loss curves: {root / 'loss.png'}   figures: {path}")
+    print(f"model directory: {stages[-1].model_dir}", flush=True)
+
+
+def _perplexity(recipe: Recipe, stage: Stage, data: Path) -> dict[str, Any]:
+    device = default_device()
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    model, config = load_model(stage.model_dir, device=device, dtype=dtype)
+    documents, left = [], recipe.perplexity_tokens or sys.maxsize
+    for document in encode_file(data, load_tokenizer_dir(stage.model_dir)):
+        documents.append(document[:left])
+        left -= len(documents[-1])
+    longest = max(map(len, documents), default=0)
+    asked = [multiple * stage.config.training.seq_len for multiple in recipe.perplexity_lengths]
+    lengths = [length for length in asked if length <= longest]
+    if len(lengths) < len(asked):
+        logger.warning(f"{data} has {longest:,} tokens in one document: perplexity at {max(asked):,} is left out")
+    figures = perplexity_by_length(model, config, documents, lengths)
+    grown = figures.get("lengths_scope_length")
+    return {"perplexity": figures["lengths"]} | ({"perplexity_scope_length": grown} if grown else {})
+
+
+def summary_table(entries: Sequence[dict[str, Any]]) -> str:
+    """The stages side by side: losses, speed, and perplexity at each length."""
+    lines = ["", f"{'stage':<16}{'steps':>7}{'train loss':>18}{'val loss':>18}{'tok/s':>9}   perplexity by length"]
+    for e in entries:
+        losses = [f"{v[0]:.3f} → {v[1]:.3f}" if v else "–" for v in (e["train_loss"], e["val_loss"])]
+        figures = "   ".join(f"{int(length):,}: {value:.1f}" for length, value in e["perplexity"].items())
+        lines.append(
+            f"{e['name']:<16}{e['steps']:>7}{losses[0]:>18}{losses[1]:>18}{e['tokens_per_second']:>9,.0f}   {figures}"
+        )
+    return "\n".join(lines)
+
+
+def draw_losses(stages: Sequence[Stage], path: Path) -> None:
+    """Training and validation loss over tokens, one panel for all stages."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    offset = 0.0
+    for number, stage in enumerate(stages):
+        train, validations = loss_points(stage.folder, offset)
+        points, held_out = ([(tokens / 1e6, loss) for tokens, loss in curve] for curve in (train, validations))
+        colour = f"C{number}"
+        axes.plot(
+            *zip(*points, strict=True), color=colour, label=f"{stage.name}, {stage.config.training.seq_len:,} tokens"
+        )
+        if held_out:
+            label = "held-out documents" if number == len(stages) - 1 else None
+            axes.plot(*zip(*held_out, strict=True), "o--", color=colour, markeredgecolor="black", label=label)
+        offset = train[-1][0]
+        if number < len(stages) - 1:
+            axes.axvline(offset / 1e6, color="0.85", zorder=0)
+    axes.set(xlabel="million tokens", ylabel="loss (nats per token)", title=path.parent.name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

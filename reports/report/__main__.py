@@ -1,0 +1,53 @@
+"""One page about one or several models: training, evaluations, and the cost of serving them.
+
+    farsight report runs/quickstart --out report.html
+    farsight report runs/scope runs/rope/128k/model configs/recipes/scope_llama3_8b.toml --out report.html
+    farsight report runs/scope runs/rope --measure --data BOOKS.jsonl --lengths 4096 16384 --out report.html
+
+Takes run folders, recipes' folders, model directories, adapters, checkpoints, and config files (for which it shows only positions
+and cost). The page is a single file: it loads nothing and runs no script. Figures come from the runs' metrics.jsonl, from
+recipes' summary.json, and from JSON files that farsight perplexity, farsight needle, farsight harness and farsight generate wrote
+into the evals/ folder of a run or model, or that --results names. For figures that are missing, it shows the command that measures
+them. --measure runs farsight perplexity and farsight needle where a model has no result, and keeps the results in its evals/.
+"""
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+
+from farsight.cli import bounded, command
+from farsight.outputs import check_outputs
+
+
+@command
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="farsight report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("models", type=Path, nargs="+", metavar="RUN_OR_MODEL")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write (.html)")
+    parser.add_argument("--results", type=Path, nargs="+", default=[], metavar="FILE", help="JSON files of our tools")
+    parser.add_argument(
+        "--lengths", type=bounded(int, least=1), nargs="+", default=[], metavar="L",
+        help="context lengths to measure at (default: 1, 2 and 4 times each model's trained length), and to add to the 1k to 128k of the cost",
+    )  # fmt: skip
+    parser.add_argument(
+        "--measure", action="store_true", help="measure perplexity and needles where a result is missing"
+    )
+    parser.add_argument(
+        "--data", type=Path, nargs="+", default=[], metavar="FILE", help="text to measure perplexity on"
+    )
+    parser.add_argument("--json", type=Path, metavar="F", help="write the report's own figures here too")
+    options = parser.parse_args(arguments)
+    if options.measure and not options.data:
+        parser.error("--measure needs --data FILE, the text to measure perplexity on")
+    check_outputs(parser, options, "out")
+
+    from farsight.reports.report.build import write_report
+
+    write_report(options, shlex.join(["farsight", "report", *(sys.argv[1:] if arguments is None else arguments)]))
+
+
+if __name__ == "__main__":
+    main()

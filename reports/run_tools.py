@@ -1,0 +1,38 @@
+"""Runs the commands that measure what a report lacks."""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from farsight.commands import run
+from farsight.reports.results import Result, of_kind
+from farsight.training.runs import ReportedModel
+
+K = TypeVar("K", bound=str)
+
+
+def run_missing(
+    folder: str,
+    model: ReportedModel,
+    kinds: Sequence[K],
+    results: Sequence[Result],
+    arguments: Callable[[K], list[str]],
+) -> None:
+    """Runs the tools whose results a model lacks. A tool that fails prints why, and its result stays missing.
+
+    Args:
+        folder: the model's folder for results.
+        arguments: gives the arguments of a kind's tool.
+    """
+    for kind in kinds:
+        if any(result.model is model for result in of_kind(results, kind)):
+            continue
+        assert model.weights is not None
+        try:
+            (model.weights / folder).mkdir(exist_ok=True)
+            run(kind.replace("_", "-"), arguments(kind))
+        # The page is made anyway and names what it lacks.
+        except SystemExit:  # the tool has printed why
+            print(f"{model.name}: {kind} was not measured, for the reason above.", file=sys.stderr)
+        except (OSError, ValueError) as error:
+            print(f"{model.name}: {kind} was not measured: {error}", file=sys.stderr)

@@ -1,0 +1,40 @@
+"""Packages that only some features need, and what is said when one is missing."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from farsight.cli import explain
+from farsight.extras import EXTRAS
+from tests.running import metrics, run, train_command
+
+PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+
+
+def named(requirements):
+    return {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in requirements}
+
+
+def test_every_optional_package_is_of_its_extra_and_of_no_other_group():
+    extras = PROJECT["optional-dependencies"]
+    found = {name: extra for extra in extras if extra != "dev" for name in named(extras[extra])}
+    assert found == EXTRAS
+    assert not named(PROJECT["dependencies"]) & EXTRAS.keys()
+
+
+def test_a_missing_package_is_named_with_its_extra():
+    assert explain(ModuleNotFoundError("No module named 'farsight.nothing'", name="farsight.nothing")) is None
+    sentence = explain(ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow.parquet"))
+    assert sentence == "This needs the package pyarrow, which is not installed: pip install 'farsight[data]'"
+
+
+def test_training_needs_none_of_them(tmp_path):
+    """`make quickstart` installs neither the extras nor, beside PyTorch for CPUs, Triton; torchtitan needs datasets and pyarrow."""
+    absent = [*(EXTRAS.keys() - {"datasets", "pyarrow"}), "triton", "transformers", "accelerate", "sklearn", "pytest"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent})); from farsight.train import main; main(sys.argv[1:])"
+    )
+    options = train_command(tmp_path / "run", "--training.steps", "2")[2:]
+    run([sys.executable, "-c", code, *options, "--lr_scheduler.warmup_steps", "1", "--validation.freq", "2"])
+    assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]

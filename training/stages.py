@@ -1,0 +1,228 @@
+"""Reading a recipe: `[recipe]` and `[[stages]]` of a TOML file as one complete config for each stage."""
+
+import dataclasses
+import logging
+import re
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from farsight.checkpoints.load import read_model_config
+from farsight.configs.load import (
+    CONFIGS,
+    ConfigError,
+    build_config,
+    find_config,
+    from_dict,
+    load_config,
+    merge,
+    pop_tiny,
+    read_toml,
+)
+from farsight.configs.schema import JobConfig, NoRotary, Rotary
+from farsight.model.build import ModelConfig, trained_layers
+from farsight.ranges import Count, Size
+from farsight.training.start import other_theta, rotary_of, theta_of
+from farsight.training.tokenizer import tokenizer_of
+
+logger = logging.getLogger("farsight")
+
+
+CARRY_EXCLUDES = ["dataloader", "lr_scheduler", "train_state"]
+"""What a stage does not take over with the optimizer: its data order, schedule and step count are its own."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """`[recipe]`: what belongs to no single stage."""
+
+    name: str = ""
+    """The run folder is `folder`/`name`. Empty: the file's name."""
+    folder: str = "runs"
+    """The folder above the run folder: "runs" and the name "story" give runs/story."""
+    gpus: Size = 1
+    """GPUs that batch sizes and layouts are planned for. Any number that divides the batches gives the same losses."""
+    start: str = ""
+    """Model directory or checkpoint that the first stage starts from; empty starts from random weights."""
+    perplexity_lengths: tuple[Size, ...] = (1, 2, 4)
+    """Perplexity after each stage, at these multiples of its sequence length; empty measures none."""
+    perplexity_data: str = ""
+    """Text file to measure it on; empty takes held-out documents of the data."""
+    perplexity_tokens: Count = 2**20
+    """Tokens of it that are read, the same ones at every length; 0 takes the whole file."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage with everything resolved."""
+
+    name: str
+    optimizer: Literal["reset", "carry"]
+    """Start with a fresh optimizer, or take over the last stage's moments."""
+    config: JobConfig
+    folder: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.config.job.dump_folder))
+
+    @property
+    def model_dir(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def finished(self) -> bool:
+        return (self.model_dir / "config.json").is_file()
+
+
+def load_recipe(path: Path, overrides: dict[str, Any]) -> tuple[Recipe, list[Stage]]:
+    """Reads a recipe and builds each stage's config.
+
+    Args:
+        overrides: sections laid over every stage; `recipe` changes the recipe itself, `tiny` takes its small form.
+
+    Raises:
+        ConfigError: the file is not a recipe, or a stage can't be used.
+    """
+    overrides = dict(overrides)
+    values = read_toml(path, pop_tiny(overrides))
+    own = {"recipe": values.pop("recipe", {})}
+    recipe = from_dict(Recipe, merge(own, {"recipe": overrides.pop("recipe", {})})["recipe"], "recipe")
+    recipe = dataclasses.replace(recipe, name=recipe.name or path.stem)
+    if recipe.name in (".", "..") or Path(recipe.name).name != recipe.name or "\\" in recipe.name:
+        raise ConfigError(
+            f"recipe.name = {recipe.name!r} must be the name of one folder; recipe.folder says where it lies."
+        )
+    entries = values.pop("stages", None)
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{path} has no [[stages]]; a single run is `python train.py --job.config_file {path}`.")
+    stages: list[Stage] = []
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{path}: stage {number} = {entry!r} must be a table, [[stages]].")
+        stages.append(_stage(recipe, number, dict(entry), values, overrides, stages[-1] if stages else None))
+    names = [stage.name for stage in stages]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{path}: stages need names of their own, these are {', '.join(names)}.")
+    return recipe, stages
+
+
+def _stage(
+    recipe: Recipe,
+    number: int,
+    entry: dict[str, Any],
+    shared: dict[str, Any],
+    overrides: dict[str, Any],
+    last: Stage | None,
+) -> Stage:
+    name, optimizer = entry.pop("name", ""), entry.pop("optimizer_state", "reset")
+    try:
+        if optimizer not in ("reset", "carry"):
+            raise ConfigError(f"optimizer_state = {optimizer!r} must be 'reset' or 'carry'.")
+        if last is None and optimizer == "carry":
+            raise ConfigError("optimizer_state = 'carry' on the first stage, which has none to carry over.")
+        values = merge(merge(shared, entry), overrides)
+        for section, key in (("job", "dump_folder"), ("checkpoint", "initial_load_path")):
+            if key in values.get(section, {}):
+                raise ConfigError(
+                    f"{section}.{key} is the recipe's to set; use recipe.folder, recipe.name, recipe.start."
+                )
+        if last is not None:
+            values = _with_theta(values, shared, merge(entry, overrides), last.config.position.rotary)
+        config: JobConfig = build_config(values)
+        if last is None and recipe.start:
+            _compare_theta(values, config, recipe.start)
+        if optimizer == "carry" and last is not None:
+            before, now = trained_layers(last.config), trained_layers(config)
+            if before is not None and not (now is not None and {*now} <= {*before}):
+                raise ConfigError(
+                    f"optimizer_state = 'carry', but the last stage's optimizer knows layers {last.config.training.layers} "
+                    f"alone, and here training.layers = {config.training.layers!r}; use 'reset'."
+                )
+    except ConfigError as error:
+        raise ConfigError(f"stage {number} ({name or 'unnamed'}): {error}") from error
+    name = name or f"{number + 1}-{config.training.seq_len}"
+    if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
+        raise ConfigError(
+            f"stage {number}: name = {name!r} must be a folder's name of letters, digits, '_', '.' and '-'."
+        )
+    root = Path(recipe.folder) / recipe.name
+    config.job.dump_folder = str(root / name)
+    config.job.description = f"{recipe.name}, stage {number + 1}: {name}"
+    if not config.checkpoint.enable or config.checkpoint.load_only:
+        raise ConfigError("checkpoint.enable = false or load_only: a stage hands its checkpoint on to the next.")
+    if recipe.start and not config.tokenizer.path and config.tokenizer.kind != "bytes":
+        if not Path(recipe.start).is_dir():
+            raise ConfigError(no_start(recipe.start))
+        config.tokenizer = dataclasses.replace(config.tokenizer, path=str(tokenizer_of(Path(recipe.start))))
+    if not config.tokenizer.path and config.tokenizer.kind != "bytes":
+        config.tokenizer = dataclasses.replace(config.tokenizer, path=str(root / "tokenizer"))
+    start = config.checkpoint
+    if last is None:
+        start.initial_load_path = recipe.start or None
+    elif optimizer == "reset":
+        start.initial_load_path = str(last.model_dir)
+    else:
+        start.initial_load_path = str(last.folder / start.folder / f"step-{last.config.training.steps}")
+        start.initial_load_model_only = False
+        start.exclude_from_loading = CARRY_EXCLUDES
+    return Stage(name, optimizer, config)
+
+
+def _with_theta(values: dict[str, Any], shared: dict[str, Any], own: dict[str, Any], before: Rotary) -> dict[str, Any]:
+    """A stage that names no RoPE base goes on with that of the stage before it; one that all stages share is for their kind
+    of RoPE."""
+    common, named, rotary = rotary_of(shared), rotary_of(own), rotary_of(values)
+    for_all = "theta" in rotary and named.get("kind", common.get("kind")) == common.get("kind")
+    if "theta" in named or for_all or isinstance(before, NoRotary) or rotary.get("kind") == "none":
+        return values
+    position = values.get("position", {})
+    if not isinstance(position, dict):  # which is refused when the settings are checked
+        return values
+    return {**values, "position": {**position, "rotary": {**rotary, "theta": before.theta}}}
+
+
+def _compare_theta(values: dict[str, Any], config: JobConfig, start: str) -> None:
+    """Warns of a first stage that turns with another base than its weights though nothing asks for it."""
+    theirs, ours = theta_of(Path(start)), config.position.rotary
+    if (
+        "theta" not in rotary_of(values)
+        and theirs is not None
+        and not isinstance(ours, NoRotary)
+        and theirs != ours.theta
+    ):
+        logger.warning(other_theta(start, theirs, ours.theta))
+
+
+def no_start(start: str) -> str:
+    """What to say of weights to start from that are not there; where a recipe that ships makes them, its command."""
+    for path in sorted(CONFIGS.rglob("*.toml")):
+        if path.stem in Path(start).parts:
+            with suppress(ConfigError):  # it is no recipe
+                for tiny in (False, True):
+                    if any(Path(start).is_relative_to(s.folder) for s in load_recipe(path, {"tiny": tiny})[1]):
+                        command = f"farsight recipe {path.stem}{' --tiny' * tiny}"
+                        return f"recipe.start = {start!r} is not there yet: run {command} first."
+    return f"recipe.start = {start!r} does not exist: name a model directory or a checkpoint."
+
+
+def read_config(path: Path, stage: str | None = None, tiny: bool = False) -> ModelConfig:
+    """The model of a config file, of a recipe's stage (the last one when None) or of a model directory.
+
+    Args:
+        tiny: the small form of a config file or recipe.
+
+    Raises:
+        ConfigError: none of these, or no such stage.
+    """
+    if path.is_dir():
+        return read_model_config(path)
+    path = find_config(path)
+    if "stages" not in read_toml(path):
+        if stage is not None:
+            raise ConfigError(f"{path} is no recipe: it has no stage {stage!r}.")
+        return ModelConfig.from_job(load_config(["--job.config_file", str(path), *["--tiny"] * tiny]))
+    stages = {s.name: s.config for s in load_recipe(path, {"tiny": tiny})[1]}
+    if stage is not None and stage not in stages:
+        raise ConfigError(f"{path} has no stage {stage!r}; it has {', '.join(stages)}.")
+    return ModelConfig.from_job(stages[stage or next(reversed(stages))])
