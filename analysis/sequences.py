@@ -1,36 +1,46 @@
-"""The texts that a model is looked into with: spans of a file's documents, of one length, and the options that name them."""
+"""The text that a model is analysed on: equally long token sequences from a file's documents, and the options for them."""
+
+from __future__ import annotations
 
 import argparse
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from farsight.cli import bounded, positive
 from farsight.configs.check import ConfigError
-from farsight.data.texts import encode_file
-from farsight.data.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from farsight.data.tokenizers.tokenizer import Tokenizer
 
 
 def add_text_options(parser: argparse.ArgumentParser, sequences: int, seed: bool = True) -> None:
-    """Adds --data, --length, --sequences and, for tools that draw something, --seed."""
+    """Adds --data, --length, --sequences and, for tools that draw random numbers, --seed."""
     parser.add_argument("--data", type=Path, metavar="FILE", help='.jsonl of {"text": …}, or a text file')
-    parser.add_argument("--length", type=positive, metavar="L", help="tokens a sequence (default: the trained length)")
     parser.add_argument(
-        "--sequences", type=positive, default=sequences, metavar="N", help="at most so many of them (%(default)s)"
+        "--length", type=positive, metavar="L", help="tokens per sequence (default: the trained length)"
+    )
+    parser.add_argument(
+        "--sequences", type=positive, default=sequences, metavar="N", help="sequences to read, at most (%(default)s)"
     )
     if seed:
-        parser.add_argument("--seed", type=bounded(int, least=0), default=0, help="of all that is drawn (%(default)s)")
+        parser.add_argument("--seed", type=bounded(int, least=0), default=0, help="random seed (%(default)s)")
 
 
 def read_sequences(path: Path, tokenizer: Tokenizer, length: int, most: int) -> Tensor:
-    """Spans of `length` tokens that lie side by side in the documents of a file: int64 [S, L] with 1 ≤ S ≤ `most`.
+    """Consecutive spans of `length` tokens from a file's documents: int64 [S, L] with 1 ≤ S ≤ `most`.
 
-    Documents take turns, so that a few long ones do not make up all of them; what is left at a document's end is dropped.
+    Documents take turns, so that a few long ones don't supply every span. The rest of a document, shorter than a span, is
+    dropped.
 
     Raises:
-        ConfigError: no file, or no document that is so long.
+        ConfigError: no such file, or no document that long.
     """
+    import torch
+
+    from farsight.data.texts import encode_file
+
     documents = encode_file(path, tokenizer)
     spans = [list(document[: len(document) // length * length].view(-1, length)) for document in documents]
     rounds = max((len(of_one) for of_one in spans), default=0)

@@ -35,7 +35,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "plan": {
         "plan": Command("launch.plan.__main__", "memory, FLOPs, traffic and time of a config, before it runs"),
-        "positions": Command("analysis.positions", "what each layer of a config rotates, and who sees whom"),
+        "positions": Command("analysis.positions.__main__", "what each layer of a config rotates, and who sees whom"),
     },
     "data": {
         "tokenizer": Command("data.tokenizer", "train a tokenizer, or show how one cuts a text"),
@@ -64,10 +64,10 @@ GROUPS: dict[str, dict[str, Command]] = {
         "layers": Command("analysis.layers.__main__", "which layers to fine-tune: sensitivity and RoPE's influence"),
         "layer-probes": Command("analysis.layer_probes.__main__", "one layer's positions masked, coarsened or disturbed"),
         "probes": Command("analysis.probes.__main__", "which layers know positions"),
-        "order-awareness": Command("analysis.order_awareness", "how far back a model knows who came first"),
-        "order-simulation": Command("analysis.order_simulation", "how many positions a stack of windows keeps apart"),
+        "order-awareness": Command("analysis.order_awareness.__main__", "how far back a model knows who came first"),
+        "order-simulation": Command("analysis.order_simulation.__main__", "how many positions a stack of windows keeps apart"),
         "graft-sweep": Command("analysis.graft_sweep.__main__", "grafts at every depth: whose layers carry a long context"),
-        "loss-curves": Command("analysis.loss_curves", "losses of several runs over their tokens"),
+        "loss-curves": Command("analysis.loss_curves.__main__", "losses of several runs over their tokens"),
         "inside": Command("reports.inside.__main__", "all of it on one page"),
     },
 }  # fmt: skip

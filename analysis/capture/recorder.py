@@ -1,6 +1,6 @@
-"""Keeps what attention layers compare, while a model reads as it always does.
+"""Records the queries and keys of attention layers during an ordinary forward pass.
 
-Shapes: B rows, L tokens of a call, t kept tokens, N query heads, K key heads, H head dim.
+Shapes: B rows, L tokens of a call, t recorded tokens, N query heads, K key heads, H head dim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,15 +15,15 @@ from farsight.model.attention import Attention, PendingKV, SequenceContext
 
 
 class Recorder:
-    """A layer's context that keeps the queries and keys of some tokens, and else changes nothing.
+    """A layer's context that records the queries and keys of some tokens and changes nothing else.
 
-    A batch may come in several calls: rows in turn, as pipelines cut it, or the tokens of all rows in turn, as prompts are
-    read. Kept tokens come out in the order in which the calls held them: the order of `rows` (or `columns`) if that rises.
+    A batch may arrive in several calls, cut along its rows (as pipelines do) or along its tokens (as prompts are read).
+    Recorded tokens come out in the order of the calls, which is the order of `rows` (or `columns`) if those are sorted.
 
     Args:
-        rows, columns: int64 [t], of the tokens in the batch.
-        inner: the context that the layer has anyway (other ranks' tokens, a cache).
-        along: in which direction the calls cut the batch.
+        rows, columns: where the tokens are in the batch, int64 [t] each.
+        inner: the layer's own context (other ranks' tokens, a cache), if it has one.
+        along: the direction in which calls cut the batch.
     """
 
     rotates = False
@@ -37,7 +37,7 @@ class Recorder:
     ) -> None:
         self.rows, self.columns, self.inner, self.along = rows, columns, inner, along
         self.seen = 0
-        """Rows, or tokens, of the calls so far."""
+        """Rows or tokens seen so far, in earlier calls."""
         self._queries: list[Tensor] = []
         self._keys: list[Tensor] = []
 
@@ -51,7 +51,7 @@ class Recorder:
 
     @property
     def nbytes(self) -> int:
-        """Of what is kept, and of the cache around which it is."""
+        """Bytes of the recorded tensors and of the wrapped cache."""
         return sum(x.nbytes for x in (*self._queries, *self._keys)) + getattr(self.inner, "nbytes", 0)
 
     def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> "Recorder":
@@ -90,14 +90,19 @@ class Recorder:
         )
 
 
-_NONE_OF_ITS_OWN: Any = object()
+_NOT_SET: Any = object()
 
 
 @contextmanager
 def recording(attentions: Mapping[int, Attention], rows: Tensor, columns: Tensor) -> Iterator[dict[int, Recorder]]:
-    """Records these layers' queries and keys of some tokens of the batch that the model reads meanwhile."""
-    # As the modules themselves hold it, and not their class: torch.compile looks where it is, and would compile again.
-    before = {layer: vars(attention).get("context", _NONE_OF_ITS_OWN) for layer, attention in attentions.items()}
+    """Records these layers' queries and keys at some tokens of the batch that the model reads inside this context.
+
+    Args:
+        attentions: the layers to record, by number.
+        rows, columns: as `Recorder` takes them.
+    """
+    # Where `context` was only a class attribute it must be one again: torch.compile guards on that, and would recompile.
+    before = {layer: vars(attention).get("context", _NOT_SET) for layer, attention in attentions.items()}
     recorders = {layer: Recorder(rows, columns, attention.context) for layer, attention in attentions.items()}
     try:
         for layer, attention in attentions.items():
@@ -106,5 +111,5 @@ def recording(attentions: Mapping[int, Attention], rows: Tensor, columns: Tensor
     finally:
         for layer, attention in attentions.items():
             del attention.context
-            if before[layer] is not _NONE_OF_ITS_OWN:
+            if before[layer] is not _NOT_SET:
                 attention.context = before[layer]

@@ -1,4 +1,4 @@
-"""Principal components of a head's queries and keys, and what a head is called by the first (plasticity thesis, section 4.2).
+"""Principal components of a head's queries and keys, and the class of a head by the first (plasticity thesis, section 4.2).
 
 Shapes: T tokens, H head dim.
 """
@@ -11,22 +11,22 @@ from torch import Tensor
 from farsight.analysis.geometry.rotation import correlation
 
 LOW, HIGH = 0.3, 0.7
-"""Correlations with position that count as none, and as much."""
+"""Correlations with position below LOW count as none, above HIGH as strong."""
 PAPER_CLASSES = ("position-dominated", "Q-positional", "content-focused", "mixed")
 CLASSES = (*PAPER_CLASSES[:2], "K-positional", *PAPER_CLASSES[2:])
 
 
 @dataclass(frozen=True)
 class Component:
-    """A direction along which queries and keys together vary."""
+    """A principal direction of queries and keys together."""
 
     direction_H: Tensor
     share: float
-    """Of the variance of queries and keys together."""
+    """Its share of the variance of queries and keys together."""
     query_correlation: float
-    """r_q: of the queries along it with position. The larger of r_q and r_k, in size, is positive."""
+    """r_q: correlation of the queries along it with position. Of r_q and r_k, the larger in magnitude is positive."""
     key_correlation: float
-    """r_k."""
+    """r_k: the same of the keys."""
 
 
 def principal_components(q_TH: Tensor, k_TH: Tensor, positions_T: Tensor, most: int) -> list[Component]:
@@ -34,7 +34,7 @@ def principal_components(q_TH: Tensor, k_TH: Tensor, positions_T: Tensor, most: 
 
     Args:
         q_TH, k_TH: fp64, of the same tokens.
-        most: components; no more than H come back.
+        most: number of components; at most H are returned.
     """
     pool = torch.cat([q_TH, k_TH])
     variances_H, directions_HH = torch.linalg.eigh(pool.T.cov(correction=0))
@@ -50,7 +50,7 @@ def principal_components(q_TH: Tensor, k_TH: Tensor, positions_T: Tensor, most: 
 
 
 def head_class(query_correlation: float, key_correlation: float) -> str:
-    """One of CLASSES, by r_q and r_k on the first component: section 4.2.2's, and the one that it leaves out."""
+    """One of CLASSES, by r_q and r_k on the first component: those of section 4.2.2, and K-positional, which it leaves out."""
     queries, keys = abs(query_correlation), abs(key_correlation)
     if queries > HIGH:
         return "position-dominated" if keys > HIGH else "Q-positional"
@@ -60,5 +60,5 @@ def head_class(query_correlation: float, key_correlation: float) -> str:
 
 
 def paper_class(name: str) -> str:
-    """The same among PAPER_CLASSES: the thesis counts K-positional heads as mixed."""
+    """The same as one of PAPER_CLASSES: the thesis counts K-positional heads as mixed."""
     return "mixed" if name == "K-positional" else name

@@ -1,4 +1,4 @@
-"""A picture of farsight geometry: classes, bias by layer, and the plane of one head."""
+"""The picture of farsight geometry: head classes, bias by layer, and the plane of one head."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from farsight.analysis.capture.capture import Samples
+from farsight.analysis.capture.samples import Samples
 from farsight.analysis.geometry.pca import HIGH, LOW
 from farsight.analysis.geometry.rotation import planar_rotation
 
 _MOST_POINTS = 4000
-"""Of a head's queries, and of its keys; more are only ink."""
+"""Points to draw of a head's queries, and of its keys; more would only overlap."""
 
 
 def draw(figures: dict[str, Any], samples: Samples, path: Path) -> None:
@@ -19,7 +19,7 @@ def draw(figures: dict[str, Any], samples: Samples, path: Path) -> None:
 
     Args:
         figures: what --json holds.
-        samples: that they were measured on.
+        samples: what they were measured on.
         path: PNG, SVG or PDF file.
     """
     import matplotlib
@@ -53,9 +53,9 @@ def _draw_classes(axes: Any, heads: Sequence[dict[str, Any]]) -> None:
             axes.axvline(sign, color="grey", linewidth=0.8, linestyle=style)
             axes.axhline(sign, color="grey", linewidth=0.8, linestyle=style)
     axes.set(
-        xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), xlabel="r_q: queries with position", ylabel="r_k: keys with position"
+        xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), xlabel="r_q: queries and position", ylabel="r_k: keys and position"
     )
-    axes.set_title("first principal component, a point a head")
+    axes.set_title("first principal component, a point per head")
     bar = axes.figure.colorbar(shown, ax=axes, label="layer")
     bar.locator = _whole_numbers()
     bar.update_ticks()
@@ -74,16 +74,16 @@ def _draw_bias(axes: Any, heads: Sequence[dict[str, Any]], length: int) -> None:
     axes.plot(layers, [sum(values) / len(values) for values in means], color="black", linewidth=1, label="mean")
     axes.axhline(0, color="grey", linewidth=0.8)
     sizes = sorted(abs(head["bias_context"]) for head in heads)
-    # Linear up to the median, so that one far head does not press the others into a line.
+    # Linear up to the median, so that one outlier does not squeeze the others into a line.
     axes.set_yscale("symlog", linthresh=max(sizes[len(sizes) // 2], 1e-9))
     axes.set(xlabel="layer", ylabel=f"bias strength × {length:,} tokens")
-    axes.set_title("the mean query's score, last key less first")
+    axes.set_title("score of the mean query: last key minus first")
     axes.xaxis.set_major_locator(_whole_numbers())
     axes.legend(fontsize="small")
 
 
 def _draw_plane(axes: Any, heads: Sequence[dict[str, Any]], samples: Samples) -> None:
-    """Of the head whose bias is the median in size."""
+    """The plane of the head with the median absolute bias."""
     order = sorted(range(len(heads)), key=lambda number: abs(heads[number]["bias_strength"]))
     number = order[len(order) // 2]
     q_TH, k_TH, positions_T = samples.queries(number), samples.keys(number), samples.positions_T

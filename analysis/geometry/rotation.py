@@ -1,6 +1,6 @@
-"""The plane in which a head's positions and its queries' distance from its keys lie (plasticity thesis, section 4.3).
+"""The plane of a head's drift with position and of the separation between its queries and keys (plasticity thesis, section 4.3).
 
-Scores are q·k, before they are divided by √H. Shapes: T tokens, H head dim.
+Scores are q·k, before the division by √H. Shapes: T tokens, H head dim.
 """
 
 from dataclasses import dataclass
@@ -11,52 +11,54 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotation:
-    """A head's drift axis a, its separation axis b, and what they measure."""
+    """A head's drift axis a, its separation axis b, and the figures measured along them."""
 
     a_H: Tensor
     """Unit vector; no direction orthogonal to it has a covariance with position (equation 4.3)."""
     b_H: Tensor
     """Unit vector orthogonal to a along which queries and keys lie furthest apart (equation 4.5)."""
     query_correlation: float
-    """r_q: of the queries on a with position."""
+    """r_q: correlation of the queries' projection on a with position."""
     key_correlation: float
-    """r_k."""
+    """r_k: the same of the keys."""
     query_mean: float
-    """μ_Q^a: of the queries on a."""
+    """μ_Q^a: mean of the queries' projection on a."""
     key_slope: float
-    """α_K: what keys gain on a with each token."""
+    """α_K: growth per token of the keys' projection on a."""
     separation: float
-    """From the keys' centre to the queries', along b."""
+    """Distance from the keys' centre to the queries', along b."""
     query_bias: float
-    """Mean query times the drift that keys have by themselves, whatever its direction: what a key a token later gains."""
+    """Mean query · the keys' own drift, in whatever direction it is: the score that a key one token later gains."""
     key_drift: float
-    """Length of that drift, per token."""
+    """Length of the keys' own drift per token."""
     drift_cosine: float
-    """Between it and a: small where queries and keys drift apart, so that a misses it."""
+    """Cosine between that drift and a: small where queries and keys drift differently, so that a misses the keys' drift."""
     query_linear_share: float
-    """Of the queries' variance, what is linear in position."""
+    """Share of the queries' variance that is linear in position."""
     key_linear_share: float
     plane_share: float
-    """Of the variance of queries and keys together, what lies in the plane of a and b."""
+    """Share of the variance of queries and keys together that lies in the plane of a and b."""
 
     @property
     def bias_strength(self) -> float:
-        """μ_Q^a · α_K: what the mean query's score gains with each token by which a key comes later (equation 4.6). Positive
-        is recency: larger positions are favoured, whichever way the thesis words it."""
+        """μ_Q^a · α_K: how much the mean query's score grows per token by which a key comes later (equation 4.6).
+
+        Positive is recency. The thesis speaks of smaller positions being favoured, but the score grows with position.
+        """
         return self.query_mean * self.key_slope
 
 
 def covariance_with(x_TH: Tensor, t_T: Tensor) -> Tensor:
-    """[H]: of each dimension with t."""
+    """Covariance of each dimension with t: [H]."""
     return ((t_T - t_T.mean())[:, None] * (x_TH - x_TH.mean(0))).mean(0)
 
 
 def planar_rotation(q_TH: Tensor, k_TH: Tensor, positions_T: Tensor) -> Rotation:
-    """The plane of a head.
+    """Fits the plane of a head.
 
     Args:
         q_TH, k_TH: fp64, of the same tokens.
-        positions_T: of the tokens in their sequences.
+        positions_T: positions of the tokens in their sequences.
 
     Raises:
         ValueError: all tokens at one position.
@@ -91,7 +93,7 @@ def planar_rotation(q_TH: Tensor, k_TH: Tensor, positions_T: Tensor) -> Rotation
 
 
 def correlation(x_T: Tensor, t_T: Tensor) -> float:
-    """Pearson's; 0 where either does not vary."""
+    """Pearson correlation; 0 if either is constant."""
     scale = x_T.std(correction=0) * t_T.std(correction=0)
     return float(covariance_with(x_T[:, None], t_T)[0] / scale) if scale > 0 else 0.0
 
@@ -102,16 +104,19 @@ def _linear_share(x_TH: Tensor, t_T: Tensor) -> float:
 
 
 def _unit(x_H: Tensor) -> Tensor:
-    """x over its length. Where that is 0 any direction does: the first axis."""
+    """x divided by its length; the first axis if x is 0."""
     return x_H / x_H.norm() if x_H.norm() > 0 else torch.eye(1, len(x_H), dtype=x_H.dtype, device=x_H.device)[0]
 
 
 def _orthogonal(x_H: Tensor, a_H: Tensor) -> Tensor:
-    """Unit vector along what a unit vector leaves of x. Where that is nothing, or error, the axis that a is farthest from."""
+    """Unit vector along the part of x that is orthogonal to the unit vector a.
+
+    If that part is only rounding error, the coordinate axis least aligned with a stands in for x.
+    """
     rest_H = x_H - (x_H @ a_H) * a_H
     if rest_H.norm() <= 1e-12 * x_H.norm():
         rest_H = torch.zeros_like(x_H)
         rest_H[int(a_H.abs().argmin())] = 1.0
-    # Twice, for rounding: what is left of a short vector is mostly error.
+    # Twice, because after cancellation a short remainder is mostly rounding error.
     rest_H = rest_H / rest_H.norm()
     return _unit(rest_H - (rest_H @ a_H) * a_H)

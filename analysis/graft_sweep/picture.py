@@ -1,4 +1,4 @@
-"""A picture of what grafts come to by the depth at which two models were joined (LASP paper, Figure 4)."""
+"""The picture of farsight graft-sweep: figures of grafts by the depth of the cut (LASP paper, Figure 4)."""
 
 import math
 from pathlib import Path
@@ -7,14 +7,14 @@ from typing import Any
 from farsight.outputs import model_style
 
 _MOST_RATIO = 10
-"""Between the highest and the lowest perplexity on an even scale; with more it is logarithmic."""
+"""Highest perplexity over lowest beyond which the axis is logarithmic."""
 
 _FRONT = {"B-Front": "base", "L-Front": "long"}
-"""The model whose colour a mode has: that of its first layers."""
+"""The model that gives each mode its colour: the one of the front layers."""
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Writes the picture (PNG, SVG or PDF): a column of panels a length, perplexity above and passkeys below."""
+    """Writes the picture (PNG, SVG or PDF): a column per length, with perplexity above and passkeys below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -37,7 +37,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
             panel.set_title(f"{int(lengths[column]):,} tokens{note}", fontsize="medium")
         panels[row, 0].set_ylabel(key if key == "perplexity" else "passkeys found, %")
     for panel in panels[-1]:
-        panel.set_xlabel("layers in front, l")
+        panel.set_xlabel("front layers, l")
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     figure.savefig(path, dpi=120)
@@ -71,5 +71,5 @@ def _panel(panel: Any, figures: dict[str, Any], key: str, length: str) -> None:
 
 
 def _ticks(depths: list[int]) -> list[int]:
-    """As many depths as there is room for."""
+    """At most nine of the depths, for which there is room."""
     return depths[:: math.ceil(len(depths) / 9)]

@@ -1,4 +1,4 @@
-"""One layer of a model changed, everything else as it is: what its RoPE turns by, or noise on what it puts out.
+"""Changes a single layer of a model, leaving the rest as it is: its RoPE, or its output by adding noise.
 
     probe = RopeProbe(layer=3, masked=True)
     mean_loss(Decoder(model, config, probe), tokens_SL)
@@ -28,20 +28,20 @@ from farsight.model.position.rope import RopeFrequencies, rope_frequencies, rope
 
 @dataclass(frozen=True)
 class RopeProbe:
-    """Turns one layer's queries and keys otherwise: an `evals.extensions.Extension`, which no `--extend` names.
+    """Changes how one layer's queries and keys are rotated: an `inference.extend` extension that has no `--extend` name.
 
-    Scaled RoPE is worked out again for the changed base; GARFA's factors multiply the frequencies that come out. ALiBi and
-    scopes go by the tokens' own positions as before.
+    For a changed base, scaled RoPE is recomputed from it, and GARFA's factors multiply the resulting frequencies. ALiBi and
+    scopes still use the true positions.
     """
 
     layer: int
-    """One that rotates."""
+    """A layer with RoPE."""
     base: float = 1.0
-    """Multiplies theta (GARFA, section 3.2)."""
+    """Factor on theta (GARFA, section 3.2)."""
     group: int = 1
-    """k: so many tokens share a position, floor(m / k) (LASP, section 4.1)."""
+    """k: token m is rotated as if at floor(m / k), so k tokens share a position (LASP, section 4.1)."""
     masked: bool = False
-    """Every token stands at position 0 (LASP, equation 6). YaRN's temperature stays."""
+    """Every token is rotated as if at position 0 (LASP, equation 6). YaRN's temperature stays."""
 
     def change(self, config: ModelConfig) -> ModelConfig:
         return config
@@ -54,16 +54,16 @@ class RopeProbe:
         return {**caches, name: _ProbedLayer(dict(model.attentions())[name], batch, frequencies, self)}
 
     def rotary(self, rotary: Rotating) -> Rotating:
-        """The layer's, with its base changed and its scaling as it was."""
+        """The layer's RoPE with the base changed and the same scaling."""
         return dataclasses.replace(rotary, theta=rotary.theta * self.base)
 
     def positions(self, positions_BL: Tensor) -> Tensor:
-        """Those that are turned by."""
+        """The positions to rotate by."""
         return torch.zeros_like(positions_BL) if self.masked else positions_BL // self.group
 
 
 class _ProbedLayer(RollingLayer):
-    """A rolling cache of keys that a probe has turned."""
+    """A rolling cache of keys rotated by a probe."""
 
     rotates = True
 
@@ -78,7 +78,7 @@ class _ProbedLayer(RollingLayer):
         if self.starts_B is not None:
             columns_BL = (columns_BL - self.starts_B[:, None]).clamp_min(0)
         self.positions_BL = self.probe.positions(columns_BL)
-        return super().exchange(self._turned(k_BLKH, keys=True), v_BLKH, scopes)
+        return super().exchange(self._rotated(k_BLKH, keys=True), v_BLKH, scopes)
 
     def attend(
         self,
@@ -88,11 +88,11 @@ class _ProbedLayer(RollingLayer):
         alibi_slopes_N: Tensor | None,
         backend: str,
     ) -> Tensor:
-        q_BLNH = self._turned(q_BLNH, keys=False)
+        q_BLNH = self._rotated(q_BLNH, keys=False)
         return super().attend(q_BLNH, scopes_N, document_starts_BT, alibi_slopes_N, backend)
 
-    def _turned(self, x: Tensor, keys: bool) -> Tensor:
-        """As `model.attention.Attention` turns them."""
+    def _rotated(self, x: Tensor, keys: bool) -> Tensor:
+        """Rotates queries or keys as `model.attention.Attention` does, at the probe's positions."""
         if self.garfa is None or not (keys or self.garfa.queries):
             return rotate(x, *rope_tables(self.positions_BL, self.frequencies))
         inv_freq_KF = self.garfa(self.frequencies.inv_freq)
@@ -104,13 +104,13 @@ class _ProbedLayer(RollingLayer):
 
 @contextmanager
 def noise_after(block: nn.Module, factor: float, seed: int) -> Iterator[None]:
-    """Adds Gaussian noise to a layer's output hidden states meanwhile (LASP, A.2).
+    """Adds Gaussian noise to a layer's output hidden states inside this context (LASP, A.2).
 
-    Its standard deviation is `factor` times the root mean square of the token's own hidden state: a first token whose
-    activations are massive does not set the noise of the others, nor do the tokens that are read together.
+    Its standard deviation is `factor` times the root mean square of the token's own hidden state. The massive activations of
+    a first token therefore don't affect the noise of others, and neither does batching.
 
     Args:
-        seed: of a generator that starts anew here and is drawn from call by call.
+        seed: seeds a generator that successive calls then draw from.
     """
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -129,7 +129,7 @@ def noise_after(block: nn.Module, factor: float, seed: int) -> Iterator[None]:
 
 
 def mean_loss(decoder: Decoder, tokens_SL: Tensor) -> float:
-    """Mean negative log-likelihood, in nats, of every token of the sequences but their first."""
+    """Mean negative log-likelihood, in nats, of all tokens but the first of each sequence."""
     set_length(decoder.model, decoder.config, tokens_SL.shape[1])
     rows = list(tokens_SL)
     sums, counts = window_nll(decoder.model, rows, firsts=[1] * len(rows), decoder=decoder)
@@ -137,19 +137,19 @@ def mean_loss(decoder: Decoder, tokens_SL: Tensor) -> float:
 
 
 def probed(decoder: Decoder, probe: RopeProbe) -> Decoder:
-    """The same model, read with a probe."""
+    """A decoder for the same model with a probe."""
     return Decoder(decoder.model, decoder.config, probe, decoder.chunk)
 
 
 def rotating_layers(config: ModelConfig, length: int | None = None) -> list[bool]:
-    """Whether each layer rotates."""
+    """Whether each layer has RoPE."""
     return [not isinstance(layer.rotary, NoRotary) for layer in config.layers(length)]
 
 
 def refuse_own_keys(decoder: Decoder) -> None:
-    """Raises ConfigError for an extension that keeps and turns keys itself: a probe would take its place."""
+    """Raises ConfigError for an extension that caches and rotates keys itself: a probe would replace it."""
     if decoder.turns_own_keys:
         raise ConfigError(
-            "--extend: this method turns keys anew for every query, and so does a probe; methods that change frequencies "
-            "(linear, ntk, yarn, …) go together with it."
+            "--extend: this method rotates keys itself, and so does a probe, so they can't be combined; use a method that "
+            "changes frequencies (linear, ntk, yarn, …)."
         )

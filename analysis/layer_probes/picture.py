@@ -1,15 +1,15 @@
-"""A picture of what each layer's probes do, after LASP's figures 1, 2 and 6."""
+"""The picture of farsight layer-probes, after LASP's figures 1, 2 and 6."""
 
 import math
 from pathlib import Path
 from typing import Any
 
 _MOST_RATIO = 10
-"""Between the highest and the lowest perplexity on an even scale; with more it is logarithmic."""
+"""Highest perplexity over lowest beyond which the axis is logarithmic."""
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Writes the picture (PNG, SVG or PDF): a line a factor, dashed the model without a probe; passkeys in a panel beside it."""
+    """Writes the picture (PNG, SVG or PDF): a line per factor, dashed for the unprobed model; passkeys in a second panel."""
     import matplotlib
 
     matplotlib.use("Agg")

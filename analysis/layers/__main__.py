@@ -1,4 +1,100 @@
-from farsight.analysis.layers.layers import main
+"""Which layers tell right from wrong, which depend on their RoPE, and whether they are the same ones (GARFA, section 3).
+
+    farsight layers MODEL_DIR --data FILE --out profile.json --json F --picture F.png
+    farsight layers MODEL_DIR --data FILE --length 2048 --pairs PAIRS.jsonl --gamma 4 --top 6
+    farsight layers --profile configs/finetune/llama3.1_8b_profile.json
+
+delta of a layer: the cosine distance between the layer's mean hidden states for a correct text and for a nearly identical wrong
+one, averaged over the pairs of a domain, then over domains. --pairs takes your own pairs, a .jsonl of {"domain", "correct",
+"wrong"}; the default is the fifteen that come with Farsight.
+rho of a layer: the increase of the mean loss on --data when the RoPE base of that layer alone is multiplied by --gamma. All
+layers are measured; one without RoPE has rho 0 and is marked.
+
+The table is followed by Spearman's correlation of delta with rho, signed and absolute, and by the top layers of each ranking.
+--out writes the profile that fine-tuning reads: layer_profile = "profile.json" with lora.layers = "sensitive:10".
+--profile compares the profiles in such a file, without reading a model.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from farsight.analysis.layers.rankings import TOP
+from farsight.analysis.sequences import add_text_options
+from farsight.cli import bounded, command, positive
+from farsight.files import prepare_file, write_text
+from farsight.inference.model_options import add_model_options
+from farsight.outputs import add_output_options, check_outputs
+
+SEQUENCES = 8
+MEASURING = ("data", "length", "sequences", "pairs", "gamma", "out", "device", "dtype", "extend", "chunk")
+"""Options that only matter when a model is measured."""
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="farsight layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path, nargs="?", help="model directory, adapter or checkpoint")
+    parser.add_argument(
+        "--profile", type=Path, metavar="FILE", help="compare the profiles in this file; reads no model"
+    )
+    add_text_options(parser, SEQUENCES, seed=False)
+    parser.add_argument(
+        "--pairs", type=Path, metavar="FILE", help="correct and wrong texts (default: fifteen built in)"
+    )
+    parser.add_argument(
+        "--gamma",
+        type=bounded(float, above=0),
+        default=2.0,
+        metavar="X",
+        help="factor on a layer's RoPE base (%(default)g)",
+    )
+    parser.add_argument(
+        "--top",
+        type=positive,
+        metavar="K",
+        help=f"layers to list per ranking (default: {TOP}, but at most a third of the layers)",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the layer profile that fine-tuning reads")
+    add_model_options(parser)
+    add_output_options(parser)
+    options = parser.parse_args(arguments)
+    _check(parser, options)
+
+    from farsight.analysis.layers.measure import compare_profile, measure_model, profile_of
+    from farsight.analysis.layers.picture import draw
+    from farsight.analysis.layers.table import table
+
+    figures = compare_profile(options) if options.profile else measure_model(options)
+    print(table(figures))
+    if options.out:
+        write_text(options.out, json.dumps(profile_of(figures), indent=2) + "\n")
+        print(options.out)
+    if options.json:
+        write_text(options.json, json.dumps(figures, indent=2) + "\n")
+    if options.picture:
+        draw(figures, options.picture)
+        print(options.picture)
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if (options.model is None) == (options.profile is None):
+        parser.error("give a model directory, or --profile FILE for profiles measured earlier")
+    given = [name for name in MEASURING if getattr(options, name) != parser.get_default(name)]
+    if options.profile and given:
+        parser.error(f"--{given[0]} is for measuring a model; --profile measures nothing")
+    if options.model is not None and options.data is None:
+        parser.error("--data FILE is needed: a text to measure the loss on, for each layer's rho")
+    if options.gamma == 1:
+        parser.error("--gamma 1 leaves RoPE's base as it is; set another factor, for example 2")
+    if options.out:
+        prepare_file(options.out)
+    check_outputs(parser, options)
+
 
 if __name__ == "__main__":
     main()

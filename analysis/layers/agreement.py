@@ -1,4 +1,4 @@
-"""Two profiles of a model's layers compared: rank correlation, the layers that lead each, and how many lead both."""
+"""Agreement of two profiles of a model's layers: rank correlation, and the overlap of their top layers."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def ranks(values: Sequence[float]) -> Tensor:
-    """fp64 [n], from 1; equal values share the mean of theirs."""
+    """Ranks from 1, fp64 [n]; equal values share their mean rank."""
     _, which, counts = torch.tensor(values, dtype=torch.float64).unique(return_inverse=True, return_counts=True)
     return (counts.cumsum(0) - (counts - 1) / 2).double()[which]
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
-    """Spearman's rank correlation with ties; None where all values of a profile are equal.
+    """Spearman's rank correlation with ties; None if all values of a profile are equal.
 
-    GARFA's equation 8 is the same without ties.
+    Without ties it is GARFA's equation 8.
     """
     assert len(first) == len(second)
     a, b = (r - r.mean() for r in (ranks(first), ranks(second)))
@@ -27,14 +27,14 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What two sets of layers share, and how likely two random sets of their sizes do (hypergeometric)."""
+    """The layers two sets share, compared with two random sets of the same sizes (hypergeometric distribution)."""
 
     layers: tuple[int, ...]
     expected: float
     at_most: float
-    """Probability of sharing so many or fewer."""
+    """Chance of sharing at most this many layers."""
     at_least: float
-    """Of sharing so many or more."""
+    """Chance of sharing at least this many layers."""
 
     @classmethod
     def of(cls, first: Collection[int], second: Collection[int], n_layers: int) -> "Overlap":

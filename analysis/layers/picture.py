@@ -1,15 +1,15 @@
-"""A picture of two profiles of a model's layers on axes of their own, after GARFA's figure 2."""
+"""The picture of farsight layers: both profiles, each on its own axis, after GARFA's figure 2."""
 
 from pathlib import Path
 from typing import Any
 
 _MOST_RATIO = 50
-"""Between the largest and the smallest delta on an even scale; with more it is logarithmic."""
+"""Largest delta over smallest beyond which the axis is logarithmic."""
 _DELTA, _RHO = "#D55E00", "#0072B2"
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Writes the picture (PNG, SVG or PDF); filled are the layers that lead by delta and by |rho|."""
+    """Writes the picture (PNG, SVG or PDF); the top layers by delta and by |rho| are filled."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -28,8 +28,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
     right.axhline(0, color=_RHO, linewidth=0.6, alpha=0.5)
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     left.set_xlabel(f"layer (filled: the {len(top['delta'])} largest)")
-    left.set_ylabel("delta: cosine distance of right and wrong", color=_DELTA)
-    right.set_ylabel("rho: change of the loss", color=_RHO)
+    left.set_ylabel("delta: cosine distance, correct and wrong text", color=_DELTA)
+    right.set_ylabel("rho: change in loss", color=_RHO)
     left.tick_params(axis="y", colors=_DELTA)
     right.tick_params(axis="y", colors=_RHO)
     left.grid(axis="x", alpha=0.3)

@@ -1,4 +1,4 @@
-"""How far a layer tells a right text from one that is nearly the same and wrong (GARFA, section 3.1).
+"""How strongly each layer distinguishes a correct text from a nearly identical wrong one (GARFA, section 3.1).
 
 Shapes: L tokens, D model.
 """
@@ -21,12 +21,12 @@ from farsight.inference.generate.completions import encode_prompt
 from farsight.progress import progress
 
 OWN_PAIRS = Path(__file__).parent / "minimal_pairs.jsonl"
-"""Five pairs of code, five of knowledge and five of mathematics, worded for Farsight: the paper shows two of its fifteen."""
+"""Five pairs each of code, knowledge and mathematics, written for Farsight: the paper shows only two of its fifteen."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two texts that differ in as little as it takes to make one of them wrong."""
+    """A correct text, and a minimally different one that is wrong."""
 
     domain: str
     correct: str
@@ -34,16 +34,16 @@ class Pair:
 
 
 def read_pairs(path: Path) -> list[Pair]:
-    """Pairs of a .jsonl file, {"domain", "correct", "wrong"} a line.
+    """Reads a .jsonl file with one {"domain", "correct", "wrong"} per line.
 
     Raises:
-        ConfigError: no such file, or a line and its field that is no text, is empty, or equals the other one.
+        ConfigError: no such file, or a field that is not text, is empty, or equals the other; the message names the line.
     """
     if path.suffix != ".jsonl":
-        raise ConfigError(f'--pairs {path}: give a .jsonl file of {{"domain", "correct", "wrong"}}, a pair a line.')
+        raise ConfigError(f'--pairs {path}: give a .jsonl file with one {{"domain", "correct", "wrong"}} per line.')
     pairs = [Pair(*texts) for texts in zip(*(read_texts(path, f) for f in ("domain", "correct", "wrong")), strict=True)]
     if not pairs:
-        raise ConfigError(f"--pairs {path} holds no pair.")
+        raise ConfigError(f"--pairs {path} contains no pairs.")
     lines = [n for n, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1) if line.strip()]
     for number, pair in zip(lines, pairs, strict=True):
         empty = next((name for name in ("correct", "wrong") if not getattr(pair, name)), None)
@@ -55,7 +55,7 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def sensitivity(decoder: Decoder, tokenizer: Tokenizer, pairs: Sequence[Pair]) -> dict[str, list[float]]:
-    """delta of each layer, averaged within each domain: the inner mean of equation 4; `over_domains` takes the outer."""
+    """delta of each layer, averaged within each domain: the inner mean of equation 4; `over_domains` is the outer one."""
     found: dict[str, list[Tensor]] = {}
     for pair in progress(pairs, unit="pair", desc="delta"):
         right, wrong = (
@@ -66,15 +66,15 @@ def sensitivity(decoder: Decoder, tokenizer: Tokenizer, pairs: Sequence[Pair]) -
 
 
 def over_domains(by_domain: dict[str, list[float]]) -> list[float]:
-    """delta of each layer: equation 4."""
+    """delta of each layer, averaged over domains: equation 4."""
     return [fmean(of_layer) for of_layer in zip(*by_domain.values(), strict=True)]
 
 
 def layer_means(decoder: Decoder, tokens_L: Tensor) -> Tensor:
     """The sequence's mean hidden state after each layer: fp64 [layers, D].
 
-    After a layer is what its block puts out, attention and feed-forward added; of the last one, before the model's norm. In
-    fp64, because deltas are as small as what fp32 leaves of 1 − cosine.
+    That is the block's output, with the residuals added; for the last layer, before the model's final norm. It is in fp64
+    because deltas can be as small as the rounding error of 1 − cosine in fp32.
     """
     blocks = list(decoder.model.layers.values())
     sums = torch.zeros(len(blocks), decoder.config.architecture.dim, dtype=torch.float64)

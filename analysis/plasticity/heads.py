@@ -1,23 +1,16 @@
-"""How likely a random query is to change which of two keys a head prefers (plasticity thesis, section 4.4).
+"""A head's plasticity: how likely a random query is to change which of two keys it prefers (plasticity thesis, section 4.4).
 
-Shapes: T sampled tokens, Q of them in a bucket, P pairs of keys, H head dim.
+Shapes: T sampled tokens, Q of them in one bucket, P pairs of keys, H head dim.
 """
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from farsight.analysis.geometry.rotation import covariance_with
-
-Covariance = Literal["diagonal", "full"]
-"""Of the queries around their mean: equation 4.12, or all of it (Lemma A.1, with what the positional residual shares with the
-rest). The diagonal depends on the basis that the reflection happens to give."""
-Pairs = Literal["pooled", "prefix"]
-"""Which keys compete: those of all sequences in earlier buckets (section 4.4.5), or those of a random prefix of one sequence
-(Definition 4.3), which lie half as far apart."""
+from farsight.analysis.plasticity.options import Covariance, Pairs
 
 
 def normal_cdf(z: Tensor) -> Tensor:
@@ -30,7 +23,7 @@ def pairwise_plasticity(z: Tensor) -> Tensor:
 
 
 def householder(drift_H: Tensor) -> Tensor:
-    """[H, H]: the reflection that puts this direction on the first axis (equation 4.10); the identity where it lies there."""
+    """The reflection that maps this direction to the first axis (equation 4.10), [H, H]; the identity if it is there already."""
     H = len(drift_H)
     identity = torch.eye(H, dtype=drift_H.dtype)
     if not drift_H.norm() > 0:
@@ -42,23 +35,23 @@ def householder(drift_H: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class QueryModel:
-    """Queries as Gaussians that drift with position: equation 4.11's parameters."""
+    """Queries modelled as Gaussians whose mean drifts with position: the parameters of equation 4.11."""
 
     reflection_HH: Tensor
     intercept: float
-    """α_pos: of the first coordinate."""
+    """α_pos of the first coordinate."""
     slope: float
     """β_pos, per token."""
     residual_variance: float
-    """σ_pos², of all buckets."""
+    """σ_pos², over all buckets."""
     semantic_means: dict[int, Tensor] = field(repr=False)
-    """μ_b [H − 1] of each bucket that has two queries or more."""
+    """μ_b [H − 1] of each bucket with at least two queries."""
     covariances_HH: dict[int, Tensor] = field(repr=False)
-    """Of each bucket: of the first coordinate's residual, then of the semantic ones."""
+    """Each bucket's covariance of the first coordinate's residual (first row and column) and the semantic coordinates."""
 
     @classmethod
     def fit(cls, q_TH: Tensor, positions_T: Tensor, buckets_T: Tensor) -> "QueryModel":
-        """Fits the queries [T, H] of tokens at these positions and in these buckets."""
+        """Fits queries [T, H], given their tokens' positions and buckets."""
         t_T = positions_T.to(q_TH.dtype)
         spread = t_T.var(correction=0)
         drift_H = covariance_with(q_TH, t_T) / spread if spread > 0 else torch.zeros_like(q_TH[0])
@@ -83,12 +76,12 @@ class QueryModel:
         covariance: Covariance = "diagonal",
         shift_P: Tensor | float = 0.0,
     ) -> Tensor:
-        """μ / √v of the score differences of pairs of keys (equations 4.11 and 4.12): fp64 [P].
+        """μ / √v of the score difference of each pair of keys (equations 4.11 and 4.12): fp64 [P].
 
         Args:
-            differences_PH: one key less the other.
+            differences_PH: first key minus second.
             tau: position of the bucket's queries.
-            shift_P: what is added to the differences of scores whatever the query (ALiBi).
+            shift_P: added to the score differences independently of the query (ALiBi).
         """
         turned_PH = differences_PH @ self.reflection_HH
         first_P, rest_PH = turned_PH[:, 0], turned_PH[:, 1:]
@@ -98,13 +91,13 @@ class QueryModel:
             variance_P = ((turned_PH @ spread_HH) * turned_PH).sum(1)
         else:
             variance_P = first_P.square() * self.residual_variance + rest_PH.square() @ spread_HH.diagonal()[1:]
-        # Never 0 / 0: two equal keys tie whatever the query, and no preference is no rigidity.
+        # Equal keys tie for every query: 0 / 0 must give 0, full plasticity.
         return mean_P / variance_P.clamp_min(1e-300).sqrt()
 
 
 @dataclass(frozen=True)
 class KeyPairs:
-    """Pairs of captured tokens whose keys compete, by their place among the samples: int64 [P] each."""
+    """Pairs of captured tokens whose keys compete, as indices into the samples: int64 [P] each."""
 
     first_P: Tensor
     second_P: Tensor
@@ -118,19 +111,19 @@ def draw_pairs(
     generator: torch.Generator,
     pairs: Pairs = "pooled",
 ) -> KeyPairs | None:
-    """Pairs of two different tokens, drawn uniformly with replacement; None where there are none.
+    """Draws pairs of different tokens, uniformly and with replacement; None if there are none.
 
     Args:
-        eligible_T: bool, whose keys may compete.
-        pairs: "pooled" takes both of all eligible tokens. "prefix" draws a last position first, uniformly, then a sequence with two
-            eligible tokens up to it, then both of those.
+        eligible_T: whether each token's key may compete, bool.
+        pairs: "pooled" draws both from all eligible tokens. "prefix" first draws a last position, uniformly, then a sequence
+            with at least two eligible tokens up to it, then two of those.
     """
     found = torch.nonzero(eligible_T)[:, 0]
     if pairs == "pooled":
         if len(found) < 2:
             return None
         first = torch.randint(len(found), (many,), generator=generator)
-        # Of the others, so that no draw is thrown away.
+        # Drawn from the other tokens, so that no draw is rejected.
         second = (first + torch.randint(1, len(found), (many,), generator=generator)) % len(found)
         return KeyPairs(found[first], found[second])
     return _within_prefixes(found, positions_T, sequences_T, many, generator)
@@ -146,8 +139,8 @@ def _within_prefixes(
     starts = (counts.cumsum(0) - counts)[counts > 1]
     if not len(starts):
         return None
-    # The length comes first and a sequence that has two tokens so early after it. The other way round short prefixes, in which few
-    # sequences have two, would be rarer than long ones.
+    # First the prefix length, then a sequence with two tokens that early. The other way round, short prefixes would be
+    # underrepresented, since few sequences have two tokens in them.
     seconds, by_second = positions_T[order[starts + 1]].sort()
     starts = starts[by_second]
     last = torch.randint(int(seconds[0]), int(positions_T[found].max()) + 1, (many,), generator=generator)
@@ -159,7 +152,7 @@ def _within_prefixes(
 
 
 def _below(bounds_P: Tensor, generator: torch.Generator) -> Tensor:
-    """A whole number from 0 and below each of these, uniformly."""
+    """Draws an integer in [0, bound) for each bound, uniformly."""
     return (torch.rand(len(bounds_P), dtype=torch.float64, generator=generator) * bounds_P).long()
 
 
@@ -171,9 +164,9 @@ class Bucket:
     queries: int
     pairs: KeyPairs
     plasticity_P: Tensor
-    """fp64 [P], by the closed form."""
+    """In closed form, fp64 [P]."""
     counted_P: Tensor
-    """fp64 [P]: from how often the bucket's own queries prefer either key, without taking them for Gaussian."""
+    """From counting which key the bucket's own queries prefer, without assuming that they are Gaussian: fp64 [P]."""
 
 
 @dataclass(frozen=True)
@@ -183,11 +176,11 @@ class HeadProfile:
     length: int
     buckets: int
     of_bucket: dict[int, Bucket]
-    """Those with queries, and keys before them to choose from; never the first."""
+    """Buckets with queries and with earlier keys to choose from; never the first."""
 
     @property
     def plasticity(self) -> list[float]:
-        """Of every bucket, NaN where there is none."""
+        """Mean plasticity of each bucket; NaN if it can't be measured."""
         return self._by_bucket("plasticity_P")
 
     @property
@@ -204,7 +197,7 @@ class HeadProfile:
 
 
 def midpoint(bucket: int, buckets: int, length: int) -> float:
-    """τ: the position in the middle of a bucket's tokens."""
+    """τ, the position in the middle of a bucket."""
     return (bucket + 0.5) * length / buckets - 0.5
 
 
@@ -227,10 +220,10 @@ def head_profile(
 
     Args:
         q_TH, k_TH: fp64, of the same tokens.
-        positions_T, sequences_T: the tokens' places, and which sequences they are of.
-        scope: tokens that the head sees; only keys that the bucket's middle sees compete. None is all.
-        slope: of ALiBi, which shifts scores by √H · slope for each token between two keys.
-        draws: pairs of keys a bucket.
+        positions_T, sequences_T: each token's position and the index of its sequence.
+        scope: tokens the head can see; only keys visible from the bucket's middle compete. None means all.
+        slope: ALiBi's slope, which shifts score differences by √H · slope per token between the two keys.
+        draws: pairs of keys per bucket.
     """
     buckets_T = positions_T * buckets // length
     model = QueryModel.fit(q_TH, positions_T, buckets_T)
@@ -255,8 +248,8 @@ def head_profile(
 
 
 def counted_plasticity(q_QH: Tensor, differences_PH: Tensor, shift_P: Tensor) -> Tensor:
-    """4 p (1 − p) [P] with p counted over Q ≥ 2 queries, without bias: what a count of so few takes off is given back."""
-    # Of +1, −1 and, for ties, 0: 4 p (1 − p) is 1 less the mean's square.
+    """4 p (1 − p) with p counted over Q ≥ 2 queries, corrected for the bias of a finite sample: fp64 [P]."""
+    # With signs +1, −1 and 0 for ties, 4 p (1 − p) is 1 − mean².
     sign_PQ = torch.addmm(shift_P[:, None], differences_PH, q_QH.T).sign_()
     mean_P = sign_PQ.mean(1)
     many = len(q_QH)

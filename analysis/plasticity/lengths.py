@@ -1,4 +1,4 @@
-"""Plasticity beside what a model finds, or predicts, at contexts of several lengths (plasticity thesis, Table 6.4)."""
+"""Plasticity beside a model's accuracy or perplexity at several context lengths (plasticity thesis, Table 6.4)."""
 
 import json
 from collections import defaultdict
@@ -6,30 +6,32 @@ from pathlib import Path
 from typing import Any
 
 from farsight.analysis.plasticity.summary import Profile
-from farsight.configs.load import ConfigError
+from farsight.configs.check import ConfigError
 
 Figure = tuple[str, dict[int, float]]
-"""What was measured, and its value at each length."""
+"""The name of a figure, and its value at each length."""
 
 
 def read_lengths(file: Path, model: Path) -> Figure:
-    """A model's figures in a file of farsight needle (accuracy, over all depths) or farsight perplexity, read as it was trained.
+    """Reads a model's accuracy (over all depths) from farsight needle's JSON, or its perplexity from farsight perplexity's.
+
+    Perplexity is that of reading with the scopes the model was trained with.
 
     Raises:
-        ConfigError: no such file, or nothing of this model in it.
+        ConfigError: no such file, or no figures of this model in it.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"--needle {file}: there is no such file.") from None
     except ValueError as error:
-        raise ConfigError(f"--needle {file} is no JSON ({error}).") from None
+        raise ConfigError(f"--needle {file} is not valid JSON ({error}).") from None
     content = content if isinstance(content, dict) else {}
     several = content.get("models", {content.get("model"): content})
     found = [values for path, values in several.items() if path and _same(Path(path), model)]
     if not found:
         names = ", ".join(map(str, several)) or "no model"
-        raise ConfigError(f"--needle {file} has figures of {names}, and none of {model}: name a file of this model.")
+        raise ConfigError(f"--needle {file} has figures of {names}, but none of {model}: name a file of this model.")
     match found[0]:
         case {"cells": list(cells)}:
             return "accuracy", _accuracies(cells)
@@ -41,10 +43,10 @@ def read_lengths(file: Path, model: Path) -> Figure:
 
 
 def _same(named: Path, model: Path) -> bool:
-    """Whether a path that may have been written from another folder is this one."""
+    """Whether `named`, which may be relative to another folder, is `model`."""
     if named.resolve() == model.resolve():
         return True
-    # One part alone, such as "model", would fit too many.
+    # A single part, such as "model", would match too many paths.
     return len(named.parts) > 1 and named.parts == model.resolve().parts[-len(named.parts) :]
 
 
@@ -58,10 +60,10 @@ def _accuracies(cells: list[dict[str, Any]]) -> dict[int, float]:
 
 
 def by_length(profile: Profile, length: int, measured: Figure) -> list[dict[str, Any]]:
-    """Each measured length with the plasticity of the bucket that its last token is in, as a query.
+    """A row per measured length, with the plasticity of queries at its end: that of the bucket of its last token.
 
     Args:
-        length: of the sequences that the profile was made of. Measured lengths beyond it have no plasticity.
+        length: tokens per sequence in the profile. Longer measured lengths have no plasticity.
     """
     name, values = measured
     return [

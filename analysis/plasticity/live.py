@@ -1,9 +1,9 @@
-"""Positional bias and attention plasticity of a model while it trains.
+"""Positional bias and attention plasticity of a model during training.
 
-A few heads of every layer read the same held-out sequences each time, in the layout of the run: data-parallel ranks share
-out the sequences, and of each the ranks of a context, the heads or the layers keep what they hold. Every sampled query and
-key is on one rank then, so that a sum over all ranks puts them together, exactly and whatever the layout. Heads are then
-shared out over the ranks to be measured as farsight geometry and farsight plasticity do.
+Every time, the model reads the same held-out sequences in the run's parallel layout, and queries and keys of a few heads per
+layer are recorded. Data-parallel ranks divide the sequences; within a sequence, each rank records the tokens, heads and layers
+that it holds. Each sampled query and key is then on exactly one rank, so a sum over all ranks assembles them without rounding,
+whatever the layout. The heads are then divided over the ranks and measured as by farsight geometry and farsight plasticity.
 
 Shapes: S sequences, L tokens of one, T sampled tokens of all, N measured heads, H head dim.
 """
@@ -20,10 +20,12 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 
-from farsight.analysis.capture.capture import Head, describe_head, draw_tokens
+from farsight.analysis.capture.heads import Head, describe_head
 from farsight.analysis.capture.recorder import Recorder, recording
+from farsight.analysis.capture.sampling import draw_tokens
 from farsight.analysis.geometry.rotation import planar_rotation
 from farsight.analysis.plasticity.heads import head_profile
+from farsight.analysis.plasticity.options import DRAWS
 from farsight.analysis.plasticity.summary import bands, mean, overall, without_nan
 from farsight.configs.schema import JobConfig
 from farsight.data.loader import Loader
@@ -37,12 +39,10 @@ from farsight.parallel.parallelize import release_gathered
 from farsight.parallel.pipeline import Pipeline
 
 FIGURES = ("bias_strength", "bias_context", "ap_overall", "ap_first", "ap_last", "ap_drop")
-DRAWS = 2000
-"""Pairs of keys a bucket, as farsight plasticity draws."""
 
 
 class PlasticityMetrics:
-    """Measures a run's model on sequences that it keeps.
+    """Measures a run's model on fixed held-out sequences.
 
     Raises:
         DataError: no held-out documents.
@@ -72,12 +72,12 @@ class PlasticityMetrics:
     def measure(
         self, model_parts: Sequence[nn.Module], around: Callable[[], AbstractContextManager[Any]]
     ) -> dict[str, float | None]:
-        """FIGURES of the model, and as "name.layer" of each layer: means over the measured heads, None where none has any.
+        """FIGURES of the model and, as "name.layer", of each layer: means over the measured heads that have a value, else None.
 
-        All ranks call it.
+        All ranks must call it.
 
         Args:
-            around: context of a forward pass.
+            around: makes the context manager for a forward pass.
         """
         qk_NT2H = self._gathered(model_parts, around)
         found = torch.zeros(len(self.heads), len(FIGURES), dtype=torch.float64)
@@ -94,7 +94,7 @@ class PlasticityMetrics:
         }
 
     def _head(self, number: int, q_TH: Tensor, k_TH: Tensor) -> list[float]:
-        """FIGURES of a head, NaN where there is none."""
+        """FIGURES of a head, NaN for those it doesn't have."""
         head, buckets = self.heads[number], self.config.metrics.plasticity_buckets
         strength = planar_rotation(q_TH, k_TH, self.positions_T).bias_strength
         profile = head_profile(
@@ -116,7 +116,7 @@ class PlasticityMetrics:
 
     @torch.no_grad()
     def _gathered(self, model_parts: Sequence[nn.Module], around: Callable[[], AbstractContextManager[Any]]) -> Tensor:
-        """fp32 [N, T, 2, H] on the host: queries and keys of all heads and sampled tokens, on every rank."""
+        """Queries and keys of all heads and sampled tokens, on every rank's host: fp32 [N, T, 2, H]."""
         qk_NT2H = torch.zeros(
             len(self.heads),
             len(self.positions_T),
@@ -129,7 +129,7 @@ class PlasticityMetrics:
         for part in model_parts:
             part.eval()
         for rows in self.batches:
-            row_of = torch.full((len(self.tokens_SL) + 1,), -1)  # the last stands for padding
+            row_of = torch.full((len(self.tokens_SL) + 1,), -1)  # the last entry is for padding
             row_of[list(rows)] = torch.arange(len(rows))
             at_T, here_T = row_of[self.sequences_T], place_L[self.positions_T]
             kept = torch.nonzero((at_T >= 0) & (here_T >= 0))[:, 0]
@@ -139,13 +139,13 @@ class PlasticityMetrics:
                 for part in model_parts:
                     stack.enter_context(uncompiled(part))
                 if self.pipeline is not None and rows is self.batches[0]:
-                    # After training, a schedule runs its stages once more to learn shapes: before anything is recorded.
+                    # After training steps, a schedule first runs its stages an extra time to infer shapes; do that unrecorded.
                     self._read(model_parts, tokens_BL)
                 recorders = stack.enter_context(recording(attentions, at, here))
                 self._read(model_parts, tokens_BL)
             if any(recorder.seen != len(rows) for recorder in recorders.values()):
                 raise RuntimeError(
-                    "layers were called for other rows than the batch has: set metrics.plasticity_freq = 0"
+                    "layers were called with a different number of rows than the batch has: set metrics.plasticity_freq = 0"
                 )
             for number, head in enumerate(self.heads):
                 if head.layer in attentions:
@@ -156,7 +156,7 @@ class PlasticityMetrics:
         return _sum(qk_NT2H).cpu()
 
     def _read(self, model_parts: Sequence[nn.Module], tokens_BL: Tensor) -> None:
-        """Each row is one document, whatever the run masks: positions go from the first token to the last."""
+        """Runs the model on rows as one document each, whether or not the run masks documents."""
         batch = {
             "input": tokens_BL,
             "positions": torch.arange(self.length, device=self.device)[None],
@@ -169,7 +169,7 @@ class PlasticityMetrics:
             model_parts[0](**inputs)
 
     def _places(self) -> Tensor:
-        """int64 [L]: where the rank holds each token of a sequence; -1 where another does."""
+        """The index of each token of a sequence among this rank's tokens, or -1 if another rank holds it: int64 [L]."""
         every_1L = torch.arange(self.length)[None]
         own = (every_1L if self.context is None else self.context.own(every_1L))[0]
         place_L = torch.full((self.length,), -1)
@@ -178,7 +178,7 @@ class PlasticityMetrics:
 
     @staticmethod
     def _keep(qk_T2H: Tensor, kept: Tensor, head: Head, attention: Attention, recorder: Recorder) -> None:
-        """Fills in what a head asks and is asked by, if the rank holds it."""
+        """Copies a head's recorded queries and keys, if this rank holds the head."""
         begin, end = attention.heads.start, attention.heads.stop
         if begin <= head.head < end:
             places = kept.to(qk_T2H.device)
@@ -187,7 +187,7 @@ class PlasticityMetrics:
 
 
 def draw_heads_of_layers(config: ModelConfig, length: int, many: int) -> list[Head]:
-    """`many` query heads of every layer, drawn uniformly; the same at every step and on every rank."""
+    """Draws `many` query heads of every layer, uniformly; the same at every step and on every rank."""
     layers, n_heads = config.layers(length), config.architecture.n_heads
     draw = random.Random(0)
     return [
@@ -198,7 +198,7 @@ def draw_heads_of_layers(config: ModelConfig, length: int, many: int) -> list[He
 
 
 def held_out_sequences(config: JobConfig, tokenizer: Tokenizer) -> Tensor:
-    """int64 [S, L]: rows that held-out documents fill one after the other.
+    """The sequences to measure on, filled with held-out documents one after the other: int64 [S, L].
 
     Raises:
         DataError: no held-out documents.
@@ -221,11 +221,11 @@ def held_out_sequences(config: JobConfig, tokenizer: Tokenizer) -> Tensor:
 
 
 def rows_of_rank(sequences: int, rank: int, ranks: int, most: int, whole: bool) -> list[list[int]]:
-    """Batches of sequences that a data-parallel rank reads; all ranks have as many, padded with number `sequences`.
+    """Batches of sequence numbers for a data-parallel rank: equally many on all ranks, padded with the number `sequences`.
 
     Args:
-        most: rows of a batch.
-        whole: every batch has that many.
+        most: rows per batch, at most.
+        whole: every batch must have exactly `most` rows.
     """
     each = -(-sequences // ranks)
     size = most if whole else min(most, each)
@@ -236,7 +236,7 @@ def rows_of_rank(sequences: int, rank: int, ranks: int, most: int, whole: bool) 
 
 
 def _sum(values: Tensor) -> Tensor:
-    """Over all ranks."""
+    """Sums over all ranks, in place."""
     if dist.get_world_size() > 1:
         dist.all_reduce(values)
     return values
@@ -244,9 +244,9 @@ def _sum(values: Tensor) -> Tensor:
 
 @contextmanager
 def uncompiled(part: nn.Module) -> Iterator[None]:
-    """Runs blocks as they were before torch.compile: a recorder inside them would have it compile them again.
+    """Runs blocks uncompiled inside this context, since a recorder in them would trigger a recompilation.
 
-    Only the blocks, and not everything (`torch.compiler.set_stance`): FlexAttention refuses to run uncompiled.
+    Only the blocks: `torch.compiler.set_stance` would affect everything, and FlexAttention refuses to run uncompiled.
     """
     blocks: list[Any] = [block for block in cast(Llama, part).layers.values() if isinstance(block, OptimizedModule)]
     compiled = [block.forward for block in blocks]

@@ -1,4 +1,4 @@
-"""Pictures of plasticity: a model's profiles, its map of distances and its layers; or a run's checkpoints."""
+"""The pictures of farsight plasticity: a model's profiles, distance map and layers; or a run's checkpoints."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from farsight.outputs import model_style
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Writes the picture (PNG, SVG or PDF) of a model (Figures 6.3 and 6.4), with what it does by length where that is known."""
+    """Writes the picture of a model (PNG, SVG or PDF; Figures 6.3 and 6.4), with figures by length if there are any."""
     plt = _pyplot()
     beside = "by_length" in figures
     figure, panels = plt.subplots(1, 3 + beside, figsize=(14 + 4.5 * beside, 4.3), layout="constrained")
@@ -29,7 +29,7 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 
 
 def draw_training(figures: dict[str, Any], path: Path) -> None:
-    """Writes the picture of a run's checkpoints: bias strength per token, times the context, and plasticity, over tokens."""
+    """Writes the picture of a run's checkpoints over tokens: bias strength per token and times the context, and plasticity."""
     plt = _pyplot()
     rows = figures["checkpoints"]
     figure, panels = plt.subplots(3, 1, figsize=(7.5, 8), layout="constrained", sharex=True)
@@ -43,7 +43,7 @@ def draw_training(figures: dict[str, Any], path: Path) -> None:
         (panels[2], "drop", "AP_drop", 4),
     ]
     for panel, key, label, colour in lines:
-        for stage in stages:  # not joined: the lengths differ
+        for stage in stages:  # one line per stage, as lengths differ
             points = [row["tokens"] / size for row in stage], [_or_nan(row[key]) for row in stage]
             panel.plot(*points, **model_style(colour), label=label if stage is stages[0] else None)
     borders = [before[-1]["tokens"] / size for before in stages[:-1]]
@@ -62,7 +62,7 @@ def draw_training(figures: dict[str, Any], path: Path) -> None:
     panels[2].axhline(TARGET_DROP, color="black", linestyle="--", linewidth=0.8, label="target of AP_drop")
     panels[0].set_ylabel("bias strength per token")
     panels[1].set_ylabel("bias strength × context")
-    panels[2].set(ylabel="plasticity", xlabel=f"{unit} tokens trained on (dotted: a stage ends)")
+    panels[2].set(ylabel="plasticity", xlabel=f"{unit} tokens trained on (dotted: end of a stage)")
     panels[2].legend(fontsize="small", loc="center left")
     figure.suptitle(f"{figures['model']}: positional bias and plasticity over training", fontsize="medium")
     figure.savefig(path, dpi=110)
@@ -91,7 +91,7 @@ def _profiles(axes: Any, figures: dict[str, Any]) -> None:
     heads = [head for head in figures["heads"] if head["measurable"]]
     for head in heads:
         axes.plot(positions, _values(head["profile"]), color="0.6", linewidth=0.6, alpha=0.6)
-    axes.plot([], [], color="0.6", linewidth=0.8, label="a head")
+    axes.plot([], [], color="0.6", linewidth=0.8, label="one head")
     axes.plot(
         positions, _values(figures["counted"]), color="black", linestyle="--", linewidth=1.4, label="mean, counted"
     )
@@ -110,7 +110,7 @@ def _heat_map(figure: Any, axes: Any, figures: dict[str, Any]) -> None:
         edges, edges, [_values(row) for row in heat["plasticity"]], cmap="inferno", vmin=0, vmax=1, rasterized=True
     )
     axes.set_facecolor("0.9")
-    axes.set(xlabel="tokens between the keys", ylabel="tokens from the keys' middle to the query")
+    axes.set(xlabel="tokens between the keys", ylabel="tokens from the keys' midpoint to the query")
     axes.set_title("by distance (grey: no such pair)", fontsize="small")
     figure.colorbar(image, ax=axes, label="plasticity", shrink=0.9)
 
@@ -120,7 +120,7 @@ def _layers(axes: Any, figures: dict[str, Any]) -> None:
     axes.bar([layer for layer, _ in layers], [drop for _, drop in layers], color=model_style(0)["color"])
     axes.axhline(figures["target_drop"], color="black", linestyle="--", linewidth=1, label="target")
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="layer", ylabel="AP_drop: first less last 20 %")
+    axes.set(xlabel="layer", ylabel="AP_drop: first minus last 20 %")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title("drop by layer", fontsize="small")
     axes.grid(alpha=0.3, axis="y")
@@ -136,7 +136,7 @@ def _lengths(axes: Any, figures: dict[str, Any]) -> None:
     axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=45, ha="right")
     axes.minorticks_off()
     axes.set(xlabel="length in tokens", ylabel=name)
-    axes.set_title("plasticity of queries at that position", fontsize="small")
+    axes.set_title("plasticity of queries at the end of that length", fontsize="small")
     other = axes.twinx()
     other.plot(lengths, [_or_nan(row["plasticity"]) for row in rows], **model_style(1), label="plasticity")
     other.set(ylabel="plasticity", ylim=(0, 1.02))
@@ -150,6 +150,6 @@ def _lengths(axes: Any, figures: dict[str, Any]) -> None:
         ncols=2,
         frameon=False,
         loc="upper center",
-        bbox_to_anchor=(0.5, -0.3),  # two scales leave no free place inside
+        bbox_to_anchor=(0.5, -0.3),  # with two scales there is no room inside
     )
     axes.grid(alpha=0.3)

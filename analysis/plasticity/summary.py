@@ -1,6 +1,6 @@
-"""A model's figures from its heads' plasticity profiles: bands of positions, layers, a map of distances.
+"""Summarises the plasticity profiles of a model's heads: bands of positions, layers, a map of distances.
 
-Shapes: P pairs of keys, C cells of a map each way.
+Shapes: P pairs of keys, T sampled tokens.
 """
 
 import math
@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farsight.analysis.capture.capture import Head
+from farsight.analysis.capture.heads import Head
 from farsight.analysis.plasticity.heads import HeadProfile, midpoint
-from farsight.configs.load import ConfigError
+from farsight.configs.check import ConfigError
 
 LEAST_BUCKETS = 8
-"""With fewer none but the skipped first bucket has its middle in the first 20 %."""
+"""With fewer, only the first bucket, which is skipped, has its middle in the first 20 % of positions."""
 BAND = 0.2
-"""Of the positions, in AP_first and AP_last."""
+"""Share of the positions in AP_first, and in AP_last."""
 TARGET_DROP = 0.10
-"""AP_drop below this is what the thesis would have a model trained for."""
+"""The thesis recommends training for an AP_drop below this."""
 
 Profile = Sequence[float | None]
-"""Plasticity of every bucket; None where it has no queries or no pairs."""
+"""Plasticity of every bucket; None for buckets without queries or pairs."""
 
 
 def check_buckets(buckets: int) -> None:
-    """Raises ConfigError where there are too few for bands."""
+    """Raises ConfigError if there are too few buckets to measure bands of positions."""
     if buckets < LEAST_BUCKETS:
         raise ConfigError(
             f"{buckets} buckets: the first has no earlier keys, and no other has its middle in the first {BAND:.0%} of positions; "
@@ -35,13 +35,13 @@ def check_buckets(buckets: int) -> None:
 
 
 def band(profile: Profile, low: float, high: float) -> float | None:
-    """Mean over the buckets whose middle lies from `low` up to `high`, as shares of the length; the first bucket never counts."""
+    """Mean over the buckets whose middle is in [low, high), as shares of the length; the first bucket never counts."""
     middles = [(b + 0.5) / len(profile) for b in range(len(profile))]
     return mean(v for v, middle in zip(profile[1:], middles[1:], strict=True) if low <= middle < high)
 
 
 def bands(profile: Profile) -> dict[str, float | None]:
-    """{"first", "last", "drop"}: AP_first 20 %, AP_last 20 % and their difference; None where either has nothing."""
+    """{"first", "last", "drop"}: AP of the first and of the last 20 %, and their difference; None where there is no value."""
     first, last = band(profile, 0.0, BAND), band(profile, 1 - BAND, 1.0)
     return {"first": first, "last": last, "drop": None if first is None or last is None else first - last}
 
@@ -52,25 +52,25 @@ def quintiles(profile: Profile) -> list[float | None]:
 
 
 def overall(profile: Profile, queries: Sequence[int]) -> float | None:
-    """Mean over buckets, each weighted by its queries (section 4.4.5)."""
+    """Mean over buckets, weighted by their number of queries (section 4.4.5)."""
     kept = [(value, many) for value, many in zip(profile, queries, strict=True) if value is not None]
     total = sum(many for _, many in kept)
     return sum(value * many for value, many in kept) / total if total else None
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """Of those that are there."""
+    """Mean of the values that aren't None; None if there are none."""
     kept = [value for value in values if value is not None]
     return sum(kept) / len(kept) if kept else None
 
 
 def mean_profile(profiles: Sequence[Profile]) -> list[float | None]:
-    """Place by place, over the profiles that have a value there."""
+    """Mean per bucket, over the profiles with a value there."""
     return [mean(values) for values in zip(*profiles, strict=True)]
 
 
 def head_figures(head: Head, profile: HeadProfile) -> dict[str, Any]:
-    """A head's entry in "heads". A head without a pair of keys anywhere is not "measurable"."""
+    """A head's entry in "heads". A head without a pair of keys in any bucket is not "measurable"."""
     values, counted = (without_nan(found) for found in (profile.plasticity, profile.counted))
     return {
         "layer": head.layer,
@@ -87,7 +87,7 @@ def head_figures(head: Head, profile: HeadProfile) -> dict[str, Any]:
 
 
 def means_over(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a model or a layer has of its heads: means over those that have each figure."""
+    """Figures of a model or a layer: means over the heads that have each figure."""
     return {
         "profile": mean_profile([head["profile"] for head in heads]),
         "counted": mean_profile([head["counted"] for head in heads]),
@@ -97,7 +97,7 @@ def means_over(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def model_figures(heads: Sequence[dict[str, Any]], heat: "DistanceMap") -> dict[str, Any]:
-    """The figures of a model, from those of its heads."""
+    """The figures of a model, from its heads' figures."""
     layers = sorted({head["layer"] for head in heads})
     whole = means_over(heads)
     drop = whole["drop"]
@@ -113,16 +113,16 @@ def model_figures(heads: Sequence[dict[str, Any]], heat: "DistanceMap") -> dict[
 
 
 def without_nan(values: Iterable[float]) -> list[float | None]:
-    """JSON has no NaN."""
+    """Replaces NaN, which JSON lacks, by None."""
     return [None if math.isnan(value) else value for value in values]
 
 
 class DistanceMap:
-    """Plasticity by how far two keys lie apart and how far the query lies behind their middle (Figure 6.3).
+    """Plasticity by the distance between the two keys and the query's distance from their midpoint (Figure 6.3).
 
     Args:
-        length: tokens; both distances go from 0 to it.
-        cells: each way, of equal width.
+        length: tokens per sequence, the upper end of both distances.
+        cells: number of cells per axis, of equal width.
     """
 
     def __init__(self, length: int, cells: int) -> None:
@@ -131,7 +131,7 @@ class DistanceMap:
         self._pairs = torch.zeros(cells * cells, dtype=torch.int64)
 
     def add(self, profile: HeadProfile, positions_T: Tensor) -> None:
-        """Adds all pairs that a head's profile was made of."""
+        """Adds all pairs of a head's profile."""
         for bucket in profile.of_bucket.values():
             first_P, second_P = (positions_T[found] for found in (bucket.pairs.first_P, bucket.pairs.second_P))
             tau = midpoint(bucket.number, profile.buckets, profile.length)
@@ -144,7 +144,7 @@ class DistanceMap:
         return (distance_P * self.cells / self.length).long()
 
     def figures(self) -> dict[str, Any]:
-        """{"distances": edges, "plasticity": rows by the query's distance, columns by the keys', "pairs": the same}."""
+        """{"distances": edges, "plasticity": rows by the query's distance, columns by the keys', "pairs": their counts}."""
         shape = self.cells, self.cells
         values = (self._sums / self._pairs).view(shape)  # 0 / 0 is NaN
         return {

@@ -1,4 +1,119 @@
-from farsight.analysis.probes.probes import main
+"""Measures how well a token's position in its sequence can be read from each layer of a model (SCOPE, appendix B.1).
+
+    farsight probes MODEL_DIR --data held_out.txt --length 1024
+    farsight probes runs/scope/model runs/rope/model --data held_out.txt --json probes.json --picture probes.png
+    farsight probes MODEL_DIR --data held_out.txt --probe linear
+
+For each layer (and the embedding, as layer -1) a probe is trained on the hidden states: a 2-layer MLP, or a linear map. It is
+trained on most of the sequences; its error on the held-out ones is reported, as the mean absolute distance in tokens between
+predicted and true position. "guess" is the error of always predicting the same position, near the middle.
+
+The paper finds low errors in early layers and higher ones after them in most models. A probe's error depends on how many tokens
+it is trained on, so a layer may hold more position information than its probe can read.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from farsight.analysis.probes.settings import Kind, ProbeSettings, Target
+from farsight.analysis.sequences import add_text_options
+from farsight.cli import bounded, command, positive
+from farsight.configs.check import ConfigError
+from farsight.inference.model_options import add_model_options
+from farsight.outputs import add_output_options, check_outputs, write_figures
+
+SEQUENCES = 100
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="farsight probes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "models", nargs="+", type=Path, metavar="MODEL_DIR", help="directories, adapters or checkpoints"
+    )
+    add_text_options(parser, SEQUENCES)
+    default = ProbeSettings(length=1024)
+    parser.add_argument(
+        "--tokens-per-sequence",
+        type=positive,
+        default=default.tokens_per_sequence,
+        metavar="N",
+        help="tokens to use per sequence at most, drawn uniformly (%(default)s)",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=bounded(float, above=0, below=1),
+        default=default.held_out,
+        metavar="SHARE",
+        help="share of the sequences to hold out (%(default)g)",
+    )
+    parser.add_argument(
+        "--probe", choices=get_args(Kind), default=default.probe, help="2-layer MLP or linear map (%(default)s)"
+    )
+    parser.add_argument(
+        "--target",
+        choices=get_args(Target),
+        default=default.target,
+        help="predict the position as a class (the likeliest counts) or as a number (%(default)s)",
+    )
+    parser.add_argument("--epochs", type=positive, default=default.epochs, help="passes over the tokens (%(default)s)")
+    parser.add_argument(
+        "--width", type=positive, default=default.width, help="units in the MLP's hidden layer (%(default)s)"
+    )
+    parser.add_argument(
+        "--batch", type=positive, default=default.batch, metavar="TOKENS", help="tokens per step (%(default)s)"
+    )
+    parser.add_argument(
+        "--learning-rate",
+        type=bounded(float, above=0),
+        default=default.learning_rate,
+        metavar="X",
+        help="initial learning rate of Adam, which falls to 0 (%(default)g)",
+    )
+    parser.add_argument(
+        "--buckets", type=positive, default=default.buckets, help="buckets of positions in the map (%(default)s)"
+    )
+    add_model_options(parser)
+    add_output_options(parser)
+    return parser
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    check_outputs(parser, options)
+    if options.data is None:
+        parser.error("the following arguments are required: --data")
+
+    from farsight.analysis.probes.measure import probe_from_options
+    from farsight.analysis.probes.picture import draw
+    from farsight.analysis.probes.table import table
+
+    results: dict[str, dict[str, Any]] = {}
+    for path in options.models:
+        results[str(path)] = probe_from_options(path, options)
+    first = next(iter(results.values()))
+    lengths = {figures["length"] for figures in results.values()}
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"The models were trained at {' and '.join(map(str, sorted(lengths)))} tokens: set --length to compare them."
+        )
+    print(
+        f"mean absolute error in tokens: {first['sequences_held_out']} of {first['sequences']} sequences of "
+        f"{first['length']:,} held out, {first['probe']} probes, target {first['target']}"
+    )
+    print(table(results))
+    if options.json:
+        write_figures(options.json, results)
+    if options.picture:
+        draw(results, options.picture)
+        print(options.picture)
+
 
 if __name__ == "__main__":
     main()

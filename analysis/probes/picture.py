@@ -1,4 +1,4 @@
-"""Pictures of position probes: a map of layer and position for each model, and the errors of all by layer."""
+"""The picture of farsight probes: a map by layer and position for each model, and all models' errors by layer."""
 
 import math
 from pathlib import Path
@@ -8,7 +8,7 @@ from farsight.outputs import model_style, short_names
 
 
 def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Writes the picture (PNG, SVG or PDF) of what `probe_model` found, by model: SCOPE's figures 4, 13 and 12."""
+    """Writes the picture (PNG, SVG or PDF) of `probe_model`'s figures by model: SCOPE's figures 4, 13 and 12."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -27,7 +27,7 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     for axes, name, of_one in zip(panels.flat, names, figures, strict=False):
         values = [[math.nan if x is None else x for x in layer["by_position"]] for layer in of_one["layers"]]
         edges, depth = of_one["positions"], len(of_one["layers"])
-        # Bright is a low error, as in the paper.
+        # Bright means a low error, as in the paper.
         image = axes.pcolormesh(
             edges, [x - 1.5 for x in range(depth + 1)], values, cmap="viridis_r", vmin=brightest, vmax=darkest
         )
@@ -42,14 +42,14 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
     _curves(curves.subplots(), names, figures)
     first = figures[0]
     figure.suptitle(
-        f"position probes, {first['length']:,} tokens: mean absolute distance on held-out sequences", fontsize="medium"
+        f"position probes, {first['length']:,} tokens: mean absolute error on held-out sequences", fontsize="medium"
     )
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
 def _scale(figures: list[dict[str, Any]]) -> tuple[float, float]:
-    """Lowest and highest error of any cell."""
+    """Lowest and highest error of all cells."""
     cells = [x for of_one in figures for layer in of_one["layers"] for x in layer["by_position"] if x is not None]
     return min(cells), max(cells)
 
@@ -63,7 +63,7 @@ def _curves(axes: Any, names: list[str], figures: list[dict[str, Any]]) -> None:
         axes.plot(*points, **model_style(number), label=name)
     for guess in sorted({round(of_one["guess"], 1) for of_one in figures}):
         axes.axhline(guess, color="grey", linestyle=":", linewidth=1.2)
-    axes.set(xlabel="layer (−1: embedding; dotted: one position guessed for all)", ylabel="error in tokens")
+    axes.set(xlabel="layer (−1: embedding; dotted: best single guess)", ylabel="error in tokens")
     axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from farsight.analysis.probes.position_probe import ProbeSettings
+from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import add_text_options
 from farsight.cli import command, positive
 from farsight.configs.check import ConfigError

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farsight.analysis.probes.position_probe import ProbeSettings
-from farsight.analysis.probes.probes import probe_model
+from farsight.analysis.probes.measure import probe_model
+from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import read_sequences
 from farsight.configs.load import ConfigError, parse_options
 from farsight.files import write_text

@@ -1,4 +1,4 @@
-"""analysis.capture against `transformers` and against the equations written out; what it draws, writes and refuses."""
+"""farsight capture against `transformers` and the written-out equations; what it draws, writes and refuses."""
 
 import dataclasses
 import json
@@ -11,19 +11,12 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from farsight.analysis.capture import capture as tool
-from farsight.analysis.capture.capture import (
-    CaptureSettings,
-    Samples,
-    capture,
-    captured_parts,
-    draw_heads,
-    draw_tokens,
-    joined_parts,
-    key_rows,
-    read_capture,
-    recording,
-)
+from farsight.analysis.capture import sampling
+from farsight.analysis.capture.__main__ import main
+from farsight.analysis.capture.heads import draw_heads, key_rows
+from farsight.analysis.capture.recorder import recording
+from farsight.analysis.capture.samples import Samples, read_capture
+from farsight.analysis.capture.sampling import CaptureSettings, capture, captured_parts, draw_tokens, joined_parts
 from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.schema import (
@@ -64,7 +57,7 @@ def tokens(sequences, length, vocab):
 
 @pytest.mark.parametrize("kind", ["default", "yarn"])
 def test_equal_to_transformers(tmp_path, kind):
-    """Its own projections, turned by its own function; query heads 2 and 3 share key head 1."""
+    """Against transformers' own projections, rotated by its own function; query heads 2 and 3 share key head 1."""
     theirs = write_with_transformers(tmp_path, kind, tied=False)
     tokens_SL = tokens(2, 40, 320)
     projected = {}
@@ -91,7 +84,7 @@ def test_equal_to_transformers(tmp_path, kind):
 
 
 def test_equal_to_the_equations():
-    """QK-norm, then YaRN with its attention factor, in layer 2 with GARFA's factors on the keys (equation 14); none in layer 1."""
+    """QK-norm, then YaRN with its attention factor; layer 2 has GARFA's factors on the keys (equation 14), layer 1 no RoPE."""
     config = ModelConfig(dataclasses.replace(SMALL, qk_norm=True), SCALED, trained_length=48)
     model = fresh_model(config)
     tokens_SL, given = tokens(1, 48, 96), {}
@@ -136,7 +129,7 @@ def test_equal_to_the_equations():
 
 
 def test_nothing_changes():
-    """Logits while it records, and the model after; GARFA, scopes and ALiBi in place."""
+    """Logits are the same while recording and afterwards, with GARFA, scopes and ALiBi in use."""
     config = ModelConfig(SMALL, SCALED, trained_length=48)
     model, tokens_BL = fresh_model(config), tokens(2, 48, 96)
     attentions = {int(name): attention for name, attention in model.attentions()}
@@ -179,7 +172,7 @@ def test_heads_are_drawn_uniformly():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model directory with a text."""
+    """Two model directories and a text."""
     folder = tmp_path_factory.mktemp("capture")
     load_tokenizer(Tokenizer(kind="bytes")).save(folder / "tokenizer")
     architecture = dataclasses.replace(SMALL, vocab_size=320)
@@ -191,8 +184,8 @@ def folder(tmp_path_factory):
 
 
 def test_what_is_written_is_what_was_in_memory(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(tool, "PART_BYTES", 20_000)
-    tool.main([str(folder / "m"), "--data", str(folder / "text.txt"), "--heads", "7", "--out", str(tmp_path / "c")])
+    monkeypatch.setattr(sampling, "PART_BYTES", 20_000)
+    main([str(folder / "m"), "--data", str(folder / "text.txt"), "--heads", "7", "--out", str(tmp_path / "c")])
     written = read_capture(tmp_path / "c")
     files = sorted((tmp_path / "c").glob("*.safetensors"))
     assert 1 < len(files) < 15  # of 28 sequences
@@ -233,7 +226,7 @@ def test_parts_are_joined_in_order():
     [
         ("nowhere", [], "nowhere"),
         ("m", ["--length", "2000"], "its longest document has 1,360 tokens"),
-        ("rope", ["--extend", "ripra"], "turns keys anew for every query"),
+        ("rope", ["--extend", "ripra"], "rotates the keys again for every query"),
         ("m", ["--buckets", "49"], "set from 2 to the 48 tokens"),
         ("m", ["--per-bucket", "4"], "a bucket has 3 tokens"),
     ],
@@ -241,17 +234,17 @@ def test_parts_are_joined_in_order():
 def test_refused(folder, tmp_path, model, options, words):
     data = ["--data", str(folder / "text.txt"), "--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match=words):
-        tool.main([str(folder / model), *data, *options])
+        main([str(folder / model), *data, *options])
     assert not (tmp_path / "out").exists()
 
 
 def test_options_that_are_needed(folder, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        tool.main([str(folder / "m"), "--out", str(tmp_path / "out")])
+        main([str(folder / "m"), "--out", str(tmp_path / "out")])
     assert "--data" in capsys.readouterr().err
     (tmp_path / "capture.json").write_text("{}")
     with pytest.raises(SystemExit):
-        tool.main([str(folder / "m"), "--data", str(folder / "text.txt"), "--out", str(tmp_path)])
+        main([str(folder / "m"), "--data", str(folder / "text.txt"), "--out", str(tmp_path)])
     assert "holds a capture already" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"holds no capture\.json"):
         read_capture(folder)

@@ -1,4 +1,4 @@
-"""The plane of drift and separation, bias strength and its sign, components and classes: planted structure, numpy, scikit-learn."""
+"""farsight geometry against planted structure, numpy and scikit-learn."""
 
 import dataclasses
 import json
@@ -8,9 +8,11 @@ import pytest
 import torch
 from sklearn.decomposition import PCA
 
-from farsight.analysis.capture import capture
-from farsight.analysis.capture.capture import Head, Samples
-from farsight.analysis.geometry.geometry import main, measure
+from farsight.analysis.capture import __main__ as capture
+from farsight.analysis.capture.heads import Head
+from farsight.analysis.capture.samples import Samples
+from farsight.analysis.geometry.__main__ import main
+from farsight.analysis.geometry.measure import measure
 from farsight.analysis.geometry.pca import head_class, paper_class, principal_components
 from farsight.analysis.geometry.rotation import planar_rotation
 from farsight.checkpoints.model_dir.api import write_model_dir
@@ -23,7 +25,7 @@ T, H, LENGTH = 4000, 16, 1000
 
 
 def planted(query_slope=0.0, key_slope=0.0, query_mean=1.0, noise=0.3, seed=0, apart=2.0):
-    """Queries and keys that drift along one direction, and lie apart along another: q, k, positions, the two directions."""
+    """Queries and keys that drift along one direction and are separated along another: q, k, positions, the two directions."""
     g = torch.Generator().manual_seed(seed)
     basis = torch.linalg.qr(torch.randn(H, H, generator=g, dtype=torch.float64))[0]
     along, across = basis[0], basis[1]
@@ -52,7 +54,7 @@ def test_the_plane(seed):
         u /= np.linalg.norm(u)
         assert np.cov(pool @ u, both)[0, 1] == pytest.approx(0, abs=1e-6)
         assert (q.numpy().mean(0) - k.numpy().mean(0)) @ u <= found.separation + 1e-12
-    # Beside numpy, figure by figure.
+    # Each figure against numpy.
     centred = pool - pool.mean(0)
     assert found.query_correlation == pytest.approx(np.corrcoef(q.numpy() @ a, t)[0, 1])
     assert found.key_correlation == pytest.approx(np.corrcoef(k.numpy() @ a, t)[0, 1])
@@ -73,21 +75,21 @@ def test_the_plane(seed):
     ("query_mean", "key_slope"), [(2.0, 0.01), (-2.0, -0.01), (2.0, -0.01), (-2.0, 0.01), (5.0, 0.002)]
 )
 def test_planted_bias(query_mean, key_slope):
-    """Found to 1 %, with its sign: where the mean query's score grows with the key's position, that is recency."""
+    """Planted bias is found to 1 %, with its sign: positive if the mean query's score grows with the key's position."""
     slope = 0.5 * key_slope
     q, k, t, along, _ = planted(slope, key_slope, query_mean, noise=0.1)
     found = planar_rotation(q, k, t)
     assert abs(float(found.a_H @ along)) == pytest.approx(1, abs=1e-3)
     assert found.bias_strength == pytest.approx(query_mean * key_slope, rel=0.01)
     assert found.query_bias == pytest.approx(query_mean * key_slope, rel=0.01)
-    # By the scores themselves: those of late keys less those of early ones.
+    # Against the scores themselves: late keys versus early ones.
     scores = k @ q.mean(0)
     late, early = scores[t >= LENGTH // 2].mean(), scores[t < LENGTH // 2].mean()
     assert (found.bias_strength > 0) == (late > early)
 
 
 def test_queries_and_keys_that_drift_apart():
-    """With opposite slopes the pooled covariance cancels: a points elsewhere, and the keys' own drift stands beside it."""
+    """With opposite slopes the pooled covariance cancels and a points elsewhere, but the keys' own drift is still reported."""
     q, k, t, along, _ = planted(-0.01, 0.01, 2.0)
     found = planar_rotation(q, k, t)
     assert abs(found.drift_cosine) < 0.7
@@ -97,8 +99,8 @@ def test_queries_and_keys_that_drift_apart():
     assert abs(float(found.a_H @ along)) < 0.7
 
 
-def test_clouds_without_a_plane_have_one_all_the_same():
-    """Queries that equal keys, or lie apart along the drift alone; nothing that drifts. One position has no drift."""
+def test_clouds_without_a_plane_still_get_one():
+    """Queries equal to keys, or separated only along the drift; no drift at all. A single position is refused."""
     g = torch.Generator().manual_seed(0)
     x, t = torch.randn(50, 4, generator=g, dtype=torch.float64), torch.arange(50)
     a = planar_rotation(x, x, t).a_H
@@ -144,13 +146,13 @@ def test_components_equal_scikit_learns():
     ],
 )
 def test_classes(r_q, r_k, name, in_the_thesis):
-    """ "Exceed 0.7" and "below 0.3": the edges themselves are neither."""
+    """The thesis says "exceed 0.7" and "below 0.3": the limits themselves are neither."""
     assert head_class(r_q, r_k) == name
     assert paper_class(name) == in_the_thesis
 
 
 def test_summaries():
-    """Two layers: recency in both heads of the first, primacy in the second's one."""
+    """Two layers: recency in both heads of the first, primacy in the single head of the second."""
     heads = [Head(0, 0, 0, LENGTH, True), Head(0, 1, 0, LENGTH, True), Head(1, 0, 0, LENGTH, True)]
     clouds = [planted(0.005, 0.01, 2.0, 0.1), planted(0.01, 0.02, 1.0, 0.1), planted(0.005, 0.01, -4.0, 0.1)]
     t = clouds[0][2]
@@ -190,7 +192,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_command(folder, tmp_path, capsys):
-    """The same from a model and from its capture; what the JSON holds; a picture."""
+    """A model and its capture give the same figures; contents of the JSON; a picture."""
     data = ["--data", str(folder / "text.txt"), "--per-bucket", "2", "--heads", "9"]
     made = ["--json", str(tmp_path / "m.json"), "--picture", str(tmp_path / "m.png")]
     main([str(folder / "scoped"), *data, *made])
@@ -221,10 +223,10 @@ def test_the_command(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["scoped"], "is no capture; to capture the model there, add --data"),
+        (["scoped"], "is not a capture; to capture the model there, add --data"),
         (["nowhere", "--data", "text.txt"], "nowhere"),
-        (["c", "--heads", "5"], "is a capture, in which --heads is settled"),
-        (["c", "--data", "text.txt"], "is a capture, in which --data is settled"),
+        (["c", "--heads", "5"], "is a capture, which fixes --heads: leave"),
+        (["c", "--data", "text.txt"], "is a capture, which fixes --data: leave"),
     ],
 )
 def test_refused(folder, monkeypatch, arguments, words):

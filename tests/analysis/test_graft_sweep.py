@@ -1,11 +1,11 @@
-"""The sweep's figures against those of the graft written to disk and measured by the tools that it uses."""
+"""farsight graft-sweep against grafts written to disk and measured by farsight perplexity and farsight needle."""
 
 import json
 
 import pytest
 import torch
 
-from farsight.analysis.graft_sweep import graft_sweep
+from farsight.analysis.graft_sweep import __main__ as graft_sweep
 from farsight.checkpoints.graft.build import graft
 from farsight.checkpoints.load import load_model
 from farsight.configs.schema import Garfa, GarfaLayer, NoRotary, Position, Rope, Scope
@@ -21,7 +21,7 @@ CALL = ["--lengths", "32", "96", "--windows", "3", "--device", "cpu"]
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """A base that turns by GARFA, a long one with growing scopes, and a text."""
+    """A base model with GARFA, a long one with growing scopes, and a text."""
     folder = tmp_path_factory.mktemp("sweep")
     garfa = Garfa(layers=(GarfaLayer(0, (1.0, -4.0)), GarfaLayer(2, (0.0, 2.0))))
     write(folder / "base", Position(rotary=Rope(theta=500.0), garfa=garfa), length=48, seed=1)
@@ -67,7 +67,7 @@ def test_figures_are_those_of_the_directories(places, tmp_path, capsys):
 
 
 def test_ends_are_not_the_models_themselves(places):
-    """At depth 0 and N all layers are of one model, the embedding or norm and head of the other."""
+    """At depths 0 and N all layers come from one model; the embedding, or norm and head, from the other."""
     found = sweep(places, "--depths", str(N), "0")
     assert [row["depth"] for row in found["modes"]["L-Front"]] == [0, N]
     (base, _), (long, _) = (load_model(places / name) for name in ("base", "long"))

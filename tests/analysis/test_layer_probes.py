@@ -1,4 +1,4 @@
-"""One layer probed: against transformers with that layer's tables replaced, and models in which the layer is built otherwise."""
+"""Probing a single layer, against transformers with its tables replaced and against models built with that layer changed."""
 
 import copy
 import dataclasses
@@ -10,8 +10,9 @@ import torch
 from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from farsight.analysis.layer_probes import layer_probes
-from farsight.analysis.layer_probes.layer_probes import Measurement, main, probe_layers
+from farsight.analysis.layer_probes import measure
+from farsight.analysis.layer_probes.__main__ import main
+from farsight.analysis.layer_probes.measure import Measurement, probe_layers
 from farsight.analysis.layer_probes.one_layer import RopeProbe, mean_loss, noise_after, probed
 from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.api import write_model_dir
@@ -64,14 +65,14 @@ def decoder_of(position: Position, chunk: int = 16, **architecture) -> Decoder:
     config = ModelConfig(dataclasses.replace(SMALL, **architecture), position, trained_length=LENGTH)
     model = fresh_model(config)
     with torch.no_grad():
-        for _, attention in model.attentions():  # whose output is worth something beside the token's own embedding
+        for _, attention in model.attentions():  # make its output matter beside the token's own embedding
             attention.wv.weight.mul_(8)
             attention.wo.weight.mul_(8)
     return Decoder(model, config, chunk=chunk)
 
 
 def loss_with_layer(decoder: Decoder, **changed) -> float:
-    """Of the whole sequence at once, by a model in which layer 1 is built otherwise, with the same weights."""
+    """The loss over the whole sequence at once, of a model built with layer 1 changed and the same weights."""
     layers = list(decoder.config.layers())
     layers[1] = dataclasses.replace(layers[1], **changed)
     model = Llama(decoder.config.architecture, layers, sinusoidal=False, length=LENGTH)
@@ -87,7 +88,7 @@ def test_masked_and_with_another_base_it_is_a_model_with_that_layer(kind):
     larger = loss_with_layer(decoder, rotary=dataclasses.replace(rotary, theta=rotary.theta * 3))
     assert mean_loss(probed(decoder, RopeProbe(1, base=3.0)), TOKENS) == pytest.approx(larger, abs=1e-5)
     assert abs(larger - plain) > 1e-4
-    if kind not in ("yarn", "lasp"):  # whose temperature a layer without rotation lacks
+    if kind not in ("yarn", "lasp"):  # a layer without rotation lacks their temperature
         masked = loss_with_layer(decoder, rotary=NoRotary(), garfa=None)
         assert mean_loss(probed(decoder, RopeProbe(1, masked=True)), TOKENS) == pytest.approx(masked, abs=1e-5)
         assert abs(masked - plain) > 1e-4
@@ -113,13 +114,13 @@ def test_masked_and_coarsened_equal_transformers_with_one_layers_tables_replaced
         expected.append(float(torch.nn.functional.cross_entropy(logits.double(), TOKENS[0, 1:])))
         found.append(mean_loss(probed(decoder, RopeProbe(layer, **probe)), TOKENS))
     assert found == pytest.approx(expected, abs=1e-5)
-    assert expected[0::3] == expected[2::3]  # with k past the length every token stands at 0
+    assert expected[0::3] == expected[2::3]  # with k above the length every token is at 0
     assert len({round(value, 4) for value in expected}) == 4
 
 
 @pytest.mark.parametrize("kind", ["yarn", "lasp", "garfa", "garfa_queries"])
 def test_rows_of_unequal_length_read_in_chunks_and_decoded(kind):
-    """A model of one layer whose every token is given the position floor(m / 3)."""
+    """Against a one-layer model whose tokens are given the positions floor(m / 3)."""
     position = POSITIONS[kind]
     if position.garfa is not None:
         position = dataclasses.replace(
@@ -145,8 +146,8 @@ def loaded(position: Position) -> LoadedModel:
 def test_layers_without_rope_are_given_the_models_own_figures(monkeypatch):
     position = Position(rotary=Rope(theta=100.0), rules=(LayerRule(layers="1", rotary=NoRotary()),))
     model, measured = loaded(position), []
-    own = layer_probes.mean_loss
-    monkeypatch.setattr(layer_probes, "mean_loss", lambda *given: measured.append(1) or own(*given))
+    own = measure.mean_loss
+    monkeypatch.setattr(measure, "mean_loss", lambda *given: measured.append(1) or own(*given))
     found = probe_layers(model, Measurement(TOKENS), "coarsen", (1, 4))
     assert len(measured) == 1 + 2 * 2
     assert [(entry["layer"], entry["factor"]) for entry in found["layers"]] == [
@@ -161,7 +162,7 @@ def test_layers_without_rope_are_given_the_models_own_figures(monkeypatch):
 
 
 def test_noise():
-    """Its size against each token's root mean square, and what repeats."""
+    """Its size relative to each token's root mean square, and that it is reproducible."""
     h_BLD = (
         torch.randn(2, 3, 4000, generator=torch.Generator().manual_seed(0)) * torch.tensor([1.0, 30.0, 0.1])[:, None]
     )
@@ -169,7 +170,7 @@ def test_noise():
     with noise_after(block, 0.5, seed=1):
         first, second = block(h_BLD) - h_BLD, block(h_BLD) - h_BLD
     assert_close(first.std(-1) / (h_BLD.square().mean(-1).sqrt()), torch.full((2, 3), 0.5), rtol=0.05, atol=0)
-    assert not torch.equal(first, second)  # drawn on, call by call
+    assert not torch.equal(first, second)  # successive calls go on drawing
     assert torch.equal(block(h_BLD), h_BLD)
 
     model, measurement = loaded(Position(rotary=NoRotary())), Measurement(TOKENS)
@@ -210,13 +211,13 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
         260,
     )
     assert [(entry["layer"], entry["rotates"]) for entry in figures["layers"]] == [(0, False), (1, True), (2, True)]
-    # Ten depths of one prompt each, of the model and of the two layers that rotate; 260 bytes are prompt and answer.
+    # One prompt at each of ten depths, for the model and the two layers that rotate; 260 bytes include the answer.
     assert len(prompts) == 3 * 10
     assert all(entry["passkey"] == 1.0 for entry in [figures["baseline"], *figures["layers"]])
     assert "(no rotation)" in printed
     assert (tmp_path / "f.svg").stat().st_size
 
-    # The perplexity that farsight perplexity gives for all positions in one part.
+    # Against farsight perplexity with all positions in one bucket.
     model, config = load_model(folder / "model")
     tokens = torch.tensor(BytesTokenizer().encode((folder / "text.txt").read_text()))
     whole = perplexity_by_length(model.eval(), config, [tokens], [64], Windows(limit=3, buckets=1))
@@ -229,7 +230,7 @@ def test_the_command(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_figures_that_are_no_number_are_null(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(layer_probes, "mean_loss", lambda *_: math.nan)
+    monkeypatch.setattr(measure, "mean_loss", lambda *_: math.nan)
     command = [str(folder / "model"), "--data", str(folder / "text.txt"), "--device", "cpu", "--probe", "noise"]
     main([*command, "--json", str(tmp_path / "f.json"), "--picture", str(tmp_path / "f.svg")])
     assert json.loads((tmp_path / "f.json").read_text())["baseline"] == {"perplexity": None}

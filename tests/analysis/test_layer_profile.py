@@ -1,4 +1,4 @@
-"""Layer profiles: the paper's own table, delta and rho against transformers, rank statistics against scipy."""
+"""farsight layers: the paper's own table, delta and rho against transformers, rank statistics against scipy."""
 
 import copy
 import json
@@ -12,9 +12,11 @@ from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from farsight.analysis.layer_probes.one_layer import mean_loss
+from farsight.analysis.layers.__main__ import main
 from farsight.analysis.layers.agreement import Overlap, spearman
-from farsight.analysis.layers.layers import compare, main, rope_influence, table
+from farsight.analysis.layers.measure import compare, rope_influence
 from farsight.analysis.layers.sensitivity import OWN_PAIRS, Pair, layer_means, over_domains, read_pairs, sensitivity
+from farsight.analysis.layers.table import table
 from farsight.checkpoints.load import load_model
 from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import Base, FinetuneConfig, GarfaTraining, Lora
@@ -80,7 +82,7 @@ def test_leading_layers():
         "delta": [0, 2],
         "absolute_rho": [0, 4],
         "rho": [3, 5],
-    }  # of equal ones the lower; 2 has no rho
+    }  # ties go to the lower layer; 2 has no rho
     assert compare([1.0, 2.0], [0.1, 0.2], [True, True], 10)["top"]["delta"] == [0, 1]
     nothing = compare([1.0, 2.0], [0.0, 0.0], [False, False], 1)
     assert (nothing["spearman_signed"], nothing["top"]["rho"], nothing["overlap"]) == (None, [], 0)
@@ -89,7 +91,7 @@ def test_leading_layers():
 
 def test_delta_equals_the_equation_with_transformers_hidden_states(tmp_path):
     theirs = write_with_transformers(tmp_path / "m", "llama3", tied=False)
-    last: list[torch.Tensor] = []  # transformers gives the last layer's after the norm
+    last: list[torch.Tensor] = []  # transformers returns the last layer's after the norm
     theirs.model.layers[-1].register_forward_hook(lambda _, __, output: last.append(output))
     tokenizer = BytesTokenizer()
 
@@ -114,7 +116,7 @@ def test_delta_equals_the_equation_with_transformers_hidden_states(tmp_path):
     assert list(found) == ["code", "knowledge", "maths"]
     for domain in found:
         assert found[domain] == pytest.approx(expected[domain], rel=1e-3, abs=1e-7)
-    # Domains count alike, whatever their numbers of pairs.
+    # Domains have equal weight, whatever their numbers of pairs.
     assert over_domains(found) == pytest.approx(
         [sum(expected[d][layer] for d in found) / 3 for layer in range(2)], rel=1e-3
     )
@@ -123,7 +125,7 @@ def test_delta_equals_the_equation_with_transformers_hidden_states(tmp_path):
 
 @pytest.mark.parametrize("kind", ["default", "linear", "yarn", "llama3"])
 def test_rho_equals_transformers_with_one_rotary_embedding_replaced(kind, tmp_path):
-    """Transformers works frequencies and scaling out from a config with twice the base."""
+    """Against transformers, which computes frequencies and scaling from a config with twice the base."""
     theirs = write_with_transformers(tmp_path / "m", kind, tied=False)
     changed = copy.deepcopy(theirs.config)
     changed.rope_parameters["rope_theta"] *= 2
@@ -219,7 +221,7 @@ def test_the_command_writes_a_profile_that_fine_tuning_reads(tmp_path, capsys):
     assert (profile["delta"], profile["rho"]) == (figures["delta"], figures["rho"])
     assert figures["top"]["delta"] == [
         max(range(2), key=profile["delta"].__getitem__)
-    ]  # a third of two layers, and one
+    ]  # a third of two layers is none, but at least one is listed
 
     config = FinetuneConfig(
         base_model=Base("unread"), lora=Lora(layers="sensitive:1"), layer_profile=names["profile.json"]
@@ -231,7 +233,7 @@ def test_the_command_writes_a_profile_that_fine_tuning_reads(tmp_path, capsys):
     printed = capsys.readouterr().out
     main(["--profile", names["profile.json"]])
     shown = capsys.readouterr().out
-    assert printed.startswith(shown)  # the files' names follow
+    assert printed.startswith(shown)  # then the names of the files written
 
 
 def test_a_sequences_mean_does_not_depend_on_chunks(tmp_path):
@@ -259,7 +261,7 @@ def test_own_pairs():
         ('\n{"domain": "a", "correct": "", "wrong": "y"}', 'line 2: "correct" is empty'),
         ('{"domain": "a", "correct": "x", "wrong": "x"}', 'line 1: "wrong" is the same'),
         ("nonsense", 'line 1: .*"domain"'),
-        ("", "holds no pair"),
+        ("", "contains no pairs"),
     ],
 )
 def test_pairs_that_are_none_name_line_and_field(content, said, tmp_path):
@@ -288,11 +290,11 @@ def test_options_that_do_not_go_together(options, said, capsys):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"delta": [1, 2]}', '"rho" has to be a list'),
+        ('{"delta": [1, 2]}', '"rho" must be a list'),
         ('{"delta": [1, 2], "rho": [1]}', '"delta" has 2 layers and "rho" 1'),
-        ('{"delta": [1, NaN], "rho": [1, 2]}', '"delta" has to be a list'),
-        ('{"delta": [1], "rho": [2], "rotates": [1]}', '"rotates" has to say'),
-        ("[", "no JSON"),
+        ('{"delta": [1, NaN], "rho": [1, 2]}', '"delta" must be a list'),
+        ('{"delta": [1], "rho": [2], "rotates": [1]}', '"rotates" must be true or false'),
+        ("[", "not a JSON file"),
     ],
 )
 def test_profiles_that_are_none(content, said, tmp_path):

@@ -1,4 +1,4 @@
-"""Order: the top-1 simulation against matrices written out, and real models that must and must not know order."""
+"""The order simulation against written-out matrices, and order awareness of models known to have it or not."""
 
 import dataclasses
 import itertools
@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from farsight.analysis.order_awareness import changes, measure, oldest_exchanged, reordered, spans
-from farsight.analysis.order_simulation import draw_picks, heads_for, main, through_layer, unique_ratios, window_sizes
+from farsight.analysis.order_awareness.measure import changes, measure
+from farsight.analysis.order_awareness.permutations import oldest_exchanged, reordered, spans
+from farsight.analysis.order_simulation.__main__ import main
+from farsight.analysis.order_simulation.simulate import (
+    draw_picks,
+    heads_for,
+    through_layer,
+    unique_ratios,
+    window_sizes,
+)
 from farsight.configs.load import ConfigError
 from farsight.configs.schema import NoRotary, Position, Rope, SlidingWindow
 from farsight.inference.decoder import Decoder
@@ -23,7 +31,7 @@ NOPE = Position(rotary=NoRotary())
 
 
 def test_a_layer_is_a_matrix_with_a_pick_for_each_head():
-    """v M by rows against v times the dense matrix (the paper's Figure 24)."""
+    """v M computed row by row, against v times the dense matrix (the paper's Figure 24)."""
     generator = np.random.default_rng(0)
     for length, windows in itertools.product((5, 32), ([2, 4, 8, 16, 32], [1, 32], [32, 16, 11])):
         picks = draw_picks(length, windows, generator)
@@ -48,9 +56,9 @@ def test_the_windows_are_the_papers():
 
 
 def test_scope_comes_first_and_nope_last(tmp_path):
-    """SCOPE's Figure 10: the order at ten layers, ten trials, and the ratios of an independent program's ten trials.
+    """The ranking of SCOPE's Figure 10 at ten layers, and the ratios of an independent program, each the mean of ten trials.
 
-    Single trials of NoPE spread by 0.04, so two means of ten may lie 0.05 apart.
+    Single trials of NoPE have a spread of 0.04, so two means of ten may differ by 0.05.
     """
     known = {512: (1.000, 0.988, 0.841, 0.746), 4096: (1.000, 0.964, 0.689, 0.591)}
     main(["--json", str(tmp_path / "f.json")])
@@ -94,7 +102,7 @@ def model_of(position: Position, n_layers: int) -> tuple:
 
 
 def test_one_layer_without_positions_sees_a_set():
-    """Whatever comes before the last token may be exchanged; a second layer sees prefixes, and RoPE distances."""
+    """Tokens before the last can be permuted without effect; a second layer sees prefixes, and RoPE distances."""
     tokens = torch.randperm(96, generator=torch.Generator().manual_seed(0))[:16]
     generator = torch.Generator().manual_seed(1)
     others = torch.stack([reordered(tokens, 16, True, generator) for _ in range(20)])
@@ -104,7 +112,7 @@ def test_one_layer_without_positions_sees_a_set():
 
 
 def test_a_window_of_two_knows_who_came_just_before():
-    """Lemma 2.2 in one layer, and a token further with each layer: told apart is what changes the last l + 1 tokens."""
+    """Lemma 2.2 for one layer, reaching a token further with each: layer l notices changes in the last l + 1 tokens only."""
     decoder = Decoder(*model_of(Position(rotary=NoRotary(), heads=SlidingWindow(window=2)), 3), chunk=7)
     tokens = torch.arange(16)
     others = torch.stack([tokens[[*range(12), *order, 15]] for order in itertools.permutations((12, 13, 14))][1:])
@@ -116,7 +124,7 @@ def test_a_window_of_two_knows_who_came_just_before():
 
 
 def test_the_state_is_that_of_the_last_block():
-    """Against the block applied by hand."""
+    """Against the blocks applied by hand."""
     model, config = model_of(Position(rotary=Rope()), 2)
     rows = torch.stack([torch.arange(10), torch.tensor([0, 2, 1, *range(3, 10)])])
     h = model.tok_embeddings(rows)
@@ -133,10 +141,10 @@ def test_the_state_is_that_of_the_last_block():
 
 
 def test_horizon(tmp_path):
-    """Of one layer without positions: none; of RoPE and of two such layers: all; of windows: what they reach.
+    """None for one layer without positions; everything for RoPE and for more such layers; the reach for windows.
 
-    A layer whose window is w sees w − 1 tokens further back than the one before it; only in the oldest place that it sees does an
-    exchange with the next one stay unseen, where one of both is outside.
+    With a window of w, each layer sees w − 1 tokens further back than the one before. An exchange of tokens that are both
+    out of reach goes unnoticed.
     """
     torch.manual_seed(0)
     tokens = torch.stack([torch.randperm(96)[:32] for _ in range(2)])
@@ -158,7 +166,7 @@ def test_horizon(tmp_path):
             1.0 if horizon == 32 else figures["spans"][-1]["distinguished"]
         )
         assert all(row["distinguished_all"] > 0 for row in figures["spans"])
-    # A window of four in three layers sees 10 tokens: an exchange 16 tokens back changes nothing at all, nearer ones do.
+    # A window of four in three layers sees 10 tokens: an exchange 16 tokens back changes nothing, a nearer one does.
     assert figures["spans"][3]["exchange"] == 0
     assert figures["spans"][3]["change"] > 1e-9
     assert [figures["layers"][str(layer)]["horizon"] for layer in range(3)] == [4, 8, 8]

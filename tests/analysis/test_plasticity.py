@@ -1,4 +1,4 @@
-"""analysis.plasticity: the closed form against draws and the error function, what it promises, and every figure by another way."""
+"""farsight plasticity: the closed form against sampling and the error function, the theorem, and each figure recomputed."""
 
 import json
 import math
@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from farsight.analysis.capture import capture
-from farsight.analysis.capture.capture import Head
-from farsight.analysis.plasticity import plasticity as tool
+from farsight.analysis.capture import __main__ as capture
+from farsight.analysis.capture.heads import Head
+from farsight.analysis.plasticity import __main__ as tool
 from farsight.analysis.plasticity.heads import (
     HeadProfile,
     QueryModel,
@@ -50,7 +50,7 @@ def normal(*shape, seed=0):
 
 
 def random_model(seed, H=6, keys=40, diagonal=False):
-    """A model of queries with one bucket, 3, and any covariance; differences of keys."""
+    """A model of queries with a single bucket, number 3, and a random covariance; and differences of keys."""
     u = normal(2 + keys, H, seed=seed)
     root = normal(H, H, seed=seed + 1000)
     covariance = torch.diag(root.diagonal().square() + 0.1) if diagonal else root @ root.T
@@ -62,7 +62,7 @@ def random_model(seed, H=6, keys=40, diagonal=False):
 
 
 def drawn_queries(model, tau, many, seed):
-    """Of bucket 3, in the basis of the keys."""
+    """Queries sampled from bucket 3, in the basis of the keys."""
     root = torch.linalg.cholesky(model.covariances_HH[3])
     mean = torch.cat([torch.tensor([model.intercept + model.slope * tau]), model.semantic_means[3]])
     turned = torch.randn(many, len(root), generator=seeded(seed)) @ root.T.float() + mean.float()
@@ -70,7 +70,7 @@ def drawn_queries(model, tau, many, seed):
 
 
 def exact(model, differences_PH, tau):
-    """4 p (1 − p) from the mean and covariance of queries in the basis of the keys, by the error function."""
+    """4 p (1 − p) by the error function, from the queries' mean and covariance in the basis of the keys."""
     H_HH, found = model.reflection_HH.numpy(), []
     mean = H_HH @ np.r_[model.intercept + model.slope * tau, model.semantic_means[3]]
     covariance = H_HH @ model.covariances_HH[3].numpy() @ H_HH
@@ -89,7 +89,7 @@ def test_the_closed_form_is_what_a_million_queries_do(covariance):
         p_P = (drawn_queries(model, 7.5, MILLION, seed) @ differences_PH.T.float() > 0).double().mean(0)
         assert (got_P - 4 * p_P * (1 - p_P)).abs().max() < 0.01
         assert_close(got_P, exact(model, differences_PH, 7.5), atol=1e-9, rtol=0)
-        # Equation 4.12's diagonal is right where there is no more, and else is not.
+        # Equation 4.12's diagonal is right only if the covariance is diagonal.
         diagonal_P = pairwise_plasticity(model.signal_to_noise(differences_PH, 3, 7.5))
         off = max(off, float((diagonal_P - got_P).abs().max()))
     assert off < 1e-9 if covariance == "diagonal" else off > 0.1
@@ -103,7 +103,7 @@ def test_equal_keys_tie():
 
 
 def planted(tokens=1500, H=8, length=128, sequences=20, seed=0):
-    """Queries and keys that drift, of different tokens; queries' content is correlated and has a mean."""
+    """Queries and keys of random tokens that drift with position; the queries' content is correlated and has a mean."""
     place = torch.randperm(sequences * length, generator=seeded(seed))[:tokens].sort().values
     t_T = place % length
     q_TH = normal(tokens, H, seed=seed + 1) @ normal(H, H, seed=seed + 2) + normal(H, seed=seed + 3)
@@ -130,7 +130,7 @@ def test_the_fit_against_numpy():
     residual = q @ turn[0] - np.polyval(line, t)
     assert model.residual_variance == pytest.approx(residual.var(ddof=1))
     semantic = (q @ turn)[:, 1:]
-    assert np.abs(np.cov(semantic.T, t)[-1, :-1]).max() < 1e-9  # no drift is left
+    assert np.abs(np.cov(semantic.T, t)[-1, :-1]).max() < 1e-9  # no drift remains
     for bucket in (0, 5, 15):
         here = t // 8 == bucket
         assert np.allclose(model.semantic_means[bucket], semantic[here].mean(0))
@@ -155,12 +155,12 @@ def test_full_covariance_knows_no_basis_and_the_diagonal_does():
 
 @pytest.mark.parametrize("tied", [False, True], ids=["distinct", "some_tied"])
 def test_decay_is_bounded_beyond_t0(tied):
-    """Theorem 4.4 with Lemma A.2's constants, on 100 draws of its model. Before T0 the bound may not hold."""
+    """Theorem 4.4 with the constants of Lemma A.2, on 100 random models. The bound need not hold before T0."""
     least, broken_before = 0.3, 0
     for seed in range(100):
         model, delta_PH = random_model(seed, diagonal=True)
         turned_PH = delta_PH @ model.reflection_HH
-        # |δ₁| bounded from below; where pairs are tied, 10 of 40 have none.
+        # |δ₁| is bounded from below; with ties, it is 0 for 10 of 40 pairs.
         turned_PH[:, 0] += least * turned_PH[:, 0].sign()
         turned_PH[: 10 * tied, 0] = 0
         delta_PH = turned_PH @ model.reflection_HH
@@ -169,7 +169,7 @@ def test_decay_is_bounded_beyond_t0(tied):
         variance_P = first_P**2 * model.residual_variance + rest_PH**2 @ model.covariances_HH[3].diagonal()[1:]
         gamma_P = first_P * model.slope / variance_P.sqrt()
         start_P = (first_P * model.intercept + rest_PH @ model.semantic_means[3]) / variance_P.sqrt()
-        # |z| ≥ |γ| t / 2 from 2 |z₀| / |γ| on, and ≥ 1 from 2 / |γ| on, where A.7 then has 4 / √2π before the exponential.
+        # |z| ≥ |γ| t / 2 from t = 2 |z₀| / |γ| on, and ≥ 1 from 2 / |γ| on; the factor in A.7 is then 4 / √2π.
         begins_P = 2 * start_P.abs().clamp_min(1) / gamma_P.abs()
         C_0, share = 4 / math.sqrt(2 * math.pi), float(moves_P.double().mean())
         c = least**2 * model.slope**2 / (8 * float(variance_P.max()))
@@ -183,7 +183,7 @@ def test_decay_is_bounded_beyond_t0(tied):
         far = pairwise_plasticity(model.signal_to_noise(delta_PH, 3, 1e7 / abs(model.slope))).mean()
         assert float(far) == pytest.approx(limit, abs=1e-9)
         assert (limit > 0) == tied
-        # Where z is 0 nothing is rigid.
+        # At z = 0 plasticity is 1.
         at_P = torch.where(moves_P, -start_P / gamma_P, -1.0)
         for pair in torch.nonzero(at_P > 0)[:3, 0].tolist():
             z_P = model.signal_to_noise(delta_PH[pair : pair + 1], 3, float(at_P[pair]))
@@ -206,13 +206,13 @@ def test_pooled_pairs_lie_a_third_apart_and_those_of_a_prefix_a_sixth():
         distance[pairs] = float((first_P - second_P).abs().double().mean())
     assert distance["pooled"] == pytest.approx(t / 3, rel=0.02)
     assert distance["prefix"] == pytest.approx(t / 6, rel=0.03)
-    # Of N tokens in a row two different ones are (N + 1) / 3 apart.
+    # Two different ones of N successive tokens are (N + 1) / 3 apart on average.
     assert distance["prefix"] == pytest.approx(np.mean([(N + 1) / 3 for N in range(2, t + 1)]), rel=0.01)
 
 
 @pytest.mark.parametrize("t", [1024, 4096])
 def test_few_tokens_of_each_sequence_make_no_prefix_longer(t):
-    """Ten tokens before t, as captures have them: short prefixes of one sequence seldom hold two, and count as much all the same."""
+    """With ten tokens before t, as in captures, short prefixes of a sequence rarely hold two, but must have the same weight."""
     sequences_T, positions_T = torch.nonzero(torch.rand(60, 4096, generator=seeded()) < 10 / t).unbind(1)
     found = draw_pairs(positions_T < t, positions_T, sequences_T, 40_000, seeded(1), "prefix")
     distance = float((positions_T[found.first_P] - positions_T[found.second_P]).abs().double().mean())
@@ -259,7 +259,7 @@ def test_alibi_against_all_scores():
 
 
 def test_counting_few_queries_is_right_on_average():
-    p = 0.5 * (1 + math.erf(0.6 / 2**0.5))  # of N(0.6, 1) above 0
+    p = 0.5 * (1 + math.erf(0.6 / 2**0.5))  # probability that N(0.6, 1) is above 0
     q = normal(5 * 4000, 1) + 0.6
     one, none = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     found = torch.cat([counted_plasticity(five, one, none) for five in q.split(5)])
@@ -294,10 +294,10 @@ def test_bands_by_hand():
     assert bands(ten) == pytest.approx({"first": 0.9, "last": 0.15, "drop": 0.75})
     queries = [50, 1, 1, 1, 1, 1, 1, 1, 1, 11]
     assert overall(ten, queries) == pytest.approx((4.4 + 11 * 0.1) / 19)
-    # Of 16, the middles of 1 and 2 lie in the first fifth (0.094, 0.156; 0.219 does not), of 13 to 15 in the last (0.844, …).
+    # Of 16 buckets, 1 and 2 have their middles in the first fifth (0.094, 0.156; not 0.219), 13 to 15 in the last (0.844, …).
     sixteen = [float(2**b) for b in range(16)]
     assert bands(sixteen) == {"first": 3.0, "last": 7 * 2**13 / 3, "drop": 3 - 7 * 2**13 / 3}
-    assert band([5.0, 1.0, None, 3.0], 0.0, 1.0) == 2.0  # never the first
+    assert band([5.0, 1.0, None, 3.0], 0.0, 1.0) == 2.0  # the first never counts
     assert bands([None] * 10) == {"first": None, "last": None, "drop": None}
     with pytest.raises(ConfigError, match=r"7 buckets: .* --buckets 8 or more"):
         check_buckets(7)
@@ -348,8 +348,8 @@ def test_lengths_beside_plasticity(tmp_path):
         (256, 3.0, 0.7),
     ]
     for text, says in (
-        ("{", "is no JSON"),
-        ('{"model": "runs/y/model", "cells": []}', "figures of runs/y/model, and none of"),
+        ("{", "is not valid JSON"),
+        ('{"model": "runs/y/model", "cells": []}', "figures of runs/y/model, but none of"),
         (json.dumps({"model": str(model)}), "not written by farsight needle or farsight perplexity"),
         (None, "there is no such file"),
     ):
@@ -360,7 +360,7 @@ def test_lengths_beside_plasticity(tmp_path):
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
-    """A Llama that transformers wrote, its tokenizer, and a text."""
+    """A Llama written by transformers, its tokenizer, and a text."""
     root = tmp_path_factory.mktemp("plasticity")
     write_with_transformers(root / "llama", "default", tied=False)
     BytesTokenizer().save(root / "llama")
@@ -391,7 +391,7 @@ def test_one_command_on_a_model_of_transformers(llama, tmp_path, capsys):
 
 
 def test_rows_of_a_recipe_and_a_capture(llama, tmp_path, capsys):
-    """Two stages: a checkpoint and a model at 64 tokens, then a model; what a checkpoint has is what its capture gives."""
+    """Two stages, the first with a checkpoint and a model; a checkpoint's figures equal those of its capture."""
     root, data = tmp_path / "recipe", str(llama / "text.txt")
     for name, start in (("short", ""), ("long", str(root / "short" / "checkpoint" / "step-3"))):
         write_run(root / name, [5.0, 4.0, 3.0], start=start, stage=True)
@@ -418,9 +418,9 @@ def test_rows_of_a_recipe_and_a_capture(llama, tmp_path, capsys):
         assert row["bias_context"] == pytest.approx(64 * row["bias_strength"])
     assert "<svg" in picture.read_text()[:500]
     for arguments, says in (
-        ([str(root), "--data", data, "--needle", data], "--needle is of one model"),
-        ([str(llama / "llama")], "is no capture; to capture the model there, add --data FILE"),
-        ([str(llama / "none"), "--data", data], "is no folder; name a model directory"),
+        ([str(root), "--data", data, "--needle", data], "--needle is for one model"),
+        ([str(llama / "llama")], "is not a capture; to capture the model there, add --data FILE"),
+        ([str(llama / "none"), "--data", data], "is not a folder; name a model directory"),
         ([str(llama / "llama"), "--data", data, "--covariance", "half"], "invalid choice: 'half'"),
         ([str(llama / "llama"), "--data", data, "--draws", "0"], "0 must be at least 1"),
         ([str(llama / "llama"), "--data", data, "--json", str(tmp_path)], "is a folder; name a file"),
@@ -434,9 +434,9 @@ def test_rows_of_a_recipe_and_a_capture(llama, tmp_path, capsys):
         ([str(llama / "llama"), "--data", data, "--buckets", "4"], "4 buckets: the first has no earlier keys"),
         ([str(root), "--data", data, "--buckets", "4"], "4 buckets: the first has no earlier keys"),
         ([str(llama), "--data", data], "Nor is it a run folder"),
-        ([str(tmp_path / "c"), "--data", data], "in which --data is settled"),
-        ([str(tmp_path / "c"), "--per-bucket", "2"], "in which --per-bucket is settled"),
-        ([str(tmp_path / "c"), "--dtype", "float32"], "in which --dtype is settled"),
+        ([str(tmp_path / "c"), "--data", data], "which fixes --data: leave"),
+        ([str(tmp_path / "c"), "--per-bucket", "2"], "which fixes --per-bucket: leave"),
+        ([str(tmp_path / "c"), "--dtype", "float32"], "which fixes --dtype: leave"),
         ([str(llama / "llama"), "--data", data, "--sequences", "1", "--per-bucket", "0.001"], "No head has a pair"),
     ):
         with pytest.raises(SystemExit, match=says):

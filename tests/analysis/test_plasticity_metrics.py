@@ -1,4 +1,4 @@
-"""Plasticity while a run goes: its figures against those of analysis on the model that the run left, under every layout."""
+"""Plasticity during training, against analysis of the model that the run saved, and under every parallel layout."""
 
 import dataclasses
 import random
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from farsight.analysis.capture.capture import CaptureSettings, capture
 from farsight.analysis.capture.recorder import recording
+from farsight.analysis.capture.sampling import CaptureSettings, capture
 from farsight.analysis.geometry.rotation import planar_rotation
 from farsight.analysis.plasticity.heads import head_profile
 from farsight.analysis.plasticity.live import rows_of_rank, uncompiled
@@ -40,14 +40,14 @@ OF_LAYERS = [f"{name}.{layer}" for name in NAMES for layer in (0, 1)]
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    """A run of one process."""
+    """The folder of a run with a single process."""
     folder = tmp_path_factory.mktemp("plasticity") / "one"
     train(folder, config=CONFIG)
     return folder
 
 
 def test_equal_to_the_analysis_of_its_model(one):
-    """Captured from the model directory by the tool's own path, which reads with a cache; figures put together by hand."""
+    """Against a capture of the model directory, which reads with a cache, and figures put together by hand."""
     rows = metrics(one, "ap_drop")
     assert [row["step"] for row in rows] == [0, 2]
     assert all(row.keys() == {"step", "plasticity_seconds", *NAMES, *OF_LAYERS} for row in rows)
@@ -73,7 +73,7 @@ def test_equal_to_the_analysis_of_its_model(one):
         )  # fmt: skip
         ap, queries = np.array(profile.plasticity), np.array(profile.queries)
         there = ~np.isnan(ap)
-        # Of eight buckets, the second alone has its middle in the first fifth, and the last two have in the last.
+        # Of eight buckets, only the second has its middle in the first fifth, and the last two in the last.
         first, last = ap[1], ap[6:][there[6:]].mean() if there[6:].any() else np.nan
         overall = np.average(ap[there], weights=queries[there]) if there.any() else np.nan
         found = [bias, 64 * bias, overall, first, last, first - last]
@@ -91,7 +91,7 @@ LAYOUTS = {
     "fsdp": ["--training.local_batch_size=2"],
     "tp": ["--parallelism.tensor_parallel_degree=2"],
     "cp": ["--parallelism.context_parallel_degree=2"],
-    # Without validation, which would have the schedule ready to read.
+    # Without validation, which would already prepare the schedule for evaluation.
     "pp": ["--parallelism.pipeline_parallel_degree=2", "--validation.enable=false"],
 }
 
@@ -105,7 +105,7 @@ def test_the_same_under_a_layout(tmp_path, one, layout):
 
 
 def test_sequences_are_shared_out():
-    """Each is read once, by ranks that all read as many batches of as many rows; padding is number S."""
+    """Each is read once; all ranks have equally many batches of equally many rows, padded with number S."""
     for sequences, ranks, most, whole in [
         (8, 1, 4, False),
         (3, 2, 4, False),
@@ -122,7 +122,7 @@ def test_sequences_are_shared_out():
 
 
 def test_compiled_blocks_stay_as_they_were():
-    """Nothing is compiled while a recorder is in place, and nothing again after it."""
+    """Nothing is compiled while recording, or recompiled afterwards."""
     model = fresh_model(ModelConfig(SMALL, Position(), trained_length=32))
     compiled = []
 
@@ -142,6 +142,7 @@ def test_compiled_blocks_stay_as_they_were():
     assert recorders[2].queries_TNH.shape == (1, 4, 8)
     assert torch.equal(model(tokens), before)
     assert len(compiled) == graphs
+    torch.compiler.reset()  # other tests compile the same code for other shapes
 
 
 @pytest.mark.parametrize(

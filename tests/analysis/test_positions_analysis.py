@@ -1,4 +1,4 @@
-"""analysis.positions: its figures against counting, what it draws, what it refuses, and the pages it illustrates."""
+"""farsight positions: figures against counting, what it draws and refuses, and the pages that its pictures illustrate."""
 
 import json
 import math
@@ -7,7 +7,9 @@ import tomllib
 
 import pytest
 
-from farsight.analysis.positions import draw, figures, main, share_by_distance
+from farsight.analysis.positions.__main__ import main
+from farsight.analysis.positions.figures import figures, share_by_distance
+from farsight.analysis.positions.picture import draw
 from farsight.configs.load import build_config, shipped_configs
 from farsight.configs.schema import (
     Alibi,
@@ -60,7 +62,7 @@ def test_figures_are_what_counting_gives():
 def test_a_panel_for_each_mechanism(tmp_path, position, panels):
     path = tmp_path / "p.png"
     draw(ModelConfig(SMALL, position, trained_length=16), 16, path)
-    width = int.from_bytes(path.read_bytes()[16:20], "big")  # of a PNG's header
+    width = int.from_bytes(path.read_bytes()[16:20], "big")  # from the PNG's header
     assert width == 560 * panels
 
 

@@ -1,4 +1,4 @@
-"""analysis.probes: codes of position by construction, each layer trained alone, hidden states of transformers, and the command."""
+"""farsight probes: constructed codes of position, each layer trained alone, hidden states of transformers, the command."""
 
 import dataclasses
 import json
@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from farsight.analysis.probes.__main__ import main
+from farsight.analysis.probes.measure import read_layers
 from farsight.analysis.probes.position_probe import (
     PositionProbes,
-    ProbeSettings,
     bucket_edges,
     draw_positions,
     guess_error,
@@ -17,7 +18,7 @@ from farsight.analysis.probes.position_probe import (
     split_sequences,
     train_probes,
 )
-from farsight.analysis.probes.probes import main, read_layers
+from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import read_sequences
 from farsight.checkpoints.load import load_model
 from farsight.configs.load import ConfigError
@@ -32,7 +33,7 @@ QUICK = ProbeSettings(length=L, width=64, epochs=15, batch=50, learning_rate=0.0
 
 
 def codes(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer that spells the position out, one that says it by a product of two features, and one of noise: [3, T, L]."""
+    """Hidden states of a layer with one-hot positions, one with the position as a product of two features, one of noise: [3, T, L]."""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.randint(L, (tokens,), generator=generator)
     spelt = torch.nn.functional.one_hot(positions, L).float()
@@ -55,17 +56,17 @@ def test_what_probes_find(target):
     spelt, product, noise = errors()
     assert spelt < 0.5
     assert product < 3
-    # By chance: the middle is L/4 away, a position drawn at random L/3.
+    # By chance: the middle is L/4 away on average, a random position L/3.
     assert noise > 0.9 * guess
     spelt, product, noise = errors(probe="linear")
     assert spelt < 1
-    # No number is linear in it; classes can tell one sign's positions apart, and with the other's are wrong.
+    # No linear map gives the number; classes can get the positions of one sign right, and not of the other.
     assert product > (0.9 * guess if target == "number" else 4.5)
     assert noise > 0.9 * guess
 
 
 def by_hand(h_TD, at, settings, weights, biases):
-    """One layer's MLP with torch's own layers, from the same weights and in the same batches."""
+    """Trains one layer's MLP made of torch's own layers, with the same initial weights and batches."""
     h_TD = (h_TD - h_TD.mean(0)) / h_TD.std(0, correction=0)
     first, second = (torch.nn.Linear(*weight.shape) for weight in weights)
     probe = torch.nn.Sequential(first, torch.nn.ReLU(), second)
@@ -98,7 +99,7 @@ def test_all_layers_at_once_is_each_alone(target):
     together = train_probes(learnt, at, settings)
     outputs = together(learnt)
     for layer in range(3):
-        # An absolute value's gradient changes its sign at 0: rounding alone could part two runs that long.
+        # The gradient of an absolute value flips its sign at 0, so rounding alone can make longer runs diverge.
         expected = by_hand(
             learnt[layer], at, settings, [w[layer].data for w in start.weights], [b[layer].data for b in start.biases]
         )
@@ -153,7 +154,7 @@ def test_buckets_against_a_loop():
 
 @pytest.fixture
 def theirs(tmp_path):
-    """A model directory that transformers wrote, a tokenizer beside it, and text."""
+    """A model directory written by transformers, with a tokenizer, and a text."""
     model = write_with_transformers(tmp_path / "m", "default", tied=False)
     load_tokenizer(Tokenizer(kind="bytes")).save(tmp_path / "m")
     (tmp_path / "text.txt").write_text("".join(f"{i} and {i * i}, then " for i in range(200)))
@@ -190,7 +191,7 @@ def test_command(tmp_path, theirs, capsys):
     assert (figures["sequences"], figures["sequences_held_out"]) == (20, 4)
     assert figures["guess"] == pytest.approx(8, abs=0.1)
     for layer in figures["layers"]:
-        # All tokens of all sequences are taken, so that buckets weigh the same.
+        # All tokens of all sequences are used, so buckets have equal weight.
         assert layer["error"] == pytest.approx(sum(layer["by_position"]) / 4)
     printed = capsys.readouterr().out
     assert f"{figures['layers'][0]['error']:.1f}" in printed
@@ -200,7 +201,7 @@ def test_command(tmp_path, theirs, capsys):
     picture = tmp_path / "p.png"
     main([str(folder), str(tmp_path / "copy"), *common, "--json", str(out), "--picture", str(picture)])
     both = json.loads(out.read_text())["models"]
-    assert both[str(folder)] == figures  # the same seed, the same figures
+    assert both[str(folder)] == figures  # same seed, same figures
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
     for options, says in [

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from farsight.analysis.positions import figures
+from farsight.analysis.positions.figures import figures
 from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.checkpoints.model_dir.hf_config import from_hf_config

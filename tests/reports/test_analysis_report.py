@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from farsight.analysis.graft_sweep import graft_sweep
+from farsight.analysis.graft_sweep import __main__ as graft_sweep
 from farsight.checkpoints.graft.__main__ import main as graft
 from farsight.configs.schema import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer

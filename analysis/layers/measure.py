@@ -1,0 +1,156 @@
+"""Measures delta and rho of every layer, or reads them from a layer profile, and compares the two."""
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from farsight.analysis.layer_probes.one_layer import RopeProbe, mean_loss, probed, refuse_own_keys, rotating_layers
+from farsight.analysis.layers.agreement import Overlap, spearman
+from farsight.analysis.layers.rankings import usual_top
+from farsight.analysis.layers.sensitivity import OWN_PAIRS, over_domains, read_pairs, sensitivity
+from farsight.analysis.sequences import read_sequences
+from farsight.configs.check import ConfigError
+from farsight.inference.decoder import Decoder
+from farsight.inference.loading import load
+from farsight.model.adapt.layers import largest
+from farsight.progress import progress
+
+
+def rope_influence(decoder: Decoder, tokens_SL: Tensor, gamma: float) -> tuple[float, list[float]]:
+    """The mean loss, and each layer's rho: the increase with a changed base (GARFA, equation 6), 0 for layers without RoPE.
+
+    Raises:
+        ConfigError: an extension that rotates keys itself, a base too small for RoPE, or a non-finite loss.
+    """
+    refuse_own_keys(decoder)
+    layers = decoder.config.layers(tokens_SL.shape[1])
+    for number, layer in enumerate(layers):
+        base = getattr(layer.rotary, "theta", math.inf) * gamma
+        if not base > 1:
+            raise ConfigError(f"--gamma {gamma:g} makes the RoPE base of layer {number} {base:g}: it must be above 1.")
+    baseline, rho = mean_loss(decoder, tokens_SL), []
+    rotating = rotating_layers(decoder.config)
+    for layer in progress(range(len(rotating)), unit="layer", desc="rho"):
+        rho.append(0.0)
+        if rotating[layer]:
+            rho[layer] = mean_loss(probed(decoder, RopeProbe(layer, base=gamma)), tokens_SL) - baseline
+    if not math.isfinite(baseline + sum(rho)):
+        raise ConfigError("A loss is not a finite number: read the model with --dtype float32.")
+    return baseline, rho
+
+
+def compare(delta: Sequence[float], rho: Sequence[float], rotates: Sequence[bool], top: int) -> dict[str, Any]:
+    """How well the two profiles agree, and the top layers of each ranking.
+
+    Args:
+        rotates: whether each layer rotates; those that don't have no rho and are left out of the rankings by rho.
+        top: number of layers at the top of a ranking, or all if there are fewer.
+    """
+    magnitude = [abs(value) for value in rho]
+    rotating = [layer for layer, rotated in enumerate(rotates) if rotated]
+
+    def leading(values: Sequence[float]) -> tuple[int, ...]:
+        return tuple(rotating[place] for place in largest([values[layer] for layer in rotating], top))
+
+    sensitive = largest(delta, top)
+    by_rho = {"absolute_rho": leading(magnitude), "rho": leading(rho)}
+    # Random sets to compare with can only contain layers that rotate.
+    sensitive_rotating = {*sensitive} & {*rotating}
+    shared = {name: Overlap.of(sensitive_rotating, layers, max(1, len(rotating))) for name, layers in by_rho.items()}
+    return {
+        "spearman_signed": spearman(delta, rho),
+        "spearman_absolute": spearman(delta, magnitude),
+        "top": {"delta": list(sensitive), **{name: list(layers) for name, layers in by_rho.items()}},
+        "overlap": len(shared["absolute_rho"].layers),
+        "overlap_expected": shared["absolute_rho"].expected,
+        "shared": {name: dataclasses.asdict(overlap) for name, overlap in shared.items()},
+        "signed_is_smallest": by_rho["rho"] == leading([-value for value in magnitude]) != by_rho["absolute_rho"],
+    }
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """Reads a layer profile with "delta" and "rho".
+
+    Raises:
+        ConfigError: no such file, or one without the two profiles; the message says what is missing.
+    """
+    try:
+        profile = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--profile {path} is not a JSON file: {error}") from None
+    for name in ("delta", "rho"):
+        values = profile.get(name) if isinstance(profile, dict) else None
+        if not isinstance(values, list) or not values or not all(_is_number(value) for value in values):
+            raise ConfigError(f'--profile {path}: "{name}" must be a list of numbers, one per layer.')
+    if len(profile["delta"]) != len(profile["rho"]):
+        raise ConfigError(
+            f'--profile {path}: "delta" has {len(profile["delta"])} layers and "rho" {len(profile["rho"])}; give both '
+            "for all layers."
+        )
+    rotates = profile.get("rotates", [True] * len(profile["rho"]))
+    if not isinstance(rotates, list) or [type(turns) for turns in rotates] != [bool] * len(profile["rho"]):
+        raise ConfigError(f'--profile {path}: "rotates" must be true or false for each layer, or left out.')
+    return profile
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def measure_model(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures the model that the command line names, and compares its delta with its rho."""
+    options.dtype = options.dtype or "float32"  # rho is below the rounding error of 16 bits
+    loaded = load(options.model, options)
+    pairs = read_pairs(options.pairs or OWN_PAIRS)
+    length = options.length or loaded.trained_length
+    tokens_SL = read_sequences(options.data, loaded.tokenizer, length, options.sequences)
+    baseline, rho = rope_influence(loaded.decoder, tokens_SL, options.gamma)
+    domains = sensitivity(loaded.decoder, loaded.tokenizer, pairs)
+    delta, rotates = over_domains(domains), rotating_layers(loaded.config)
+    return {
+        "tool": "analysis.layers",
+        "model": str(options.model),
+        "data": str(options.data),
+        "length": length,
+        "sequences": len(tokens_SL),
+        "pairs": None if options.pairs is None else str(options.pairs),
+        "gamma": options.gamma,
+        "extend": options.extend,
+        "dtype": options.dtype,
+        "baseline_loss": baseline,
+        "rotates": rotates,
+        "delta": delta,
+        "rho": rho,
+        "domains": domains,
+        **compare(delta, rho, rotates, options.top or usual_top(len(delta))),
+    }
+
+
+def compare_profile(options: argparse.Namespace) -> dict[str, Any]:
+    """Compares delta with rho in the profile that the command line names."""
+    profile = read_profile(options.profile)
+    delta, rho = profile["delta"], profile["rho"]
+    rotates = profile.get("rotates", [True] * len(rho))
+    return {
+        "tool": "analysis.layers",
+        "model": profile.get("model"),
+        "profile": str(options.profile),
+        "source": profile.get("source"),
+        "rotates": rotates,
+        "delta": delta,
+        "rho": rho,
+        **compare(delta, rho, rotates, options.top or usual_top(len(delta))),
+    }
+
+
+def profile_of(figures: dict[str, Any]) -> dict[str, Any]:
+    """The layer profile that fine-tuning reads."""
+    settings = ("model", "data", "length", "sequences", "pairs", "gamma", "extend", "dtype", "baseline_loss", "rotates")
+    source = f"analysis.layers: {figures['model']}, rho from {figures['gamma']:g} x each layer's RoPE base"
+    return {"source": source, **{name: figures[name] for name in (*settings, "delta", "rho")}}
