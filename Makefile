@@ -18,13 +18,13 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# docs/positions/*.png, each from the recipe that its page shows; GARFA's, which no recipe pre-trains, from its paper's numbers.
+# docs/positions/pictures/*.png, each from the recipe that its page shows; GARFA's, which no recipe pre-trains, from its paper's numbers.
 pictures: setup
 	for recipe in configs/recipes/nano_*.toml; do \
 		name=$${recipe#configs/recipes/nano_}; \
-		$(BIN)/farsight positions $$recipe --picture docs/positions/$${name%.toml}.png > /dev/null || exit 1; \
+		$(BIN)/farsight positions $$recipe --picture docs/positions/pictures/$${name%.toml}.png > /dev/null || exit 1; \
 	done
-	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/garfa.png > /dev/null
+	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/pictures/garfa.png > /dev/null
 
 setup: .venv/installed
 

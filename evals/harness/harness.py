@@ -12,7 +12,7 @@ categories; SCOPE, Table 2), longbench_en (its sixteen English data sets; RiPRA,
 --lengths). GROUP/TASK is one of them. Any other name is a task or group of lm-eval's own: `lm-eval ls tasks` lists them.
 
 Texts longer than --max-length (default: what the model was trained on) are cut, and how many were is printed. Data sets come
-from the Hugging Face Hub; without a network, --data and --data-dir take their rows from files (docs/evaluate.md).
+from the Hugging Face Hub; without a network, --data and --data-dir take their rows from files (docs/evaluation/evaluate.md).
 """
 
 import argparse

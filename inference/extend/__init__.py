@@ -54,7 +54,7 @@ def _usage(method: type) -> str:
 
 
 EXTENSIONS_HELP = (
-    "read further than the model was trained, without training it (docs/extensions.md); 0 is worked out from the lengths: "
+    "read further than the model was trained, without training it (docs/inference/extensions.md); 0 is worked out from the lengths: "
     + "; ".join(_usage(method) for method in METHODS.values())
 )
 

@@ -1,4 +1,4 @@
-"""RiPRA: relevance-informed positional resource allocation (Zhao et al.), with the corrections that docs/extensions.md lists.
+"""RiPRA: relevance-informed positional resource allocation (Zhao et al.), with the corrections that docs/inference/extensions.md lists.
 
 A query has a budget of positions, `limit`, to give to the tokens before it. The nearest `near` keep their distances; the rest of
 the budget goes to chunks of tokens by how well their mean key matches the query, less with distance. Relevance is taken in a few

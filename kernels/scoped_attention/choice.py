@@ -1,4 +1,4 @@
-"""Which backend "auto" is. The rule follows the table in docs/kernels.md; what was picked is logged once.
+"""Which backend "auto" is. The rule follows the table in docs/performance/kernels.md; what was picked is logged once.
 
 On a GPU the Triton kernels are tried before they are trusted: a small input, forward and backward, against the
 reference. It takes a moment, once in a process for each dtype and head dim, and a compiler or GPU on which they were
