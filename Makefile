@@ -31,13 +31,14 @@ lint-imports: setup
 	find .venv/imports/farsight -type d -name __pycache__ -prune -o -type d -exec touch {}/__init__.py \;
 	cd .venv/imports && ../bin/lint-imports --no-logo --config ../../pyproject.toml --no-cache
 
-# docs/positions/pictures/*.png, each from the recipe that its page shows; GARFA's, which no recipe pre-trains, from its paper's numbers.
+# docs/positions/pictures/*.png, each from the recipe that its page shows (GARFA's from its paper's numbers), and the picture of the README.
 pictures: setup
 	for recipe in configs/recipes/nano/*.toml; do \
 		name=$${recipe#configs/recipes/nano/nano_}; \
 		$(BIN)/farsight positions $$recipe --picture docs/positions/pictures/$${name%.toml}.png > /dev/null || exit 1; \
 	done
 	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/pictures/garfa.png > /dev/null
+	$(BIN)/python docs/pictures/scopes.py
 
 setup: .venv/installed-dev
 

@@ -3,7 +3,7 @@
     farsight external HELMET/output/my_model --json F
     farsight external LOFT/outputs LongBench-Pro/output/my_model/*_summary.json
 
-Reads what HELMET, LOFT and LongBench-Pro write, and what L-Eval prints (docs/evaluate.md says how to run each of them, and where
+Reads what HELMET, LOFT and LongBench-Pro write, and what L-Eval prints (docs/evaluation/evaluate.md says how to run each of them, and where
 they put their results). A folder is searched for files of these kinds; other files are skipped. Figures range from 0 to 1, whatever
 the harness's own scale.
 """

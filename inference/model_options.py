@@ -31,7 +31,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--extend",
         metavar="METHOD[:KEY=VALUE,…]",
-        help="read further than the model was trained, without training it (docs/extensions.md); a 0 is worked out from the "
+        help="read further than the model was trained, without training it (docs/inference/extensions.md); a 0 is worked out from the "
         f"lengths: {'; '.join(EXTENSIONS)}",
     )
     parser.add_argument(

@@ -12,7 +12,7 @@ categories; SCOPE, Table 2), longbench_en (its sixteen English data sets; RiPRA,
 --lengths). GROUP/TASK names one task of a group. Any other name is a task or group of lm-eval's own: `lm-eval ls tasks` lists them.
 
 Texts longer than --max-length (default: the trained length) are cut, and their number is printed. Data sets come from the
-Hugging Face Hub; without a network, --data and --data-dir take their rows from files (docs/evaluate.md).
+Hugging Face Hub; without a network, --data and --data-dir take their rows from files (docs/evaluation/evaluate.md).
 """
 
 import argparse

@@ -9,7 +9,7 @@ frequent_words, by length. Prompts are generated from the seed, the length, the 
 tokenizer get the same ones, and adding a length changes none of the others. A prompt and its answer fill the length; the model
 continues greedily for as many tokens as the answer takes.
 Past the trained length, a model with scopes is measured as it was trained ("trained") and with scopes that grow with the
-length ("length"). docs/needle.md describes tasks, scores and the JSON file.
+length ("length"). docs/evaluation/needle.md describes tasks, scores and the JSON file.
 """
 
 import argparse

@@ -16,7 +16,7 @@ which therefore have at least length − STRIDE tokens before them.
 --buckets N also gives the perplexity of all of a window's tokens by their position in it: in N parts of equal size and, for
 the picture, in N parts of equal ratio.
 --extend yarn:4 scales the RoPE of a model that was trained without scaling, as the baseline for longer contexts; RiPRA and others
-need no retraining either (docs/extensions.md).
+need no retraining either (docs/inference/extensions.md).
 Past the trained length, a model with scopes is measured as it was trained ("trained") and with scopes that grow with
 the length ("length").
 """

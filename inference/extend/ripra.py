@@ -1,4 +1,4 @@
-"""RiPRA: relevance-informed positional resource allocation (Zhao et al.), with the corrections listed in docs/extensions.md.
+"""RiPRA: relevance-informed positional resource allocation (Zhao et al.), with the corrections listed in docs/inference/extensions.md.
 
 A query has a budget of positions, `limit`, for the tokens before it. The nearest `near` tokens keep their distances; the rest of
 the budget is divided among chunks of tokens by how well their mean key matches the query, and less with distance. Relevance is

@@ -137,6 +137,6 @@ def warn_of_long_prompts(loaded: LoadedModel, prompts: Sequence[Sequence[int]]) 
     if longest > trained and loaded.decoder.extension is None:
         print(
             f"warning: a prompt has {longest:,} tokens, and {loaded.path} was trained on sequences of {trained:,}: expect "
-            "worse text past that length, or set --extend (docs/extensions.md)",
+            "worse text past that length, or set --extend (docs/inference/extensions.md)",
             file=sys.stderr,
         )

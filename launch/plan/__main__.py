@@ -9,7 +9,7 @@ value change the config. A batch or layout that does not divide over the GPUs is
 says so. With --json a recipe's file has its stages under "stages", and the last one's figures (or the chosen one's) at the
 top, where a config has its own.
 
-Everything is calculated: docs/plan.md and docs/finetune_memory.md say what is counted, what is assumed, and what it was compared
+Everything is calculated: docs/training/plan.md and docs/finetuning/memory.md say what is counted, what is assumed, and what it was compared
 with.
 """
 

@@ -46,7 +46,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the data sheet's figures; docs/plan.md says where each comes from."""
+    """Shares of the data sheet's figures; docs/training/plan.md says where each comes from."""
 
     matmul: float = 0.60
     """Of the peak FLOP/s, in matrix products."""

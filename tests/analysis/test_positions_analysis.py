@@ -96,8 +96,8 @@ def test_every_mechanism_has_a_page_that_shows_its_recipe(name):
     blocks = re.findall(r"```toml\n(.*?)```", page, flags=re.DOTALL)
     shown = [build_config(tomllib.loads(block)).position for block in blocks]
     assert read_config(CONFIGS[f"nano_{name}"]).position in shown
-    assert f"]({name}.png)" in page
-    assert (PAGES / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert f"](pictures/{name}.png)" in page
+    assert (PAGES / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_links_in_the_docs_lead_somewhere():

@@ -102,7 +102,7 @@ def test_plain_peft_gives_our_logits(bases, tmp_path, name, base, garfa):
     assert settings["base_model_name_or_path"] == str(bases / base)
     assert settings["layers_pattern"] == "layers"
     card = (tmp_path / "adapter" / "README.md").read_text()
-    assert ("`peft` loads a part of this adapter" in card.split("## ")[0]) == garfa
+    assert ("`peft` loads only a part of this adapter" in card.split("## ")[0]) == garfa
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "adapter")
     assert "<|start_header_id|>" in tokenizer.chat_template  # as in training
 

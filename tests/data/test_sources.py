@@ -418,7 +418,7 @@ def test_settings_that_make_no_sense(config, words):
 
 
 def test_configs_of_the_documentation_load():
-    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "training" / "data.md").read_text()
     examples = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
     configs = [build_config(example) for example in examples]
     assert [source.kind for source in configs[0].data.sources] == ["jsonl", "stdlib"]

@@ -193,7 +193,7 @@ def test_imbalance_of_dense_attention_by_hand():
 
 
 def test_orders_of_heads_at_128k():
-    """The table of model/position/scope.py, and received keys of docs/parallel.md (71 MiB a layer on four ranks, zigzag)."""
+    """The table of model/position/scope.py, and received keys of docs/training/parallel.md (71 MiB a layer on four ranks, zigzag)."""
     config = stages_of("scope_llama3_8b")[2].config
     costs = compare_head_layouts(config, Layout.of(config, 32), 2)
     found = {name: [round(x, 2) for x in cost.imbalance.values()] for name, cost in costs.items()}
