@@ -139,7 +139,7 @@ FAST = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b":
                 (b'{"bos_token": ["a"]}', r"bos_token is '\['a'\]'"),
                 (b'{"eos_token": {}}', "eos_token is '{}'"),
                 (b'{"chat_template": 5}', "chat_template is int, not a text"),
-                (b'{"chat_template": [{"name": "default"}]}', "chat_template is a list of something else"),
+                (b'{"chat_template": [{"name": "default"}]}', "chat_template is a list, but not of"),
                 (b'{"chat_template": {"default": []}}', "chat_template is list, not a text"),
             )
         ),
