@@ -1,1 +1,1 @@
-"""Shared ground: what every command and package needs, and nothing of training."""
+"""Modules that every command and package shares; nothing here depends on training."""

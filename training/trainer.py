@@ -341,7 +341,7 @@ class Trainer(TitanTrainer):
 
     def _where_it_stopped(self) -> str:
         goes_on = self.checkpointer.saved(self.step) is not None
-        rest = "the same command goes on from there" if goes_on else "nothing was saved (see [checkpoint])"
+        rest = "the same command continues from there" if goes_on else "nothing was saved (see [checkpoint])"
         return f"stopped after step {self.step}; {rest}"
 
     def _validate(self) -> float:
@@ -411,7 +411,7 @@ class Trainer(TitanTrainer):
             except (OSError, SafetensorError) as error:
                 folder = self.job_config.job.dump_folder
                 raise SaveError(
-                    f"{folder} can't be written: {error}. With room there, the same command goes on from the newest checkpoint."
+                    f"{folder} can't be written: {error}. With room there, the same command continues from the newest checkpoint."
                 ) from error
 
         on_rank_zero(write, for_hours=True)

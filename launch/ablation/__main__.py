@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         outcome = run(experiments, evaluations, options.out)
     except Stopped:
-        logger.error("stopped; the same command goes on from here")
+        logger.error("stopped; the same command continues from here")
         return process.EXIT_INTERRUPTED
     report(outcome, {e.name: (e.better, e.percent) for e in evaluations}, options.out, options.json)
     return 1 if outcome.failures else 0

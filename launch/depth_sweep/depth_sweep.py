@@ -75,7 +75,7 @@ def sweep(points: Sequence[Point], processes: int | None, rest: Sequence[str]) -
         logger.info(f"{number + 1} of {len(points)}: {point.recipe.stem}, {point.depth} layers")
         status = run_child(point.command(processes, rest))
         if status:
-            raise ConfigError(f"{point.name} ended with status {status}; the same command goes on where it stopped.")
+            raise ConfigError(f"{point.name} ended with status {status}; the same command continues where it stopped.")
 
 
 def measure(point: Point, rest: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _run(stage: Stage, launcher: list[str]) -> int:
 def _stopped(status: int, label: str, stage: Stage) -> int:
     """Says how a stage ended that is not finished; returns the exit status, of a signal 128 and its number."""
     steps = complete_steps(stage.folder / stage.config.checkpoint.folder)
-    goes_on = f"the same command goes on from {f'step {steps[-1]}' if steps else 'its start'}"
+    goes_on = f"the same command continues from {f'step {steps[-1]}' if steps else 'its start'}"
     if status == process.EXIT_INTERRUPTED:
         return status  # it has said so itself
     if status > 0:

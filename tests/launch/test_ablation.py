@@ -138,7 +138,7 @@ def test_runs_measures_and_goes_on_after_failures(faked, tmp_path, monkeypatch, 
 def test_a_run_that_is_stopped_ends_the_ablation(faked, tmp_path, caplog, monkeypatch):
     (tmp_path / "train.py").write_text("import sys; sys.exit(75)")
     assert main(faked) == 75
-    assert "the same command goes on from here" in caplog.text
+    assert "the same command continues from here" in caplog.text
     (tmp_path / "train.py").write_text(TRAINING)
     monkeypatch.setenv("KILL", str(int(signal.SIGTERM)))
     assert main(faked) == 75

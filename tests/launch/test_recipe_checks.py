@@ -217,7 +217,7 @@ def test_a_stage_that_dies_is_named(tmp_path, monkeypatch, caplog):
         monkeypatch.setattr(recipes, "wait_for", lambda command, ended=ended: ended)
         assert main([str(tmp_path / "r.toml"), *options]) == status
         assert says in caplog.text
-        assert "the same command goes on from step 40" in caplog.text
+        assert "the same command continues from step 40" in caplog.text
 
 
 def test_a_stage_is_not_trained_under_finished_ones(tmp_path):

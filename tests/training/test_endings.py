@@ -118,7 +118,7 @@ def test_a_disk_that_is_full_at_the_export(tmp_path):
     done = patched(tmp_path, FULL, "--training.steps", "3")
     assert done.returncode == 4
     assert "No space left on device" in done.stderr
-    assert "the same command goes on from the newest checkpoint" in done.stderr
+    assert "the same command continues from the newest checkpoint" in done.stderr
     assert "Traceback" not in done.stderr
     train(tmp_path / "run", "--validation.no_enable", "--training.steps", "3")
     assert (tmp_path / "run" / "model" / "config.json").is_file()

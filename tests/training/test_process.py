@@ -203,7 +203,7 @@ def test_a_torchrun_that_is_killed_leaves_a_checkpoint(tmp_path):
     assert len(pids) == 2
     launcher.kill()
     said = launcher.stderr.read()
-    assert "the same command goes on from there" in said
+    assert "the same command continues from there" in said
     assert len(complete_steps(folder / "checkpoint")) == 1
     launcher.wait()
     deadline = time.monotonic() + 30
