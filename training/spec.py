@@ -54,7 +54,7 @@ class ModelArgs(BaseModelArgs):
 
 
 def register(config: JobConfig) -> None:
-    """Makes `model.name = "farsight"` known to torchtitan."""
+    """Registers pre-training's TrainSpec with torchtitan as `model.name = "farsight"`."""
     _extra_train_specs.pop("farsight", None)  # left by an earlier run in this process
     register_train_spec(
         "farsight",
