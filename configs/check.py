@@ -28,13 +28,9 @@ def check(config: JobConfig) -> None:
     if a.head_dim % 2:
         raise ConfigError(f"architecture.head_dim = {a.head_dim} must be even: RoPE rotates pairs.")
     if t.tokens and t.global_batch_size < 1:
-        raise ConfigError(
-            f"training.tokens = {t.tokens:g} needs training.global_batch_size to give a number of steps."
-        )
+        raise ConfigError(f"training.tokens = {t.tokens:g} needs training.global_batch_size to give a number of steps.")
     if config.checkpoint.keep_latest_k == 1:
-        raise ConfigError(
-            "checkpoint.keep_latest_k = 1 would leave nothing to resume from during a save; set 2."
-        )
+        raise ConfigError("checkpoint.keep_latest_k = 1 would leave nothing to resume from during a save; set 2.")
     _check_folders(config)
     _check_schedule(config)
     if problem := check_plasticity(config.metrics, t.seq_len, a.n_heads):

@@ -22,9 +22,7 @@ from farsight.ranges import Range
 P = ParamSpec("P")
 T = TypeVar("T")
 
-OUT_OF_MEMORY = (
-    "The device ran out of memory: use shorter sequences or fewer at a time (--chunk 256 and --rows, if the tool has them)."
-)
+OUT_OF_MEMORY = "The device ran out of memory: use shorter sequences or fewer at a time (--chunk 256 and --rows, if the tool has them)."
 
 _ROOT = Path(__file__).parent.parent
 

@@ -45,7 +45,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--evaluations", type=Path, metavar="FILE", help="TOML file with [[evaluations]]")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="output folder (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="F", help="also write the figures here")
-    parser.add_argument("--dry-run", action="store_true", help="check the configs and print the commands, but run nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the configs and print the commands, but run nothing"
+    )
     options, rest = parser.parse_known_args(arguments)
     if not logging.getLogger().handlers:
         logging.basicConfig(format="%(message)s", level=logging.INFO)

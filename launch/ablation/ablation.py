@@ -65,7 +65,10 @@ def read_experiments(paths: Sequence[Path], options: Sequence[str], out: Path) -
     Raises:
         ConfigError: settings that can't be used, duplicate labels, or different bases.
     """
-    taken = {"dump_folder": "use --out, which has a folder for each experiment", "config_file": "name the configs without it"}
+    taken = {
+        "dump_folder": "use --out, which has a folder for each experiment",
+        "config_file": "name the configs without it",
+    }
     for name in parse_options(options).get("job", {}).keys() & taken:
         raise ConfigError(f"--job.{name} would be the same for all experiments: {taken[name]}.")
     found: dict[str, Experiment] = {}

@@ -63,9 +63,7 @@ def read_evaluations(path: Path | None) -> list[Evaluation]:
         except ValueError as error:
             raise ConfigError(f"{path}: evaluations.{number}.command can't be read: {error}.") from None
         if evaluation.name == MEAN:
-            raise ConfigError(
-                f"{path}: {MEAN!r} is the column of the evaluations' mean; rename evaluations.{number}."
-            )
+            raise ConfigError(f"{path}: {MEAN!r} is the column of the evaluations' mean; rename evaluations.{number}.")
         for other in evaluations:
             if result_file(evaluation, Path()) == result_file(other, Path()):
                 raise ConfigError(

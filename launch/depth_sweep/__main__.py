@@ -40,8 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depths", type=positive, nargs="+", required=True, metavar="N", help="numbers of layers")
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for recipes and runs")
     parser.add_argument("--nproc", type=positive, help="processes on this machine, as for farsight recipe")
-    parser.add_argument("--dry-run", action="store_true", help="write the recipes and print the commands, but run nothing")
-    parser.add_argument("--epochs", type=positive, default=ProbeSettings.epochs, help="training epochs of the probes (default: %(default)s)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="write the recipes and print the commands, but run nothing"
+    )
+    parser.add_argument(
+        "--epochs",
+        type=positive,
+        default=ProbeSettings.epochs,
+        help="training epochs of the probes (default: %(default)s)",
+    )
     add_text_options(parser, SEQUENCES)
     add_model_options(parser)
     add_output_options(parser)

@@ -43,7 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("config", type=Path, help="TOML file: a config, or a recipe with [[stages]]")
     parser.add_argument("--gpus", type=positive, help="number of GPUs (default: the recipe's, or 1 for a config)")
-    parser.add_argument("--gpu", default="h100-80g", metavar="KIND", help=f"kind of GPU: {', '.join(GPUS)} (default: %(default)s)")
+    parser.add_argument(
+        "--gpu", default="h100-80g", metavar="KIND", help=f"kind of GPU: {', '.join(GPUS)} (default: %(default)s)"
+    )
     parser.add_argument("--stage", help="plan only this stage of a recipe")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     for name in EXPLAINED:

@@ -13,7 +13,7 @@ import torch
 from farsight.configs.schema import JobConfig, NoRotary
 from farsight.launch.plan.hardware import Efficiency, Gpu
 from farsight.launch.plan.heads import layers_of, rank_pairs, received_in_forward
-from farsight.launch.plan.layout import Layout, Stage
+from farsight.launch.plan.layout import ParallelLayout, PipelineStage
 from farsight.launch.plan.memory import (
     Types,
     Weight,
@@ -87,7 +87,7 @@ def flops_per_token(config: JobConfig) -> float:
     )
 
 
-def step_time(config: JobConfig, layout: Layout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
+def step_time(config: JobConfig, layout: ParallelLayout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
     """The step's time on the slowest pipeline rank, and its traffic: the maximum over pipeline ranks in each dimension."""
     times = [_rank_step(config, layout, rank, gpu, efficiency) for rank in range(layout.pp)]
     slowest = max(times, key=lambda time: time.total)
@@ -95,13 +95,13 @@ def step_time(config: JobConfig, layout: Layout, gpu: Gpu, efficiency: Efficienc
     return StepTime(slowest.compute, slowest.bubble, slowest.data_parallel, slowest.optimizer, most)
 
 
-def tokens_per_step(config: JobConfig, layout: Layout) -> int:
+def tokens_per_step(config: JobConfig, layout: ParallelLayout) -> int:
     """Tokens of an optimizer step, over all ranks."""
     rows = layout.rows * layout.microbatches * layout.accumulation * layout.dp_replicate * layout.dp_shard
     return rows * config.training.seq_len
 
 
-def _rank_step(config: JobConfig, layout: Layout, rank: int, gpu: Gpu, efficiency: Efficiency) -> StepTime:
+def _rank_step(config: JobConfig, layout: ParallelLayout, rank: int, gpu: Gpu, efficiency: Efficiency) -> StepTime:
     stages, microbatches = layout.stages[rank], layout.microbatches
     one = sum((_stage_seconds(config, layout, stage, gpu, efficiency) for stage in stages), Seconds())
     a_pass = one * microbatches
@@ -116,7 +116,9 @@ def _rank_step(config: JobConfig, layout: Layout, rank: int, gpu: Gpu, efficienc
     return StepTime(compute, waiting * layout.accumulation, exposed, optimizer, traffic)
 
 
-def _stage_seconds(config: JobConfig, layout: Layout, stage: Stage, gpu: Gpu, efficiency: Efficiency) -> Seconds:
+def _stage_seconds(
+    config: JobConfig, layout: ParallelLayout, stage: PipelineStage, gpu: Gpu, efficiency: Efficiency
+) -> Seconds:
     """Time of a micro-batch in a pipeline stage, forward and backward."""
     layers, a, types = layers_of(ModelConfig.from_job(config)), config.architecture, Types.of(config, layout)
     tokens = local_tokens(config, layout)
@@ -182,7 +184,7 @@ class Passes:
         return cls(1 + backward + again_matmul, 14 + 4 * again_attention, 3 + again, 2 + again)
 
 
-def pairs_of_busiest(config: JobConfig, layout: Layout, position: LayerPosition, windows: float) -> float:
+def pairs_of_busiest(config: JobConfig, layout: ParallelLayout, position: LayerPosition, windows: float) -> float:
     """Query-key pairs of one row on the busiest rank; pairs of heads that see less than the sequence count 1 / windows."""
     tokens, cut = config.training.seq_len, config.parallelism.context_parallel_load_balancer
     part = len(position.scopes) // layout.tp
@@ -208,7 +210,7 @@ def memory_bytes(config: JobConfig, position: LayerPosition) -> int:
 # Traffic
 
 
-def bandwidth(layout: Layout, dimension: str, gpu: Gpu, efficiency: Efficiency) -> float:
+def bandwidth(layout: ParallelLayout, dimension: str, gpu: Gpu, efficiency: Efficiency) -> float:
     """Bytes per second that a rank reaches in collectives of this dimension: NVLink's if its groups lie within a node.
 
     A group over several nodes uses the network adapter of each of its members in a node, with one ring per adapter.
@@ -223,7 +225,7 @@ def bandwidth(layout: Layout, dimension: str, gpu: Gpu, efficiency: Efficiency) 
     return min(gpu.nvlink, members * gpu.network) * efficiency.links
 
 
-def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]:
+def step_traffic(config: JobConfig, layout: ParallelLayout, rank: int) -> dict[str, int]:
     """Bytes that each GPU of pipeline rank `rank` sends (and receives) in a step, by mesh dimension.
 
     All-gather and reduce-scatter are assumed to be rings, with (n - 1) / n of the whole; all-reduce takes twice that.
@@ -257,7 +259,7 @@ def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]
     }
 
 
-def gathers(config: JobConfig, layout: Layout, weight: Weight) -> int:
+def gathers(config: JobConfig, layout: ParallelLayout, weight: Weight) -> int:
     """How often FSDP gathers a weight in a pass, with groups as in `parallel.parallelize.apply_fsdp`.
 
     Once for the forward pass, and again for the backward pass if the copy was freed and gradients pass there. With
@@ -273,14 +275,14 @@ def gathers(config: JobConfig, layout: Layout, weight: Weight) -> int:
     return 2 * layout.microbatches
 
 
-def _tp_bytes(config: JobConfig, layout: Layout) -> int:
+def _tp_bytes(config: JobConfig, layout: ParallelLayout) -> int:
     """Bytes of one all-gather or reduce-scatter of a micro-batch's residual stream."""
     whole = local_tokens(config, layout) * config.architecture.dim * Types.of(config, layout).stream
     return whole * (layout.tp - 1) // layout.tp
 
 
 def _optimizer_seconds(
-    config: JobConfig, layout: Layout, stages: Sequence[Stage], gpu: Gpu, efficiency: Efficiency
+    config: JobConfig, layout: ParallelLayout, stages: Sequence[PipelineStage], gpu: Gpu, efficiency: Efficiency
 ) -> float:
     """Time of AdamW and the gradient norm, at memory speed; with CPU offload at PCIe speed, with transfers of parameters and
     gradients."""

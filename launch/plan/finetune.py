@@ -37,7 +37,7 @@ from farsight.launch.plan.finetune_memory import (
 )
 from farsight.launch.plan.hardware import Efficiency, Gpu, usable_bytes
 from farsight.launch.plan.heads import layers_of
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import local_tokens
 from farsight.launch.plan.suggest import Options
 from farsight.model.adapt.layers import adapted
@@ -84,7 +84,7 @@ class FinetunePlan:
     kind: str
     gpu: Gpu
     efficiency: Efficiency
-    layout: Layout
+    layout: ParallelLayout
     memory: FinetuneMemory
     time: StepTime
     flops_per_token: float
@@ -168,7 +168,7 @@ def plan_finetuning(
     Raises:
         ConfigError: the config can't run on this number of GPUs.
     """
-    layout, memory = Layout.of(config, gpus), finetune_memory(config, gpus)
+    layout, memory = ParallelLayout.of(config, gpus), finetune_memory(config, gpus)
     device = Device(kind, usable_bytes(gpu, efficiency))
     changes, suggestion = suggestions(config, device, gpus) if memory.peak > device.usable else ([], None)
     time = _step_time(config, layout, gpu, efficiency)
@@ -191,7 +191,7 @@ def _flops_per_token(config: FinetuneConfig) -> float:
     return flops / tokens
 
 
-def _step_time(config: FinetuneConfig, layout: Layout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
+def _step_time(config: FinetuneConfig, layout: ParallelLayout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
     one = sum(
         (_layer_seconds(config, layout, n, gpu, efficiency) for n in range(config.architecture.n_layers)), Seconds()
     )
@@ -216,7 +216,9 @@ def _passes(config: FinetuneConfig, layer: int) -> Passes:
     return Passes(2 + own + again, 14 + 4 * again, 3 + again, 0)
 
 
-def _layer_seconds(config: FinetuneConfig, layout: Layout, layer: int, gpu: Gpu, efficiency: Efficiency) -> Seconds:
+def _layer_seconds(
+    config: FinetuneConfig, layout: ParallelLayout, layer: int, gpu: Gpu, efficiency: Efficiency
+) -> Seconds:
     """Time of a layer for a micro-batch, forward and backward. Each product with a quantised weight first dequantises it."""
     a, types, tokens = config.architecture, types_of(config), local_tokens(config, layout)
     position, passes = layers_of(ModelConfig.from_job(config))[layer], _passes(config, layer)
@@ -243,7 +245,7 @@ def _layer_seconds(config: FinetuneConfig, layout: Layout, layer: int, gpu: Gpu,
     )
 
 
-def _head_seconds(config: FinetuneConfig, layout: Layout, gpu: Gpu, efficiency: Efficiency) -> Seconds:
+def _head_seconds(config: FinetuneConfig, layout: ParallelLayout, gpu: Gpu, efficiency: Efficiency) -> Seconds:
     a, logits = config.architecture, local_tokens(config, layout) * config.architecture.vocab_size
     peak = gpu.fp32_flops if types_of(config).product == 4 else gpu.bf16_flops
     return Seconds(
@@ -252,7 +254,7 @@ def _head_seconds(config: FinetuneConfig, layout: Layout, gpu: Gpu, efficiency: 
     )
 
 
-def _traffic(config: FinetuneConfig, layout: Layout) -> dict[str, int]:
+def _traffic(config: FinetuneConfig, layout: ParallelLayout) -> dict[str, int]:
     """Bytes that a rank sends (and receives) in a step, by mesh dimension: gradients of trained parameters, and FSDP's gathers of
     all others, twice in layers that gradients pass through."""
     n, r, lowest = layout.fsdp, layout.dp_replicate, adapted(config).lowest

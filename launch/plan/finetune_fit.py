@@ -11,7 +11,7 @@ from farsight.configs.check_finetuning import shares_out
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.launch.plan.finetune_memory import FinetuneMemory, adapter_parameters, finetune_memory
 from farsight.launch.plan.hardware import Efficiency, find_gpu, usable_bytes
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.suggest import Options, as_options, changed
 from farsight.model.adapt.layers import adapted
 from farsight.parallel.device import total_memory
@@ -88,7 +88,7 @@ def _candidates(config: FinetuneConfig, device: Device, ranks: int) -> Iterator[
     """Changes and their cost, mildest first: first those that do not change training, then those that cost speed, precision,
     length, and trained parameters."""
     t, base, optimizer = config.training, config.base_model, config.optimizer.name
-    layout, deepspeed = Layout.of(config, ranks), config.engine == "deepspeed"
+    layout, deepspeed = ParallelLayout.of(config, ranks), config.engine == "deepspeed"
     shared = shares_out(config, ranks)
     # Runs refuse these (configs/check_finetuning.py): bitsandbytes' moments can't be sharded, nor sharded 4-bit bases compiled.
     eight, four = not (device.cpu or shared or deepspeed), not (shared and config.compile.enable)

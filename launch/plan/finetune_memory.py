@@ -15,7 +15,7 @@ from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig, Projection
 from farsight.configs.schema import Architecture, NoRotary
 from farsight.launch.plan.heads import layers_of
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import (
     ADAM_MOMENTS,
     Types,
@@ -105,7 +105,7 @@ def finetune_memory(config: FinetuneConfig, ranks: int = 1, cpu: bool = False) -
     Raises:
         ConfigError: layers that the base does not have, or nothing to train.
     """
-    layout, types = Layout.of(config, ranks), types_of(config)
+    layout, types = ParallelLayout.of(config, ranks), types_of(config)
     trained = [weight for group in adapter_weights(config).values() for weight in group]
     shards = [weight.shard(layout.fsdp) for weight in trained]
     moments = [_moments(config.optimizer.name, number) for number in shards]
@@ -287,7 +287,7 @@ def _gathered(config: FinetuneConfig, base: dict[Weight, int], trained: Sequence
 # Activations
 
 
-def saved_activations(config: FinetuneConfig, layout: Layout, cpu: bool = False) -> int:
+def saved_activations(config: FinetuneConfig, layout: ParallelLayout, cpu: bool = False) -> int:
     """Bytes kept for the backward pass, without the loss's gradient."""
     a, types = config.architecture, types_of(config)
     stream = local_tokens(config, layout) * a.dim * types.stream
@@ -322,7 +322,7 @@ def recomputed(config: FinetuneConfig, layer: int) -> bool:
     return ac.mode == "full"
 
 
-def _block(config: FinetuneConfig, layout: Layout, layer: int, cpu: bool) -> int:
+def _block(config: FinetuneConfig, layout: ParallelLayout, layer: int, cpu: bool) -> int:
     """Bytes that autograd keeps for one block."""
     a, types, tokens = config.architecture, types_of(config), local_tokens(config, layout)
     position = layers_of(ModelConfig.from_job(config))[layer]

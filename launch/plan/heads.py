@@ -11,7 +11,7 @@ from typing import get_args
 
 from farsight.configs.schema import JobConfig, Scope
 from farsight.kernels.scoped_attention.semantics import visible_pairs
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.model.build import ModelConfig
 from farsight.model.position.layers import LayerPosition
 from farsight.model.position.scope import Layout as HeadLayout
@@ -85,7 +85,7 @@ def _most_seen(parts: tuple[Reach, ...], cp: int, tokens: int, cut: Cut) -> int:
     return max(rows(rank, reach) for rank in range(cp) for reach in set(parts))
 
 
-def received_in_forward(config: JobConfig, layout: Layout, scopes: tuple[int, ...], itemsize: int) -> int:
+def received_in_forward(config: JobConfig, layout: ParallelLayout, scopes: tuple[int, ...], itemsize: int) -> int:
     """Bytes of keys and values that a rank receives in a layer's forward pass of a micro-batch; the maximum over ranks."""
     if layout.cp == 1:
         return 0
@@ -94,14 +94,14 @@ def received_in_forward(config: JobConfig, layout: Layout, scopes: tuple[int, ..
     return layout.rows * _most_received(parts, layout.cp, tokens, cut, a.head_dim, itemsize)
 
 
-def keys_seen_numbers(config: JobConfig, layout: Layout, scopes: tuple[int, ...]) -> int:
+def keys_seen_numbers(config: JobConfig, layout: ParallelLayout, scopes: tuple[int, ...]) -> int:
     """Numbers in the keys and values that a rank's queries see in one row, summed over its pieces; the maximum over ranks."""
     a, tokens, cut = config.architecture, config.training.seq_len, config.parallelism.context_parallel_load_balancer
     parts = reaches_of_ranks(scopes, a.n_kv_heads, tokens, layout.tp)
     return 2 * a.head_dim * _most_seen(parts, layout.cp, tokens, cut)
 
 
-def halo_bytes(config: JobConfig, layout: Layout, scopes: tuple[int, ...], itemsize: int) -> int:
+def halo_bytes(config: JobConfig, layout: ParallelLayout, scopes: tuple[int, ...], itemsize: int) -> int:
     """Bytes of buffers for one layer's exchange: the rank's own keys and values, those received, and both joined."""
     if layout.cp == 1:
         return 0
@@ -132,7 +132,7 @@ def chosen_head_layout(config: JobConfig) -> HeadLayout | None:
     return next((heads.layout for heads in kinds if isinstance(heads, Scope)), None)
 
 
-def compare_head_layouts(config: JobConfig, layout: Layout, itemsize: int) -> dict[HeadLayout, HeadLayoutCost]:
+def compare_head_layouts(config: JobConfig, layout: ParallelLayout, itemsize: int) -> dict[HeadLayout, HeadLayoutCost]:
     """The cost of each order at the run's degrees, or at degrees that divide the heads and the length if those are 1."""
     a, p, tokens = config.architecture, config.parallelism, config.training.seq_len
     degrees = [layout.tp] if layout.tp > 1 else [d for d in (2, 4, 8) if a.n_kv_heads % d == 0]

@@ -15,7 +15,7 @@ SPLIT = "InterleavedZeroBubble"
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """A contiguous run of layers; the first stage also has the embedding, and the last one the head."""
 
     layers: range
@@ -31,7 +31,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """The degrees of parallelism, and how a step is divided into passes and micro-batches."""
 
     dp_replicate: int
@@ -40,7 +40,7 @@ class Layout:
     tp: int
     pp: int
     schedule: str
-    stages: tuple[tuple[Stage, ...], ...]
+    stages: tuple[tuple[PipelineStage, ...], ...]
     """Each pipeline rank's stages, in order."""
     rows: int
     """Sequences per micro-batch."""
@@ -50,7 +50,7 @@ class Layout:
     """Passes per optimizer step."""
 
     @classmethod
-    def of(cls, config: JobConfig, gpus: int) -> "Layout":
+    def of(cls, config: JobConfig, gpus: int) -> "ParallelLayout":
         """The layout of a config on a number of GPUs.
 
         Raises:
@@ -98,7 +98,9 @@ class Layout:
             return 0.0
         m = self.microbatches
         if self.schedule == FOLDED:
-            return 1 - m / max(m, 2 * self.pp - 1)  # PyTorch schedules this many micro-batches and skips the missing ones
+            return 1 - m / max(
+                m, 2 * self.pp - 1
+            )  # PyTorch schedules this many micro-batches and skips the missing ones
         if self.schedule == SPLIT:  # one slot each for the forward pass, input gradients and weight gradients
             return (self.pp - 1) / (3 * self.stages_a_rank * m + self.pp - 1)
         return (self.pp - 1) / (self.stages_a_rank * m + self.pp - 1)
@@ -143,13 +145,13 @@ class Layout:
         return " × ".join(shown) or "one process"
 
 
-def _stages(config: JobConfig) -> tuple[tuple[Stage, ...], ...]:
+def _stages(config: JobConfig) -> tuple[tuple[PipelineStage, ...], ...]:
     """Each rank's stages, split as in `parallel.pipeline` and assigned as in PyTorch's schedules: in turn, or folded."""
     p = config.parallelism
     if p.pipeline_parallel_degree == 1:
-        return ((Stage(range(config.architecture.n_layers), True, True),),)
+        return ((PipelineStage(range(config.architecture.n_layers), True, True),),)
     runs = layers_by_stage(config)
-    stages = [Stage(run, number == 0, number == len(runs) - 1) for number, run in enumerate(runs)]
+    stages = [PipelineStage(run, number == 0, number == len(runs) - 1) for number, run in enumerate(runs)]
     pp = p.pipeline_parallel_degree
     if p.pipeline_parallel_schedule == FOLDED:
         return tuple((stages[rank], stages[-1 - rank]) for rank in range(pp))

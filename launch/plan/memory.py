@@ -18,7 +18,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from farsight.configs.schema import JobConfig, NoRotary
 from farsight.kernels.chunked_loss import CHUNK_LOGITS
 from farsight.launch.plan.heads import halo_bytes, keys_seen_numbers, layers_of
-from farsight.launch.plan.layout import Layout, Stage
+from farsight.launch.plan.layout import ParallelLayout, PipelineStage
 from farsight.model.build import ModelConfig, build_model, trained_layers
 from farsight.model.position.layers import LayerPosition
 
@@ -68,7 +68,7 @@ class RankMemory:
         return held + max(self.in_block, self.in_loss)
 
 
-def rank_memory(config: JobConfig, layout: Layout, rank: int) -> RankMemory:
+def rank_memory(config: JobConfig, layout: ParallelLayout, rank: int) -> RankMemory:
     """The memory of pipeline rank `rank`."""
     model = ModelConfig.from_job(config)
     trained, a, stages = trained_layers(config), config.architecture, layout.stages[rank]
@@ -127,7 +127,7 @@ class Types:
     """In gradient reductions."""
 
     @classmethod
-    def of(cls, config: JobConfig, layout: Layout) -> "Types":
+    def of(cls, config: JobConfig, layout: ParallelLayout) -> "Types":
         t = config.training
         sizes = {name: TORCH_DTYPE_MAP[getattr(t, name)].itemsize for name in ("dtype", "mixed_precision_param")}
         product = sizes["mixed_precision_param"]
@@ -135,7 +135,7 @@ class Types:
         return cls(product if layout.sharded else sizes["dtype"], product, reduced)
 
 
-def local_tokens(config: JobConfig, layout: Layout) -> int:
+def local_tokens(config: JobConfig, layout: ParallelLayout) -> int:
     """Tokens of a micro-batch that a context-parallel rank holds."""
     return layout.rows * config.training.seq_len // layout.cp
 
@@ -181,7 +181,7 @@ def _divided(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     return shape[0] // tp, *shape[1:]
 
 
-def offloads(config: JobConfig, layout: Layout) -> bool:
+def offloads(config: JobConfig, layout: ParallelLayout) -> bool:
     """Whether parameters, gradients and moments are in host memory: FSDP moves them there, so it has to wrap the model."""
     return config.training.enable_cpu_offload and layout.sharded
 
@@ -198,7 +198,7 @@ def is_trained(name: str, trained: Sequence[int] | None) -> bool:
     return trained is None or layer in trained
 
 
-def _gathered(config: JobConfig, layout: Layout, own: Sequence[Weight], largest: Weight) -> int:
+def _gathered(config: JobConfig, layout: ParallelLayout, own: Sequence[Weight], largest: Weight) -> int:
     """Bytes of `RankMemory.gathered`; under FSDP, a block's parameters, the next one's and their receive buffer, and the block's
     gradients before and in their reduction."""
     types = Types.of(config, layout)
@@ -219,7 +219,7 @@ def _gathered(config: JobConfig, layout: Layout, own: Sequence[Weight], largest:
 # Activations
 
 
-def saved_activations(config: JobConfig, layout: Layout, stage: Stage, fused_norms: bool = True) -> int:
+def saved_activations(config: JobConfig, layout: ParallelLayout, stage: PipelineStage, fused_norms: bool = True) -> int:
     """Bytes that a stage keeps for a micro-batch between its forward and backward pass, without the loss's gradients.
 
     Args:
@@ -245,7 +245,7 @@ def saved_activations(config: JobConfig, layout: Layout, stage: Stage, fused_nor
     return saved
 
 
-def last_norm_bytes(config: JobConfig, layout: Layout, types: Types, fused_norms: bool = True) -> int:
+def last_norm_bytes(config: JobConfig, layout: ParallelLayout, types: Types, fused_norms: bool = True) -> int:
     """Bytes that the norm before the head keeps: its input and a scale."""
     tokens = local_tokens(config, layout) // layout.tp
     return tokens * ((1 if fused_norms else 2) * config.architecture.dim * types.stream + 4)
@@ -262,7 +262,7 @@ def recomputes(option: str, layer: int) -> bool:
 
 
 def _block_bytes(
-    config: JobConfig, layout: Layout, number: int, position: LayerPosition, fused_norms: bool = True
+    config: JobConfig, layout: ParallelLayout, number: int, position: LayerPosition, fused_norms: bool = True
 ) -> int:
     """Bytes that autograd keeps for one block in pre-training."""
     a, types, trained = config.architecture, Types.of(config, layout), trained_layers(config)
@@ -272,7 +272,12 @@ def _block_bytes(
 
 
 def block_bytes(
-    config: JobConfig, layout: Layout, types: Types, position: LayerPosition, read: int, fused_norms: bool = True
+    config: JobConfig,
+    layout: ParallelLayout,
+    types: Types,
+    position: LayerPosition,
+    read: int,
+    fused_norms: bool = True,
 ) -> int:
     """Bytes that autograd keeps for one block.
 
@@ -297,7 +302,7 @@ def block_bytes(
     return stream + unfused + tokens * (read + hidden * types.product + attention) + keys
 
 
-def _kept_results(config: JobConfig, layout: Layout) -> int:
+def _kept_results(config: JobConfig, layout: ParallelLayout) -> int:
     """Bytes that operator-wise checkpointing keeps besides a block's input: attention, and every second matrix product.
 
     In the order of the forward pass (wk, wv, wq, wo, w1, w3, w2) these are wk, wq, w1 and w2.
@@ -308,13 +313,13 @@ def _kept_results(config: JobConfig, layout: Layout) -> int:
     return local_tokens(config, layout) * ((products + heads) * types.product + 4 * a.n_heads) // layout.tp
 
 
-def block_gradients(config: JobConfig, layout: Layout, types: Types) -> int:
+def block_gradients(config: JobConfig, layout: ParallelLayout, types: Types) -> int:
     """Bytes of gradients that exist at once in a block's backward pass: three hidden vectors and two stream vectors per token."""
     a = config.architecture
     return local_tokens(config, layout) * (3 * a.ffn_dim * types.product + 2 * a.dim * types.stream) // layout.tp
 
 
-def loss_bytes(config: JobConfig, layout: Layout, types: Types, head_trained: bool) -> tuple[int, int]:
+def loss_bytes(config: JobConfig, layout: ParallelLayout, types: Types, head_trained: bool) -> tuple[int, int]:
     """Bytes that `kernels.chunked_loss` holds, and FSDP's copy of the head.
 
     The loss holds a chunk's logits twice in fp32, and gradients with respect to hidden states and, if trained, the head.

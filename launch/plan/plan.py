@@ -13,7 +13,7 @@ from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.launch.plan.costs import StepTime, flops_per_token, step_time, tokens_per_step
 from farsight.launch.plan.hardware import Efficiency, Gpu, usable_bytes
 from farsight.launch.plan.heads import HeadLayoutCost, chosen_head_layout, compare_head_layouts, imbalance, layers_of
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import RankMemory, Types, rank_memory
 from farsight.launch.plan.suggest import Options, changed, suggest
 from farsight.model.build import ModelConfig, count_parameters
@@ -32,7 +32,7 @@ class Plan:
     gpus: int
     gpu: Gpu
     efficiency: Efficiency
-    layout: Layout
+    layout: ParallelLayout
     memory: list[RankMemory]
     """Memory of each pipeline rank."""
     time: StepTime
@@ -136,7 +136,7 @@ def make_plan(name: str, config: JobConfig, gpus: int, gpu: Gpu, efficiency: Eff
     """
 
     def would_fit(other: JobConfig) -> bool:
-        return fits(_memory(other, Layout.of(other, gpus)), gpu, efficiency)
+        return fits(_memory(other, ParallelLayout.of(other, gpus)), gpu, efficiency)
 
     if config.engine == "deepspeed":
         raise ConfigError(
@@ -146,14 +146,14 @@ def make_plan(name: str, config: JobConfig, gpus: int, gpu: Gpu, efficiency: Eff
     config, notes = _with_vocabulary(config)
     changes: Options = {}
     try:
-        layout = Layout.of(config, gpus)
+        layout = ParallelLayout.of(config, gpus)
     except ConfigError as error:
         found = suggest(config, gpus, would_fit)
         if found is None:
             raise ConfigError(f"{name}: {error}") from error
         changes, config = found, changed(config, found)
         notes.append(f"as written it can't run: {error}")
-        layout = Layout.of(config, gpus)
+        layout = ParallelLayout.of(config, gpus)
 
     model, length = ModelConfig.from_job(config), config.training.seq_len
     scopes, cut = [layer.scopes for layer in layers_of(model)], config.parallelism.context_parallel_load_balancer
@@ -178,7 +178,7 @@ def fits(memory: Sequence[RankMemory], gpu: Gpu, efficiency: Efficiency) -> bool
     return max(rank.peak for rank in memory) <= usable_bytes(gpu, efficiency)
 
 
-def _memory(config: JobConfig, layout: Layout) -> list[RankMemory]:
+def _memory(config: JobConfig, layout: ParallelLayout) -> list[RankMemory]:
     return [rank_memory(config, layout, rank) for rank in range(layout.pp)]
 
 
@@ -192,9 +192,7 @@ def _with_vocabulary(config: JobConfig) -> tuple[JobConfig, list[str]]:
     size = t.vocab_size if trained else load_tokenizer(t).vocab_size
     rounded = -(-size // 64) * 64  # as train.py does
     config = dataclasses.replace(config, architecture=dataclasses.replace(config.architecture, vocab_size=rounded))
-    return config, [
-        f"vocabulary of {rounded:,}: tokenizer.vocab_size, as the tokenizer is not trained yet"
-    ] * trained
+    return config, [f"vocabulary of {rounded:,}: tokenizer.vocab_size, as the tokenizer is not trained yet"] * trained
 
 
 def read_configs(path: Path, options: list[str], stage: str | None) -> tuple[int, dict[str, JobConfig]]:

@@ -38,7 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")
     parser.add_argument(
-        "--launcher", metavar="COMMAND", help="command to start ranks with, before train.py, instead; launch/slurm.sh uses it"
+        "--launcher",
+        metavar="COMMAND",
+        help="command to start ranks with, before train.py, instead; launch/slurm.sh uses it",
     )
     options, rest = parser.parse_known_args(arguments)
     if not logging.getLogger().handlers:

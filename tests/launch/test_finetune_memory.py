@@ -15,7 +15,7 @@ from farsight.configs.load import build_config, load_config
 from farsight.launch.plan.__main__ import main as plan
 from farsight.launch.plan.finetune_fit import Device, find_device, memory_text, suggestions
 from farsight.launch.plan.finetune_memory import adapter_parameters, base_weights, finetune_memory, is_linear
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.suggest import changed
 from farsight.model.adapt.garfa import train_garfa
 from farsight.model.adapt.layers import adapted
@@ -381,8 +381,8 @@ def test_suggestions_save_what_they_say_and_fit():
 def test_a_batch_row_by_row_is_the_same_on_several_ranks():
     """Where the global batch is that of all ranks: two copies of four shards, with four rows each."""
     config = paper("--training.global_batch_size=-1", "--parallelism.data_parallel_replicate_degree=2")
-    before, first = Layout.of(config, 8), suggestions(config, Device("none", 2**20), ranks=8)[0][0]
-    after = Layout.of(changed(config, first.options), 8)
+    before, first = ParallelLayout.of(config, 8), suggestions(config, Device("none", 2**20), ranks=8)[0][0]
+    after = ParallelLayout.of(changed(config, first.options), 8)
     assert (before.rows, before.accumulation) == (4, 1)
     assert (after.rows, after.accumulation) == (1, 4)
 

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
 
 from farsight.configs.load import ConfigError
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import rank_memory
 from tests.launch.test_plan import small
 
@@ -43,7 +43,7 @@ def most_in_flight(order):
 def interleaved(name, microbatches):
     p = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": name}
     config = small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": microbatches})
-    return Layout.of(config, 4)
+    return ParallelLayout.of(config, 4)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_folded_pipeline_with_few_micro_batches_holds_no_more_than_planned():
 def test_receive_buffers_of_a_pipeline(name, buffers):
     p = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": name}
     config = small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": 8})
-    layout = Layout.of(config, 4)
+    layout = ParallelLayout.of(config, 4)
     one = 128 * 64 * 4  # a row of fp32
     received = [rank_memory(config, layout, rank).caches["pipeline"] for rank in range(4)]
     assert received == [count * 8 * one for count in buffers]
@@ -95,8 +95,8 @@ def test_receive_buffers_of_a_pipeline(name, buffers):
 
 def test_1f1b():
     p = {"pipeline_parallel_degree": 4}
-    layout = Layout.of(small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": 12}), 4)
+    layout = ParallelLayout.of(small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": 12}), 4)
     assert [layout.in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
     assert layout.bubble == pytest.approx(3 / 15)
     with pytest.raises(ConfigError, match="2 micro-batches, and 1F1B needs one for each of its 4 stages"):
-        Layout.of(small(parallelism=p, architecture={"n_layers": 8}), 4)
+        ParallelLayout.of(small(parallelism=p, architecture={"n_layers": 8}), 4)
