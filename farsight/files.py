@@ -57,7 +57,7 @@ def check_replaceable(out: Path, is_ours: Callable[[Path], bool]) -> None:
         raise UserError(f"{out} is in the way and was not written by Farsight; move it, or name another folder.")
     if out.is_dir() and any(out.iterdir()) and not is_ours(out):
         raise UserError(
-            f"{out} holds files that Farsight did not write, which would be lost; move them, or name another folder."
+            f"{out} holds files that Farsight did not write there, which would be lost; move them, or name another folder."
         )
 
 

@@ -17,7 +17,7 @@ RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 
 
 def test_a_sweep_changes_the_depth_alone(tmp_path, capsys):
-    """Each printed command is that of a recipe whose stages equal the given one's but for their layers and folder."""
+    """Each printed command runs a recipe whose stages differ from the given one's only in layers and folder."""
     given = [str(RECIPES / f"probe_{name}.toml") for name in ("scope", "rope")]
     out = tmp_path / "sweep"
     main([*given, "--depths", "4", "2", "--out", str(out), "--nproc", "3", "--dry-run", "--optimizer.lr", "0.001"])
@@ -48,7 +48,7 @@ def test_a_sweep_runs_what_is_printed_and_stops_where_one_fails(tmp_path, monkey
 
 def test_a_depth_that_something_else_sets_is_refused(tmp_path):
     arguments = [str(RECIPES / "probe_rope.toml"), "--depths", "2", "--out", str(tmp_path), "--dry-run"]
-    with pytest.raises(SystemExit, match="3 layers where the sweep sets 2"):
+    with pytest.raises(SystemExit, match="3 layers, but the sweep sets 2"):
         main([*arguments, "--architecture.n_layers", "3"])
 
 

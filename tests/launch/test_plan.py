@@ -1,4 +1,4 @@
-"""Plans against what is really allocated, saved, scheduled and seen, and against the papers' step times."""
+"""Plans against real allocations, saved tensors, schedules and visible pairs, and against the papers' step times."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ def planned(recipe, stage, gpus, gpu="a100-80g", options=None):
 
 @pytest.fixture(scope="module")
 def allocated():
-    """Rows of what the first rank allocates, and the last of a pipeline; one process for all, since its process groups are fake."""
+    """What the first rank, and the last of a pipeline, allocates; one process for all, since its process groups are fake."""
     cases = [{"recipe": name, "gpus": gpus, "options": {}} for name, gpus in MAIN.items()]
     cases += OTHERS
     done = subprocess.run(
@@ -110,7 +110,7 @@ def small(mode="none", **options):
 
 
 def saved_bytes(config):
-    """Bytes of the distinct storages that autograd keeps of a forward pass, parameters aside."""
+    """Bytes of the distinct storages that autograd keeps after a forward pass, without parameters."""
     model = build_model(ModelConfig.from_job(config))
     model.init_weights(torch.device("cpu"))
     if config.activation_checkpoint.mode != "none":
@@ -186,7 +186,7 @@ def test_pairs_of_ranks_are_those_of_the_mask(cut):
 
 
 def test_imbalance_of_dense_attention_by_hand():
-    """Contiguous halves see (1 + 3) / 4 of the pairs each twice over; zigzag ones equally many, but for the diagonal."""
+    """Contiguous halves see 1/4 and 3/4 of the pairs; zigzag ones see equally many, except for the diagonal."""
     by_tp, by_cp, _ = imbalance([(2**31,) * 4], 4096, 2, 2, "contiguous")
     assert (by_tp, round(by_cp, 3)) == (1.0, 1.5)
     assert imbalance([(2**31,) * 4], 4096, 2, 2, "zigzag")[1] == 1.0
@@ -206,7 +206,7 @@ def test_orders_of_heads_at_128k():
 
 
 def test_flops_of_llama3_8b():
-    """6 for each weight of 32 layers and the head, 12 for each pair, head and dimension."""
+    """6 FLOPs for each weight of 32 layers and the head, 12 for each pair, head and dimension."""
     config = stages_of("rope_llama3_8b")[2].config
     weights = 32 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) + 4096 * 128256
     pairs = 32 * 32 * (131072 + 1) / 2
@@ -378,7 +378,7 @@ def test_what_is_suggested_fits():
 
 
 def test_vocabulary_is_that_of_the_weights_a_run_starts_from(tmp_path):
-    """As train.py: the tokenizer beside them, its size rounded up to a multiple of 64."""
+    """As in train.py: the tokenizer in the weights' folder, with its size rounded up to a multiple of 64."""
     texts = [" ".join(f"{word}{number}" for word in ("line", "words", "other")) for number in range(200)]
     train_sentencepiece(texts, 330, tmp_path / "model" / "tokenizer")
     settings = {"architecture": {"vocab_size": 0}, "checkpoint": {"initial_load_path": str(tmp_path / "model")}}
@@ -400,7 +400,7 @@ def test_what_cannot_be_planned_is_said(capsys):
         ([recipe, "--stage", "none"], "has no stage 'none'"),
         ([tiny, "--gpus", "0"], "--gpus: 0 must be at least 1"),
         ([tiny, "--gpus", "-8"], "--gpus: -8 must be at least 1"),
-        ([tiny, "--engine", "deepspeed"], 'engine = "deepspeed" is not planned'),
+        ([tiny, "--engine", "deepspeed"], 'engine = "deepspeed" can\'t be planned'),
     ):
         with pytest.raises(SystemExit) as stop:
             main(arguments)

@@ -1,4 +1,4 @@
-"""Plans of pipelines against the order in which PyTorch's schedules do things, and by hand."""
+"""Plans of pipelines against PyTorch's schedules, and against calculations by hand."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from tests.launch.test_plan import small
 
 
 def schedule_orders(name, pp, stages_a_rank, microbatches):
-    """The actions of each rank, one a slot, as PyTorch's schedule orders them; None where the rank waits."""
+    """Each rank's actions in the order of PyTorch's schedule, one per slot; None while the rank waits."""
     orders = []
     for rank in range(pp):
         numbers = range(rank, pp * stages_a_rank, pp) if name != "ZBVZeroBubble" else (rank, 2 * pp - 1 - rank)
@@ -68,7 +68,7 @@ def test_micro_batches_in_flight_are_the_schedules(name, microbatches):
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
 def test_bubbles_of_split_backward_passes_are_the_schedules(name, microbatches):
-    """A forward pass and either part of a backward pass are one slot each; the first rank has no slot too many."""
+    """A forward pass and either part of a backward pass take one slot each; the first rank has no extra slots."""
     order = schedule_orders(name, 4, 2, microbatches)[0]
     assert interleaved(name, microbatches).bubble == pytest.approx(order.count(None) / len(order))
 

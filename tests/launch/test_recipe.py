@@ -1,4 +1,4 @@
-"""Recipes: the shipped ones against their papers, and whole runs of their tiny twins."""
+"""The shipped recipes against their papers, and complete runs of their tiny twins."""
 
 import json
 import math
@@ -97,7 +97,7 @@ SMALL = {
     "alibi": Position(rotary=NoRotary(), bias=Alibi()),
     "uniform_alibi": Position(rotary=NoRotary(), bias=Alibi(uniform=True)),
 }
-"""Recipes that are small enough to need no twin: passkey_*, inside_* and probe_*."""
+"""Recipes small enough to need no twin: passkey_*, inside_* and probe_*."""
 SMALL_NAMES = [
     *(f"{group}_{name}" for group in ("passkey", "inside") for name in ("scope", "rope", "nope", "alibi")),
     *(f"probe_{name}" for name in SMALL),
@@ -295,7 +295,7 @@ CHAINS = {"rope_llama3_8b": ["swa_llama3_8b"], "nano_rope": [f"nano_{name}" for 
 
 
 WHOLE = ["scope_llama3_8b", "scope_lasp_llama3_8b"]
-"""Twins that another test runs with all of their steps."""
+"""Twins that another test runs in full."""
 
 
 def test_the_command_runs_a_stage_in_a_process_of_its_own(tmp_path):
