@@ -82,7 +82,7 @@ def faked(tmp_path, monkeypatch):
         ablation.Experiment, "training", lambda e: [sys.executable, str(tmp_path / "train.py"), *training(e)[2:]]
     )
     monkeypatch.setattr(
-        ablation.Experiment, "merging", lambda e: [sys.executable, str(tmp_path / "merge.py"), *merging(e)[3:]]
+        ablation.Experiment, "merging", lambda e: [sys.executable, str(tmp_path / "merge.py"), *merging(e)[4:]]
     )
     entry = '[[evaluations]]\nname = "{0}"\ncommand = "python {1} {{model}} {0} {{json}}"\nvalue = "results.{0}.acc,none"\npercent = true\n'
     entries = [entry.format(name, tmp_path / "evaluate.py") for name in ("plain", "dated", "broken")]
@@ -254,7 +254,7 @@ def test_what_cannot_be_used_is_said(faked, tmp_path, capsys, monkeypatch):
         said = refused(*faked, f"--job.{name}", str(other), "--dry-run")
         assert f"--job.{name} would be the same for all experiments" in said
     for text_, message in (
-        (None, "was not written"),
+        (None, "did not write"),
         ({"a": {"c": 1}}, "where 'b' should be there is c"),
         ({"a": {"b": "x"}}, "'a.b' is 'x', not a number"),
     ):

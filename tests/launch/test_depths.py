@@ -23,9 +23,9 @@ def test_a_sweep_changes_the_depth_alone(tmp_path, capsys):
     main([*given, "--depths", "4", "2", "--out", str(out), "--nproc", "3", "--dry-run", "--optimizer.lr", "0.001"])
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines()]
     assert [command[1:4] for command in commands] == [["-m", "farsight", "recipe"]] * 4
-    assert [command[4:] for command in commands] == [["--nproc", "3", "--optimizer.lr", "0.001"]] * 4
+    assert [command[5:] for command in commands] == [["--nproc", "3", "--optimizer.lr", "0.001"]] * 4
     for command, (recipe, depth) in zip(commands, [(r, d) for r in given for d in (2, 4)], strict=True):
-        (plain,), (swept,) = (load_recipe(Path(path), {})[1] for path in (recipe, command[3]))
+        (plain,), (swept,) = (load_recipe(Path(path), {})[1] for path in (recipe, command[4]))
         assert swept.config.architecture.n_layers == depth
         assert swept.folder.parent == out / f"{Path(recipe).stem}_{depth}"
         swept.config.architecture = plain.config.architecture
