@@ -3,7 +3,7 @@
     python train.py                                             the quickstart recipe, on a CPU in a few minutes
     python train.py --job.config_file configs/X.toml [--section.key value …]
     torchrun --nproc_per_node 8 train.py --job.config_file configs/X.toml
-    python train.py finetune                                    QLoRA and GARFA on the quickstart's model, in minutes too
+    python train.py finetune                                    QLoRA and GARFA on the quickstart's model, in minutes
     python train.py finetune --job.config_file configs/finetune/X.toml [--section.key value …] [--dry-run | --inspect 3]
     python train.py --help [section …]                          every option, or those of some sections
 
@@ -42,15 +42,15 @@ class Work:
     config: JobConfig
     build: Callable[[], Trainer]
     dry_run: bool = False
-    """Do everything but train."""
+    """Set everything up, but do not train."""
     out_of_memory: Callable[[BaseException, Trainer | None], str] = lambda error, trainer: (
-        f"{error}\n`farsight plan` with this config says what takes the memory, and what to lower."
+        f"{error}\n`farsight plan` with this config shows what takes the memory, and what to lower."
     )
     """Returns the message for a GPU that ran out of memory."""
 
 
 def pretrain(arguments: list[str]) -> Work:
-    """One training stage."""
+    """Prepares one stage of pre-training."""
     config: JobConfig = load_config(arguments)
 
     from farsight.analysis.plasticity.live import PlasticityMetrics
@@ -69,14 +69,14 @@ def pretrain(arguments: list[str]) -> Work:
         trainer = Trainer(config, PlasticityMetrics)
         logger.info(describe(layers))
         if trained is not None:
-            logger.info(f"training layers {config.training.layers} alone: {trainer.trained_parameters:,} parameters")
+            logger.info(f"training only layers {config.training.layers}: {trainer.trained_parameters:,} parameters")
         return trainer
 
     return Work(config, build)
 
 
 def finetune(arguments: list[str]) -> Work | None:
-    """Adapters beside a base model; None where rows were to be shown alone."""
+    """Prepares fine-tuning; returns None if only rows were to be shown (--inspect)."""
     from farsight.launch.plan import finetune_report as report
     from farsight.training.finetune.spec import load_finetune_config
     from farsight.training.finetune.trainer import Finetuner
@@ -96,7 +96,12 @@ def finetune(arguments: list[str]) -> Work | None:
 
 
 def run(work: Work) -> None:
-    """Builds a trainer and trains."""
+    """Builds the trainer and trains.
+
+    Raises:
+        ConfigError: the processes do not fit the layout, or the run folder is in use.
+        NonFiniteError, SaveError, Interrupted, torch.OutOfMemoryError: how training can end early.
+    """
     import torch
     import torch.distributed as dist
 
@@ -105,7 +110,7 @@ def run(work: Work) -> None:
     from farsight.training.run_folder import lock_run_folder
 
     config, trainer, together = work.config, None, False
-    # An impossible layout is refused here, before processes connect.
+    # Refuse an impossible layout before processes connect.
     check_layout(config, process.ranks().world_size)
     if config.engine == "deepspeed":
         import_deepspeed()
@@ -127,20 +132,20 @@ def run(work: Work) -> None:
     finally:
         if trainer is not None:
             if trainer.dataloader is not None:
-                trainer.dataloader.close()  # type: ignore[attr-defined]  # our loader's: its thread reads ahead
+                trainer.dataloader.close()  # type: ignore[attr-defined]  # ours has a thread that reads ahead
             trainer.close()
-        # After an error on this rank alone, the others are inside a collective: destroying the process group could hang.
+        # After an error on only this rank, the others are inside a collective: destroying the process group could hang.
         if together and dist.is_initialized():
             dist.destroy_process_group()
 
 
 def ending(error: BaseException, run_folder: Path | None) -> tuple[int, str, bool]:
-    """Returns the exit status that goes with an error, the message, and whether another rank's failure caused it."""
+    """Returns an error's exit status, its message, and whether another rank's failure caused it."""
     match error:
         case Interrupted():
             return process.EXIT_INTERRUPTED, str(error), False
         case KeyboardInterrupt():
-            return process.EXIT_CTRL_C, "stopped at once; the same command goes on from the newest checkpoint", False
+            return process.EXIT_CTRL_C, "stopped at once; the same command continues from the newest checkpoint", False
         case NonFiniteError():
             return process.EXIT_NON_FINITE, str(error), False
         case SaveError():
@@ -148,19 +153,19 @@ def ending(error: BaseException, run_folder: Path | None) -> tuple[int, str, boo
     if type(error).__name__ == "OutOfMemoryError":
         return process.EXIT_MEMORY, str(error), False
     if (sentence := cli.explain(error)) is not None:
-        return process.EXIT_CONFIG, sentence, False
+        return process.EXIT_INPUT, sentence, False
 
     from farsight.training.ranks import lost_rank
 
     if (sentence := lost_rank(error)) is not None:
         return process.EXIT_UNEXPECTED, sentence, True
     line = cli.report_unexpected(error, run_folder and run_folder / "errors")
-    # The log names the rank already.
+    # The log already names the rank.
     return process.EXIT_UNEXPECTED, line.removeprefix(f"rank {process.ranks().rank}: "), False
 
 
 def leave(error: BaseException, run_folder: Path | None) -> int:
-    """Says how the run ended, once for all ranks that say the same; returns the exit status."""
+    """Reports how the run ended, once for all ranks with the same message; returns the exit status."""
     status, sentence, follows = ending(error, run_folder)
     process.leave_note(status, sentence, follows)
     if status == process.EXIT_INTERRUPTED:

@@ -1,4 +1,4 @@
-"""Settings that fit their types and still cannot be used: out of range, at odds with each other, or of no effect here."""
+"""Checks settings that have the right type but cannot be used: contradictory, unsupported, or without effect here."""
 
 import dataclasses
 import math
@@ -15,7 +15,11 @@ class ConfigError(UserError):
 
 
 def check(config: JobConfig) -> None:
-    """Refuses settings that contradict each other, naming both sides."""
+    """Refuses settings that contradict each other or are not supported.
+
+    Raises:
+        ConfigError: naming the options, their values, and what to set instead.
+    """
     a, t = config.architecture, config.training
     if a.n_heads % a.n_kv_heads:
         raise ConfigError(
@@ -24,13 +28,9 @@ def check(config: JobConfig) -> None:
     if a.head_dim % 2:
         raise ConfigError(f"architecture.head_dim = {a.head_dim} must be even: RoPE rotates pairs.")
     if t.tokens and t.global_batch_size < 1:
-        raise ConfigError(
-            f"training.tokens = {t.tokens:g} needs training.global_batch_size, to know how many steps it is."
-        )
+        raise ConfigError(f"training.tokens = {t.tokens:g} needs training.global_batch_size to give a number of steps.")
     if config.checkpoint.keep_latest_k == 1:
-        raise ConfigError(
-            "checkpoint.keep_latest_k = 1 would leave nothing to resume from while a save is under way; set 2."
-        )
+        raise ConfigError("checkpoint.keep_latest_k = 1 would leave nothing to resume from during a save; set 2.")
     _check_folders(config)
     _check_schedule(config)
     if problem := check_plasticity(config.metrics, t.seq_len, a.n_heads):
@@ -48,7 +48,7 @@ def _check_folders(config: JobConfig) -> None:
 
 def _check_schedule(config: JobConfig) -> None:
     if not config.training.steps and not config.training.tokens:
-        return  # fine-tuning by epochs counts its steps when it has read the data
+        return  # fine-tuning by epochs: steps are counted once the data is read
     s, steps = config.lr_scheduler, training_steps(config)
     total = s.total_steps or steps
     if total < steps:
@@ -57,22 +57,22 @@ def _check_schedule(config: JobConfig) -> None:
         raise ConfigError(f"lr_scheduler.warmup_steps = {s.warmup_steps} exceeds the schedule's {total} steps.")
 
 
-# Where a run writes, below its own folder.
+# Folders that a run writes, relative to its run folder.
 _FOLDERS = (
     "checkpoint.folder", "metrics.save_tb_folder", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder",
     "comm.save_traces_folder",
 )  # fmt: skip
 
 FLOAT8 = "quantize.linear.float8"
-"""torchtitan's name for linear layers in float8."""
+"""torchtitan's name for the converter of linear layers to float8."""
 
-# Options of torchtitan that mean nothing here, or would do harm: what to set instead.
+# torchtitan's options that have no effect here or would do harm, with what to do instead.
 _UNSUPPORTED = {
     "training.dataset": "name sources in [data]",
     "training.dataset_path": "name sources in [data]",
     "training.dataloader": "the loader reads ahead by itself",
-    "validation.dataset": "validation takes held-out documents of [data]",
-    "validation.dataset_path": "validation takes held-out documents of [data]",
+    "validation.dataset": "validation uses held-out documents of [data]",
+    "validation.dataset_path": "validation uses held-out documents of [data]",
     "validation.dataloader": "the loader reads ahead by itself",
     "model.name": 'leave it at "farsight"',
     "model.hf_assets_path": "use tokenizer.path, and checkpoint.initial_load_path for weights",
@@ -80,18 +80,18 @@ _UNSUPPORTED = {
     "quantize.linear.mx": "linear layers are computed in bf16, or in float8 (model.converters)",
     "quantize.grouped_mm": "these models have no experts",
     "metrics.enable_wandb": "read metrics.jsonl or TensorBoard's files",
-    "metrics.save_for_all_ranks": "figures are those of all ranks together",
+    "metrics.save_for_all_ranks": "metrics already cover all ranks together",
     "metrics.disable_color_printing": "nothing is printed in colour",
-    "checkpoint.last_save_model_only": "model/ is written anyway, and a run that is stopped has to save all of its state",
-    "checkpoint.last_save_in_hf": "model/ is written anyway",
+    "checkpoint.last_save_model_only": "model/ is always written, and a stopped run has to save all of its state",
+    "checkpoint.last_save_in_hf": "model/ is always written",
     "checkpoint.export_dtype": "use `farsight convert to-hf … --dtype`",
     "checkpoint.create_seed_checkpoint": "initial weights are the same on every layout without one",
-    "checkpoint.initial_load_in_hf": "name the directory in checkpoint.initial_load_path; what it is, is seen",
-    "checkpoint.initial_load_in_hf_quantized": "quantised weights are not read",
+    "checkpoint.initial_load_in_hf": "name the directory in checkpoint.initial_load_path; its format is detected",
+    "checkpoint.initial_load_in_hf_quantized": "quantised weights can't be loaded",
     "optimizer.early_step_in_backward": "a step has to wait for the finite check and for clipping",
     "comm.mode": "use torchrun",
     "fault_tolerance": "runs resume from checkpoints",
-    "memory_estimation": "it is torchtitan's own tool, for its own models",
+    "memory_estimation": "it only covers torchtitan's own models; use `farsight plan`",
     "parallelism.expert_parallel_degree": "these models have no experts",
     "parallelism.expert_tensor_parallel_degree": "these models have no experts",
     "parallelism.module_fqns_per_model_part": "layers are split over pipeline stages by their FLOPs",
@@ -100,8 +100,8 @@ _UNSUPPORTED = {
     "parallelism.pipeline_parallel_layers_per_stage": "use parallelism.pipeline_parallel_stages_per_rank",
     "parallelism.pipeline_parallel_schedule_csv": "name a schedule in parallelism.pipeline_parallel_schedule",
     "parallelism.pipeline_parallel_expert_parallel_overlap": "these models have no experts",
-    "parallelism.disable_loss_parallel": "whole logits never exist, and so cost nothing to divide",
-    "parallelism.context_parallel_rotate_method": "keys go once, to the ranks whose queries see them",
+    "parallelism.disable_loss_parallel": "the loss never holds all logits at once",
+    "parallelism.context_parallel_rotate_method": "keys are sent once, directly to the ranks whose queries see them",
 }
 
 
@@ -114,13 +114,13 @@ def _check_unsupported(config: JobConfig) -> None:
             raise ConfigError(f"{name}{shown} is not supported: {instead}.")
     if config.compile.enable and config.attention.backend == "flash":
         raise ConfigError(
-            'attention.backend = "flash" reads scopes on the host, which torch.compile cannot: set compile.enable = false '
-            'or attention.backend = "triton".'
+            'attention.backend = "flash" reads scopes on the host, which torch.compile can\'t trace: set compile.enable = '
+            'false or attention.backend = "triton".'
         )
     if set(config.compile.components) - {"model"}:
-        raise ConfigError(f'compile.components = {config.compile.components}: only ["model"] is compiled.')
+        raise ConfigError(f'compile.components = {config.compile.components}: only ["model"] can be compiled.')
     if config.model.converters not in ([], [FLOAT8]):
-        raise ConfigError(f'model.converters = {config.model.converters}: only ["{FLOAT8}"] is known.')
+        raise ConfigError(f'model.converters = {config.model.converters}: only ["{FLOAT8}"] is supported.')
     if config.quantize.linear.float8 != plain.quantize.linear.float8 and not config.model.converters:
         raise ConfigError(f'quantize.linear.float8 does nothing here: set model.converters = ["{FLOAT8}"] too.')
     c = config.parallelism
@@ -128,8 +128,8 @@ def _check_unsupported(config: JobConfig) -> None:
     for name, length in _lengths(config).items():
         if c.context_parallel_degree > 1 and length % parts:
             raise ConfigError(
-                f"{name} = {length} is not a multiple of {parts}, the spans into which "
-                f'context_parallel_degree = {c.context_parallel_degree} cuts it ("{c.context_parallel_load_balancer}").'
+                f"{name} = {length} is not a multiple of {parts}, the number of spans that "
+                f'context_parallel_degree = {c.context_parallel_degree} ("{c.context_parallel_load_balancer}") cuts it into.'
             )
     check_tensor_parallel(config)
     check_pipeline(config)
@@ -140,7 +140,7 @@ def _check_unsupported(config: JobConfig) -> None:
 
 
 def check_tensor_parallel(config: JobConfig) -> None:
-    """Refuses a tensor-parallel degree that does not divide what is divided over its ranks.
+    """Refuses a tensor-parallel degree that does not divide every size split over its ranks.
 
     Raises:
         ConfigError: naming the option and its value.
@@ -162,13 +162,13 @@ def check_tensor_parallel(config: JobConfig) -> None:
             )
     if config.parallelism.enable_async_tensor_parallel and (degree == 1 or not config.compile.enable):
         raise ConfigError(
-            "parallelism.enable_async_tensor_parallel is a pass of torch.compile over tensor-parallel blocks: set "
-            "compile.enable = true and tensor_parallel_degree above 1."
+            "parallelism.enable_async_tensor_parallel needs torch.compile and tensor parallelism: set compile.enable = true "
+            "and tensor_parallel_degree above 1."
         )
 
 
 def _lengths(config: JobConfig) -> dict[str, int]:
-    """Tokens of a sequence, by the option that says so."""
+    """Tokens per sequence, by the option that sets them."""
     lengths = {"training.seq_len": config.training.seq_len}
     if config.validation.enable:
         lengths["validation.seq_len"] = config.validation.seq_len or config.training.seq_len
@@ -176,7 +176,7 @@ def _lengths(config: JobConfig) -> dict[str, int]:
 
 
 def check_pipeline(config: JobConfig) -> None:
-    """Refuses what a pipeline can't have, whatever the number of processes.
+    """Refuses settings that no pipeline can run with, whatever the number of processes.
 
     Raises:
         ConfigError: naming the option and its value.
@@ -190,7 +190,7 @@ def check_pipeline(config: JobConfig) -> None:
             f"training.local_batch_size = {t.local_batch_size} is not a multiple of "
             f"parallelism.pipeline_parallel_microbatch_size = {p.pipeline_parallel_microbatch_size}."
         )
-    # PyTorch's schedules refuse these too, but only when a run has started.
+    # PyTorch's schedules refuse these too, but only once the run has started.
     pp, number = p.pipeline_parallel_degree, t.local_batch_size // p.pipeline_parallel_microbatch_size
     batches = f"training.local_batch_size = {t.local_batch_size} gives a pipeline {number} micro-batches"
     if p.pipeline_parallel_schedule == "1F1B" and number < pp:
@@ -198,19 +198,19 @@ def check_pipeline(config: JobConfig) -> None:
     rounds = max(1, number // pp)
     if p.pipeline_parallel_schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and number % rounds:
         raise ConfigError(
-            f"{batches}, and {p.pipeline_parallel_schedule} a multiple of {rounds}: use a multiple of {pp}."
+            f"{batches}, and {p.pipeline_parallel_schedule} needs a multiple of {rounds}: use a multiple of {pp}."
         )
     single, folded = p.pipeline_parallel_schedule in ("1F1B", "GPipe"), p.pipeline_parallel_schedule == "ZBVZeroBubble"
     stages = p.pipeline_parallel_stages_per_rank
     if stages and ((single and stages != 1) or (folded and stages != 2) or (not single and stages < 2)):
         raise ConfigError(
             f"parallelism.pipeline_parallel_stages_per_rank = {stages}: {p.pipeline_parallel_schedule} has "
-            f"{'1' if single else '2' if folded else '2 or more'}; 0 takes what the schedule has."
+            f"{'1' if single else '2' if folded else '2 or more'}; 0 takes the schedule's default."
         )
     if config.compile.enable and p.pipeline_parallel_schedule.endswith("ZeroBubble"):
         raise ConfigError(
             f"parallelism.pipeline_parallel_schedule = {p.pipeline_parallel_schedule!r} splits backward passes, which "
-            'torch.compile does not: set compile.enable = false or the schedule "Interleaved1F1B".'
+            'torch.compile can\'t: set compile.enable = false or the schedule "Interleaved1F1B".'
         )
     if config.architecture.tie_embeddings:
         raise ConfigError(
@@ -218,29 +218,29 @@ def check_pipeline(config: JobConfig) -> None:
         )
     if t.layers:
         raise ConfigError(
-            f"{name}: training.layers = {t.layers!r} would leave stages that train nothing; divide the model by "
+            f"{name}: training.layers = {t.layers!r} would leave stages with nothing to train; divide the model by "
             "tensor_parallel_degree, context_parallel_degree and data_parallel_shard_degree instead."
         )
     if v.enable and (v.local_batch_size not in (0, t.local_batch_size) or v.seq_len not in (0, t.seq_len)):
         raise ConfigError(
-            f"{name}: stages exchange tensors of one shape, so validation.local_batch_size and seq_len have to be "
+            f"{name}: stages exchange tensors of one shape, so validation.local_batch_size and seq_len have to equal "
             "training's; set them to 0."
         )
 
 
-# Options of torchtitan that DeepSpeed does otherwise or not at all: what to set instead.
+# torchtitan's options that DeepSpeed handles differently or not at all, with what to do instead.
 _NOT_WITH_DEEPSPEED = {
-    "parallelism.tensor_parallel_degree": "ZeRO shares out whole layers' state over all ranks",
-    "parallelism.pipeline_parallel_degree": "ZeRO shares out whole layers' state over all ranks",
+    "parallelism.tensor_parallel_degree": "ZeRO shards the state of whole layers over all ranks",
+    "parallelism.pipeline_parallel_degree": "ZeRO shards the state of whole layers over all ranks",
     "parallelism.context_parallel_degree": 'set engine = "torchtitan" for sequences that one GPU cannot hold',
-    "parallelism.data_parallel_replicate_degree": "all ranks share out one model; see deepspeed.zero_stage",
-    "parallelism.data_parallel_shard_degree": "all ranks share out one model; see deepspeed.zero_stage",
-    "parallelism.fsdp_reshard_after_forward": "it is FSDP's; see deepspeed.zero_stage",
+    "parallelism.data_parallel_replicate_degree": "one model is sharded over all ranks; see deepspeed.zero_stage",
+    "parallelism.data_parallel_shard_degree": "one model is sharded over all ranks; see deepspeed.zero_stage",
+    "parallelism.fsdp_reshard_after_forward": "it only applies to FSDP; see deepspeed.zero_stage",
     "training.enable_cpu_offload": "set deepspeed.offload_optimizer, and offload_parameters with deepspeed.zero_stage = 3",
     "training.dtype": "fp32 weights are always kept; set training.mixed_precision_param",
-    "model.converters": "ZeRO was not tried with float8",
+    "model.converters": "ZeRO is not tested with float8",
     "training.layers": "DeepSpeed keeps no fp32 copy of weights that it does not train",
-    "checkpoint.async_mode": "a checkpoint is written from the weights themselves, which the next step changes",
+    "checkpoint.async_mode": "checkpoints are written directly from the weights, which the next step changes",
 }
 
 
@@ -257,36 +257,38 @@ def _check_engine(config: JobConfig) -> None:
     for name, instead in _NOT_WITH_DEEPSPEED.items():
         value, default = map(attrgetter(name), (config, plain))
         if value != default:
-            raise ConfigError(f'{name} = {value!r} does not go with engine = "deepspeed": {instead}.')
+            raise ConfigError(f'{name} = {value!r} does not work with engine = "deepspeed": {instead}.')
     if z.offload_parameters and z.zero_stage != 3:
         raise ConfigError(
-            f"deepspeed.offload_parameters needs parameters that are shared out: set deepspeed.zero_stage = 3, not {z.zero_stage}."
+            f"deepspeed.offload_parameters needs sharded parameters: set deepspeed.zero_stage = 3, not {z.zero_stage}."
         )
     if config.compile.enable and z.zero_stage == 3:
         raise ConfigError(
-            "compile.enable does not go with deepspeed.zero_stage = 3, whose parameters torch.compile cannot trace: set it to "
+            "compile.enable does not work with deepspeed.zero_stage = 3, whose parameters torch.compile can't trace: set it to "
             "false, or deepspeed.zero_stage = 2."
         )
 
 
 MODEL_PARALLEL = ("tensor", "pipeline", "context")
-"""Parallelism over the parts of a model or sequence, as torchtitan names the degrees."""
+"""The kinds of parallelism that divide a model or a sequence, by torchtitan's names of the degrees."""
 
 
 def check_processes(config: JobConfig, processes: int) -> None:
-    """Refuses a global batch that does not divide over the data-parallel ranks of so many processes.
+    """Refuses degrees and a global batch that do not divide over this number of processes.
 
     Raises:
         ConfigError: naming the batch and the degrees.
     """
     t, p, ranks = config.training, config.parallelism, model_parallel_ranks(config)
     if processes < 1 or processes % ranks:
-        raise ConfigError(f"{processes} processes are not a multiple of the {ranks} over which a model is divided.")
+        raise ConfigError(
+            f"The number of processes, {processes}, is not a multiple of {ranks}, over which one model is divided."
+        )
     copies, replicate, shard = processes // ranks, p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     if copies % replicate or (shard != -1 and replicate * shard != copies):
         raise ConfigError(
             f"parallelism.data_parallel_replicate_degree = {replicate} and data_parallel_shard_degree = {shard} do not "
-            f"make up the {copies} data-parallel ranks of {processes} processes; -1 for the latter takes what is left."
+            f"multiply to the run's {copies} data-parallel ranks ({processes} processes); set the latter to -1 to take the rest."
         )
     if t.global_batch_size > 0 and t.global_batch_size % (t.local_batch_size * copies):
         raise ConfigError(
@@ -296,12 +298,12 @@ def check_processes(config: JobConfig, processes: int) -> None:
 
 
 def model_parallel_ranks(config: JobConfig) -> int:
-    """Processes over which one model and sequence are divided."""
+    """Number of processes over which one model and sequence are divided."""
     return math.prod(getattr(config.parallelism, f"{name}_parallel_degree") for name in MODEL_PARALLEL)
 
 
 def training_steps(config: JobConfig) -> int:
-    """Steps of the run: from `training.tokens` where given (rounded up), else `training.steps`."""
+    """Number of optimizer steps: from `training.tokens` if given (rounded up), else `training.steps`."""
     t = config.training
     if not t.tokens:
         return t.steps

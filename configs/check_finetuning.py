@@ -1,4 +1,4 @@
-"""Settings of a fine-tuning run that fit their types and still cannot be used."""
+"""Checks a fine-tuning run's settings that have the right type but cannot be used."""
 
 from operator import attrgetter
 
@@ -6,24 +6,27 @@ from farsight.configs.check import ConfigError, model_parallel_ranks
 from farsight.configs.finetuning import PROJECTIONS, FinetuneConfig
 from farsight.configs.schema import JobConfig
 
-# Sections of pre-training that mean nothing here: what to set instead.
+# Pre-training's options that have no effect in fine-tuning, with what to set instead.
 _UNSUPPORTED = {
-    "parallelism.tensor_parallel_degree": "PEFT's layers are not divided; use data_parallel_shard_degree",
+    "parallelism.tensor_parallel_degree": "PEFT's layers can't be divided; use data_parallel_shard_degree",
     "parallelism.pipeline_parallel_degree": "use data_parallel_shard_degree",
     "checkpoint.initial_load_path": "name the model directory in base_model.path",
-    "training.dtype": "what trains is fp32; the rest is in base_model.dtype",
+    "training.dtype": "trained parameters are fp32; the rest is in base_model.dtype",
     "training.mixed_precision_param": "set base_model.dtype",
     "training.tokens": "set training.epochs or training.steps",
-    "model.converters": "base_model.quantization says how linear layers are kept",
+    "model.converters": "set base_model.quantization for linear layers",
     "lr_scheduler.total_steps": "set training.steps",
     "metrics.plasticity_freq": "rows are conversations; run farsight geometry and farsight plasticity on the adapter instead",
-    "lr_scheduler.decay_ratio": "the learning rate falls from the end of its warm-up on",
-    "deepspeed.offload_parameters": "a quantised base is small; see base_model.quantization",
+    "lr_scheduler.decay_ratio": "the decay always starts right after warm-up",
+    "deepspeed.offload_parameters": "quantise the base to save memory, with base_model.quantization",
 }
 
 
 def check_base(config: FinetuneConfig, ranks: int) -> None:
-    """Refuses what fine-tuning can't do on so many ranks, once the base's shapes and positions are known.
+    """Refuses settings that fine-tuning can't use; called once the base's shapes and positions are known.
+
+    Args:
+        ranks: processes of the run.
 
     Raises:
         ConfigError: naming the option and its value.
@@ -37,13 +40,13 @@ def check_base(config: FinetuneConfig, ranks: int) -> None:
         raise ConfigError("nothing would train: set lora.enable, garfa.enable or training.layers.")
     if t.layers and config.lora.enable:
         raise ConfigError(
-            f"training.layers = {t.layers!r} trains all of these layers' weights, and lora.enable small ones beside them: "
+            f"training.layers = {t.layers!r} trains all weights of these layers, and lora.enable trains adapters instead: "
             "set lora.enable = false, or leave training.layers out and name the layers in lora.layers."
         )
     if t.layers and b.quantization != "none":
         raise ConfigError(
-            f"training.layers = {t.layers!r} trains the base's own weights, which base_model.quantization = {b.quantization!r} "
-            'cannot: set it to "none".'
+            f"training.layers = {t.layers!r} trains the base's own weights, which is not possible with "
+            f'base_model.quantization = {b.quantization!r}: set it to "none".'
         )
     if not config.lora.modules:
         raise ConfigError(
@@ -53,14 +56,14 @@ def check_base(config: FinetuneConfig, ranks: int) -> None:
     if config.early_stopping.patience and not config.validation.enable:
         raise ConfigError("early_stopping.patience needs validation: set validation.enable = true.")
     if config.lora.enable and config.lora.dora and b.quantization == "int8":
-        raise ConfigError('lora.dora does not go with base_model.quantization = "int8": set "nf4" or "none".')
+        raise ConfigError('lora.dora does not work with base_model.quantization = "int8": set "nf4" or "none".')
     shared = shares_out(config, ranks)
     _check_sharing(config, shared)
     _check_optimizer(config, shared)
 
 
 def shares_out(config: FinetuneConfig, ranks: int) -> bool:
-    """Whether FSDP shares out the weights: over data-parallel shards, and over the ranks that cut sequences."""
+    """Whether FSDP shards the weights: over data-parallel shards, and over context-parallel ranks."""
     p = config.parallelism
     shards = p.data_parallel_shard_degree
     if shards == -1:
@@ -69,32 +72,33 @@ def shares_out(config: FinetuneConfig, ranks: int) -> bool:
 
 
 def _check_sharing(config: FinetuneConfig, shared: bool) -> None:
-    """`shared`: FSDP shares the weights out."""
+    """Refuses combinations of quantisation, sharding and engine; `shared` says that FSDP shards the weights."""
     quantization = config.base_model.quantization
     if shared and quantization != "none" and config.compile.enable:
         raise ConfigError(
-            f"compile.enable does not go with base_model.quantization = {quantization!r} under FSDP, which hands out new tensors "
-            "at each pass: set it to false, or parallelism.data_parallel_replicate_degree to the number of GPUs and "
+            f"compile.enable does not work with base_model.quantization = {quantization!r} under FSDP, which makes new tensors "
+            "in each pass: set it to false, or parallelism.data_parallel_replicate_degree to the number of GPUs and "
             "data_parallel_shard_degree = 1."
         )
     if shared and quantization == "int8":
         raise ConfigError(
-            'base_model.quantization = "int8" keeps tensors that FSDP does not share out: use "nf4", or copies of the model '
+            'base_model.quantization = "int8" keeps tensors that FSDP can\'t shard: use "nf4", or copies of the model '
             "(parallelism.data_parallel_replicate_degree = the number of GPUs, data_parallel_shard_degree = 1)."
         )
     if config.training.enable_cpu_offload and quantization != "none":
         raise ConfigError(
-            f"training.enable_cpu_offload does not go with base_model.quantization = {quantization!r}, whose scales stay on the "
-            "GPU: set it to false."
+            f"training.enable_cpu_offload does not work with base_model.quantization = {quantization!r}, whose scales stay on "
+            "the GPU: set it to false."
         )
     if config.engine == "deepspeed" and config.deepspeed.zero_stage == 3:
         raise ConfigError(
-            "deepspeed.zero_stage = 3 shares out weights of one type, and here the base and what trains have two: set "
-            'zero_stage = 2, or engine = "torchtitan", which shares out both (parallelism.data_parallel_shard_degree).'
+            "deepspeed.zero_stage = 3 shards weights of one type only, and here the base and the trained parameters differ: set "
+            'zero_stage = 2, or engine = "torchtitan", which shards both (parallelism.data_parallel_shard_degree).'
         )
     if config.engine == "deepspeed" and config.training.clip != "overall":
         raise ConfigError(
-            f'training.clip = {config.training.clip!r} does not go with engine = "deepspeed", which knows one norm: set "overall".'
+            f'training.clip = {config.training.clip!r} does not work with engine = "deepspeed", which computes one norm: set '
+            '"overall".'
         )
 
 
@@ -106,7 +110,7 @@ def _check_optimizer(config: FinetuneConfig, shared: bool) -> None:
         return
     if name.startswith("Paged") and not torch.cuda.is_available():
         raise ConfigError(
-            f'optimizer.name = {name!r} pages a GPU\'s memory, and there is none: set "AdamW" or "AdamW8bit".'
+            f'optimizer.name = {name!r} pages GPU memory, and there is no GPU: set "AdamW" or "AdamW8bit".'
         )
     if config.engine == "deepspeed" or shared:
-        raise ConfigError(f'optimizer.name = {name!r} does not share out its state: set "AdamW".')
+        raise ConfigError(f'optimizer.name = {name!r} can\'t shard its state: set "AdamW".')

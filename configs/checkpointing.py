@@ -8,7 +8,7 @@ from farsight.ranges import Count, Range, Size
 
 @dataclass
 class Checkpoint:
-    """Saving, resuming, and weights to start from."""
+    """Saving, resuming, and starting from existing weights."""
 
     enable: bool = True
     """Save checkpoints, and resume from the newest."""
@@ -17,15 +17,15 @@ class Checkpoint:
     interval: Size = 500
     """Steps between saves; one more comes after the last step."""
     initial_load_path: str | None = None
-    """Model directory or checkpoint that a new run starts from; a run that has checkpoints of its own resumes
-    from those."""
+    """Model directory or checkpoint that a new run starts from; a run with checkpoints of its own resumes from those
+    instead."""
     initial_load_model_only: bool = True
-    """Take the weights alone from initial_load_path; false takes the optimizer too."""
+    """Take only the weights from initial_load_path; false takes the optimizer state too."""
     last_save_model_only: bool = False
-    """The last checkpoint keeps the optimizer too, so that a finished run can be continued."""
+    """Has to stay false: the last checkpoint keeps the optimizer too, so that a finished run can be continued."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Save while training goes on: "async" copies the state first, "async_with_pinned_mem" into pinned memory of
-    another process."""
+    """Save in the background: "async" copies the state first, "async_with_pinned_mem" into pinned memory of another
+    process."""
     keep_latest_k: Count = 2
     """Checkpoints to keep, 2 or more; 0 keeps all."""
     load_step: Annotated[int, Range(least=0, also=-1)] = -1
@@ -35,12 +35,12 @@ class Checkpoint:
     enable_first_step_checkpoint: bool = False
     """Save after the first step as well, to see early that saving works."""
     load_only: bool = False
-    """Load checkpoints and save none."""
+    """Load checkpoints but save none."""
     verify: bool = True
-    """Compare every file with its checksums before a checkpoint is used; false looks at sizes alone."""
+    """Verify every file's checksums before a checkpoint is used; false compares only sizes."""
     accept_changes: tuple[Literal["position", "optimizer"], ...] = ()
-    """What may differ from the checkpoint that the run resumes from: "position" (anything in [position]),
-    "optimizer" (numbers in [optimizer], [lr_scheduler] and fine-tuning's [garfa]). Otherwise such changes are
+    """Settings that may differ from those of the checkpoint that the run resumes from: "position" (anything in
+    [position]), "optimizer" (numbers in [optimizer], [lr_scheduler] and fine-tuning's [garfa]). All other changes are
     refused."""
     # torchtitan reads these; they have no effect, or `configs/check.py` refuses other values.
     initial_load_in_hf: bool = False

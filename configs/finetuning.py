@@ -1,7 +1,7 @@
 """Config sections of `train.py finetune`: a base model, LoRA and GARFA on chosen layers of it, and instruction data.
 
-They stand beside pre-training's, whose `[training]`, `[optimizer]`, `[parallelism]`, `[checkpoint]`, … keep their names and
-meaning. What the base says is not said again: its shapes, positions and tokenizer are read from its directory.
+They are added to pre-training's sections (`[training]`, `[optimizer]`, `[parallelism]`, `[checkpoint]`, …), which keep their
+names and meaning. The base's shapes, positions and tokenizer are read from its directory and need not be repeated.
 """
 
 from dataclasses import dataclass, field
@@ -26,16 +26,16 @@ PROJECTIONS: tuple[Projection, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "
 
 @dataclass(frozen=True)
 class Base:
-    """The model that is fine-tuned; its own weights do not change, unless `training.layers` names some."""
+    """The model to fine-tune; its own weights are frozen, except in layers named by `training.layers`."""
 
     path: str = ""
-    """Model directory of a Llama-family model: config.json, safetensors (sharded or not), tokenizer files."""
+    """Directory of a Llama-family model: config.json, safetensors (sharded or not), tokenizer files."""
     quantization: Literal["none", "nf4", "fp4", "int8"] = "nf4"
-    """How the blocks' linear layers are kept (bitsandbytes): 4-bit NormalFloat or float, 8-bit, or in `dtype`."""
+    """Storage of the blocks' linear layers (bitsandbytes): 4-bit NormalFloat or float, 8-bit, or "none" for `dtype`."""
     double_quantization: bool = True
-    """Quantise the 4-bit blocks' scales too: 0.37 bits a weight less."""
+    """Quantise the scales of 4-bit weights too, which saves 0.37 bits per weight."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of what is computed, and of all weights that are not quantised: norms, embedding and head among them."""
+    """Type of computation, and of all weights that are not quantised, such as norms, embedding and head."""
 
 
 @dataclass(frozen=True)
@@ -47,40 +47,40 @@ class Lora:
     alpha: Positive = 128.0
     dropout: PartialShare = 0.05
     modules: tuple[Projection, ...] = PROJECTIONS
-    """Linear layers of a block, by Hugging Face's names."""
+    """Linear layers of a block to adapt, by their Hugging Face names."""
     layers: str | tuple[int, ...] = "all"
     """"all"; indices ([0, 23] or "0,23:32", as in position.rules); "sensitive:10", the ten with the largest delta in
     `layer_profile`; "random:10:123", ten that are not in "sensitive:10", drawn with seed 123 (GARFA, section 4)."""
     dora: bool = False
-    """DoRA (Liu et al., 2024): a learned magnitude for each output."""
+    """DoRA (Liu et al., 2024): learn a magnitude for each output too."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) (Kalajdzievski, 2023)."""
     rank_pattern: dict[str, Size] = field(default_factory=dict)
-    """Another rank for some modules, by name or by pattern: { o_proj = 16, "layers.31.*q_proj" = 8 }."""
+    """Different ranks for some modules, by name or pattern: { o_proj = 16, "layers.31.*q_proj" = 8 }."""
     alpha_pattern: dict[str, Positive] = field(default_factory=dict)
-    """Another alpha, likewise."""
+    """Different alphas for some modules, likewise."""
 
 
 @dataclass(frozen=True)
 class GarfaTraining:
-    """GARFA: a learned factor on the RoPE base of each key/value head (GARFA paper, Eq. 12 to 14)."""
+    """GARFA: learns a factor on the RoPE base of each key/value head (GARFA paper, Eq. 12 to 14)."""
 
     enable: bool = True
     layers: str | tuple[int, ...] = "all"
-    """As lora.layers. All of them have to rotate."""
+    """As lora.layers. All of these layers must use RoPE."""
     init: Literal["identity", "paper"] = "identity"
-    """identity: w = -ln 10, so that alpha = 1 and training starts from the base's own function. paper: w = 2.2, which the
-    paper takes for 1 and which is alpha = 9.012."""
+    """identity: w = -ln 10, so that alpha = 1 and training starts from the unchanged base. paper: w = 2.2, which the paper
+    says gives 1 but which gives alpha = 9.012."""
     equation: Literal[14, 12] = 14
     """14: the base times the square root of alpha. 12: the base times alpha."""
     queries: bool = False
-    """Turn queries by their group's factor too; the paper turns keys alone."""
+    """Rotate queries with their group's factor too; the paper changes only keys."""
     lr: Positive = 1e-3
     weight_decay: NonNegative = 0.0
     warmup_ratio: Share = 0.03
-    """Share of the steps in which the learning rate rises."""
+    """Share of the steps over which the learning rate rises."""
     min_lr_factor: Share = 0.0
-    """Learning rate at the end of the cosine, over `lr`."""
+    """Learning rate at the end of the cosine, as a share of `lr`."""
 
 
 Format = Literal["auto", "alpaca", "sharegpt", "messages", "text"]
@@ -89,24 +89,25 @@ TrainOn = Literal["assistant", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionShare:
-    """What every source of instructions has."""
+    """Options common to all sources of instructions."""
 
     format: Format = "auto"
-    """Of the rows: alpaca (instruction, input, output), sharegpt (conversations of from/value), messages (role/content), or
-    text, all of which is trained; auto looks at the columns."""
+    """Format of the rows: alpaca (instruction, input, output), sharegpt (conversations of from/value), messages
+    (role/content), or text, all of which is trained on; auto detects it from the columns."""
     question: str = "instruction"
-    """Column of alpaca's instruction, where it has another name: "query" in MetaMathQA, "problem" in Magicoder's."""
+    """Column of alpaca's instruction if it has another name: "query" in MetaMathQA, "problem" in Magicoder's."""
     answer: str = "output"
     """Column of alpaca's output, likewise."""
     rows: Count = 0
-    """Take only so many rows, chosen by data.seed; 0 takes all."""
+    """Rows to use, chosen by data.seed; 0 uses all."""
     weight: Positive = 1.0
-    """Times that an epoch goes over the rows: 2 takes each twice, 0.25 a quarter of them, in each epoch the next."""
+    """How often an epoch uses each row: 2 takes each twice; 0.25 takes a quarter of them, the next quarter in the next
+    epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionJsonl(InstructionShare):
-    """One JSON object a line."""
+    """JSON Lines: one row per line."""
 
     kind: Literal["jsonl"] = "jsonl"
     path: str = ""
@@ -141,7 +142,7 @@ InstructionSource = InstructionJsonl | InstructionParquet | InstructionHub
 
 @dataclass(frozen=True)
 class InstructionData:
-    """Conversations, and how they become rows of tokens."""
+    """Conversations, and how they are turned into rows of tokens."""
 
     sources: tuple[InstructionSource, ...] = ()
     seed: int = 0
@@ -149,65 +150,65 @@ class InstructionData:
     held_out: PartialShare = 0.02
     """Share of conversations kept for validation, chosen by a hash of the text."""
     packing: bool = True
-    """Put several conversations into a row of training.seq_len tokens; false gives each a row, padded to the batch's
-    longest."""
+    """Pack several conversations into a row of training.seq_len tokens; false gives each its own row, padded to the
+    longest in the batch."""
     mask_documents: bool = True
-    """Packed conversations do not see each other, and positions restart with each."""
+    """Packed conversations do not see each other, and positions restart in each."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
-    """A conversation of more than training.seq_len tokens: cut its end off, leave it out, or stop. Counted and reported."""
+    """For conversations of more than training.seq_len tokens: cut off the end, drop them, or stop. Reported with a count."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that can't be read: stop with its file and line, or skip, count and report it."""
+    """For a row that can't be read: stop and name its file and line, or skip, count and report it."""
     train_on: TrainOn = "assistant"
-    """Turns whose tokens are trained. A turn's own "train" (true or false) wins over it."""
+    """Turns to train on. A turn's own "train" (true or false) takes precedence."""
     chat_template: str = ""
-    """A Jinja file; empty takes the tokenizer's own, or Llama 3's where it has none."""
+    """A Jinja file; empty takes the tokenizer's template, or Llama 3's if it has none."""
 
 
 @dataclass
 class FinetuneTraining(Training):
-    """torchtitan's, and how long by epochs."""
+    """Batches, steps and precision; the length of training can be given in epochs."""
 
     epochs: Positive = 1.0
-    """Passes over the data, where `steps` is 0."""
+    """Passes over the data; used if `steps` is 0."""
     steps: Count = 0
-    """Optimizer steps; 0 takes `epochs`."""
+    """Optimizer steps; 0 uses `epochs`."""
     seq_len: Size = 1024
     local_batch_size: Size = 4
     clip: Literal["overall", "group"] = "overall"
-    """Clip the norm of all gradients to max_norm, or that of LoRA's and of GARFA's each."""
+    """Clip the norm of all gradients to max_norm, or those of LoRA's and GARFA's gradients separately."""
 
 
 @dataclass
 class FinetuneOptimizer(Optimizer):
-    """Of LoRA, or of the layers in training.layers; [garfa] has its own learning rate and weight decay."""
+    """Optimizer of LoRA, or of the layers in training.layers; [garfa] has its own learning rate and weight decay."""
 
     name: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit"] = "AdamW"  # type: ignore[assignment]  # torchtitan takes any string
-    """The 8-bit and paged ones are bitsandbytes': moments in 8 bits; moments that move to the host's memory when the GPU's is
-    full."""
+    """The 8-bit and paged ones are bitsandbytes': 8-bit ones store moments in 8 bits; paged ones move them to host memory when
+    the GPU is full."""
     lr: Positive = 2e-4
     beta2: PartialShare = 0.999
-    """PyTorch's and the papers' value; pre-training takes torchtitan's 0.95."""
+    """The default of PyTorch and the papers; pre-training uses torchtitan's 0.95."""
     weight_decay: NonNegative = 0.01
 
 
 @dataclass
 class FinetuneSchedule(LRScheduler):
-    """Of LoRA, or of the layers in training.layers; [garfa] has its own."""
+    """Schedule of LoRA, or of the layers in training.layers; [garfa] has its own."""
 
     warmup_steps: Count = 0
-    """Steps in which the learning rate rises; 0 takes `warmup_ratio`."""
+    """Steps over which the learning rate rises; 0 uses `warmup_ratio`."""
     warmup_ratio: Share = 0.03
-    """Share of the steps in which the learning rate rises."""
+    """Share of the steps over which the learning rate rises."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
 
 
 @dataclass
 class FinetuneValidation(Validation):
-    """Of the conversations that `data.held_out` keeps."""
+    """Loss on the conversations that `data.held_out` keeps for validation."""
 
     freq: Size = 100
     steps: SizeOrAuto = -1
-    """Batches; -1 takes all that is held out."""
+    """Batches; -1 takes all held-out conversations."""
 
 
 @dataclass
@@ -217,7 +218,7 @@ class FinetuneMetrics(Metrics):
 
 @dataclass
 class FinetuneCheckpoint(Checkpoint):
-    """Adapters and the optimizer's state, not the base."""
+    """Checkpoints hold adapters and optimizer state, not the base."""
 
     interval: Size = 100
 
@@ -229,31 +230,31 @@ class FinetuneActivationCheckpoint(ActivationCheckpoint):
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """Ends a run whose validation loss no longer falls. The best adapter is kept in any case."""
+    """Ends a run whose validation loss no longer falls. The best adapter is always kept."""
 
     patience: Count = 0
-    """Validations in a row without a better loss that end the run; 0 never does."""
+    """End the run after this many validations in a row without a better loss; 0 never does."""
     min_delta: NonNegative = 0.0
-    """A loss that is lower by less does not count as better for `patience`."""
+    """Smallest improvement of the loss that counts for `patience`."""
 
 
 @dataclass
 class FinetuneConfig(JobConfig):
-    """Pre-training's sections with defaults for one GPU, and fine-tuning's beside them."""
+    """Pre-training's sections with defaults for one GPU, and fine-tuning's own."""
 
     base_model: Base = field(default_factory=Base)
     lora: Lora = field(default_factory=Lora)
     garfa: GarfaTraining = field(default_factory=GarfaTraining)
     layer_profile: str = ""
-    """JSON file of each layer's sensitivity, {"delta": [one number a layer]}, for "sensitive:N" and "random:N:SEED"."""
+    """JSON file with each layer's sensitivity, {"delta": [one number per layer]}, for "sensitive:N" and "random:N:SEED"."""
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     position: Position | None = None  # type: ignore[assignment]  # None until the base's is read
-    """In place of the base's, to extend its context; empty takes the base's."""
+    """Replaces the base's positions, to extend its context; leave it out to keep them."""
     merge: bool = False
-    """At the end write model/ too: the adapter merged into its base, as `farsight merge` does it."""
+    """At the end also write model/, the adapter merged into its base as by `farsight merge`."""
     trained_length: Count = 0
-    """Sequence length that positions are made for, such as SCOPE's longest scope; 0 takes the base's, or
-    training.seq_len where that is more."""
+    """Sequence length that positions are configured for, such as SCOPE's longest scope; 0 takes the base's, or
+    training.seq_len if that is longer."""
     data: InstructionData = field(default_factory=InstructionData)  # type: ignore[assignment]  # rows in place of documents
     training: FinetuneTraining = field(default_factory=FinetuneTraining)
     optimizer: FinetuneOptimizer = field(default_factory=FinetuneOptimizer)

@@ -18,9 +18,13 @@ from farsight.ranges import Range
 
 
 def help_text(sections: Sequence[str] = (), cls: type = JobConfig) -> str:
-    """Every option of the named sections (all when empty) with its type, default and meaning."""
+    """Describes every option of the named sections (all if empty): type, default and meaning.
+
+    Raises:
+        ConfigError: there is no such section.
+    """
     hints, lines = {name: _section(hint) for name, hint in typing.get_type_hints(cls).items()}, []
-    # Options of no section first: after a section they would look like its own.
+    # Top-level options first: after a section they would look like part of it.
     for field in sorted(dataclasses.fields(cls), key=lambda f: dataclasses.is_dataclass(hints[f.name])):
         if sections and field.name not in sections:
             continue
@@ -35,7 +39,7 @@ def help_text(sections: Sequence[str] = (), cls: type = JobConfig) -> str:
 
 
 def _section(hint: typing.Any) -> typing.Any:
-    """The dataclass of a section that may be left out, or the hint as it is."""
+    """The dataclass of an optional section, or else the hint unchanged."""
     kinds = [a for a in get_args(hint) if a is not type(None)]
     return kinds[0] if len(kinds) == 1 and dataclasses.is_dataclass(kinds[0]) else hint
 
@@ -70,7 +74,7 @@ def _option_help(
 
 
 def _ranges(cls: type) -> dict[str, Range]:
-    """The range of each field that declares one, of an optional field or of a list's items too."""
+    """The range of each field that declares one, including optional fields and items of lists."""
 
     def declared(hint: typing.Any) -> Range | None:
         if get_origin(hint) is typing.Annotated:
@@ -82,14 +86,14 @@ def _ranges(cls: type) -> dict[str, Range]:
 
 
 def _first_line(cls: type) -> str:
-    """First line of the docstring; Python gives dataclasses without one their signature, which is left out."""
+    """First line of the docstring, or "" for the signature that Python gives to dataclasses without one."""
     doc = inspect.getdoc(cls) or ""
     return "" if doc.startswith(f"{cls.__name__}(") else doc.partition("\n")[0]
 
 
 @functools.cache
 def _field_docs(cls: type) -> dict[str, str]:
-    """The string that follows each field in the source of a dataclass and its bases, as torchtitan documents fields."""
+    """The docstring after each field in the source of a dataclass and its bases."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base) or base.__module__ not in sys.modules:

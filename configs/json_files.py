@@ -1,4 +1,4 @@
-"""JSON files that others wrote: whatever is in them, an error is a sentence that names the file."""
+"""Reads JSON files from outside; whatever they contain, errors are one sentence that names the file."""
 
 import json
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from farsight.configs.check import ConfigError
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file's JSON object.
+    """Reads a file that holds one JSON object.
 
     Raises:
-        ConfigError: no such file, one that can't be read, or one that holds something else.
+        ConfigError: the file does not exist, can't be read, or holds something else.
     """
     try:
         values = json.loads(path.read_bytes().decode("utf-8"))
@@ -22,13 +22,13 @@ def read_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise ConfigError(f"{path} is not valid JSON ({error}). Copy it again.") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {_shown(values)}, and not a JSON object.")
+        raise ConfigError(f"{path} holds {_shown(values)}, not a JSON object.")
     return values
 
 
 @contextmanager
 def fields_of(path: Path) -> Iterator[None]:
-    """Turns missing fields and fields of the wrong type into errors that name the file.
+    """Turns errors caused by missing or wrongly typed fields into ones that name the file.
 
     Raises:
         ConfigError: in place of the KeyError, TypeError or AttributeError that such a field causes.

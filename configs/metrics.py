@@ -1,4 +1,4 @@
-"""The config section on what a run reports, and what its plasticity settings have to fulfil."""
+"""The config section on what a run reports, and the check of its plasticity settings."""
 
 from dataclasses import dataclass
 
@@ -10,22 +10,22 @@ class Metrics:
     """What a run reports, and how often."""
 
     log_freq: Size = 10
-    """Steps between logged steps."""
+    """Log every this many steps."""
     enable_tensorboard: bool = True
     """Write TensorBoard events beside metrics.jsonl."""
     save_tb_folder: str = "tb"
     """Folder for TensorBoard events, inside the run folder."""
     plasticity_freq: Count = 0
     """Steps between measurements of positional bias and attention plasticity (docs/analysis/live.md); one more
-    comes before the first step and one after the last. 0 measures nothing."""
+    comes before the first step and one after the last. 0 disables them."""
     plasticity_heads: Size = 4
-    """Query heads of each layer that are measured, the same ones each time."""
+    """Query heads measured in each layer, the same ones each time."""
     plasticity_sequences: Size = 8
-    """Held-out sequences of training.seq_len tokens that they read, the same ones each time."""
+    """Held-out sequences of training.seq_len tokens to measure on, the same ones each time."""
     plasticity_buckets: Size = 16
-    """Into how many of equal width these sequences are cut, 8 or more."""
+    """Buckets of equal width that positions are divided into, 8 or more."""
     plasticity_tokens: Positive = 4.0
-    """Tokens kept of each bucket and sequence, in expectation."""
+    """Expected number of tokens sampled per bucket and sequence."""
     # torchtitan reads these; `configs/check.py` refuses other values.
     disable_color_printing: bool = False
     save_for_all_ranks: bool = False
@@ -33,16 +33,17 @@ class Metrics:
 
 
 LEAST_BUCKETS = 8
-"""With fewer, none but the skipped first bucket has its middle in the first 20 % of positions."""
+"""With fewer, only the first bucket, which is skipped, has its middle in the first 20 % of positions."""
 LEAST_QUERIES = 8
-"""Of a bucket, for their spread to be worth measuring."""
+"""Queries that a bucket needs for their spread to be worth measuring."""
 
 
 def check_plasticity(metrics: Metrics, seq_len: int, heads: int) -> str | None:
-    """What is wrong with the plasticity settings, or None.
+    """Returns what is wrong with the plasticity settings, or None.
 
     Args:
-        heads: query heads of a layer.
+        seq_len: tokens per training sequence.
+        heads: query heads per layer.
     """
     m = metrics
     if m.plasticity_freq < 0:
@@ -50,7 +51,7 @@ def check_plasticity(metrics: Metrics, seq_len: int, heads: int) -> str | None:
     if not m.plasticity_freq:
         return None
     if not 1 <= m.plasticity_heads <= heads:
-        return f"metrics.plasticity_heads = {m.plasticity_heads}: a layer has {heads}; set from 1 to that."
+        return f"metrics.plasticity_heads = {m.plasticity_heads}: a layer has {heads}; set 1 to {heads}."
     if m.plasticity_buckets < LEAST_BUCKETS:
         return (
             f"metrics.plasticity_buckets = {m.plasticity_buckets}: the first bucket has no earlier keys, and no other would "

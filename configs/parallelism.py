@@ -1,4 +1,4 @@
-"""Config sections about ranks: parallelism, their communication, and DeepSpeed as the engine."""
+"""Config sections on ranks: parallelism, communication, and DeepSpeed."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,31 +11,31 @@ class Parallelism:
     """How the model, the sequences and the batch are divided over ranks."""
 
     data_parallel_replicate_degree: Size = 1
-    """Copies of the model: above 1 with data_parallel_shard_degree = 1 it is DDP, with more HSDP."""
+    """Copies of the model: more than 1 is DDP if data_parallel_shard_degree = 1, and HSDP if that is more too."""
     data_parallel_shard_degree: SizeOrAuto = -1
-    """Ranks over which FSDP shards the model; -1 takes those that the other degrees leave."""
+    """Ranks over which FSDP shards the model; -1 takes all that the other degrees leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP frees gathered parameters after the forward pass: "default" does so except under pipeline
     parallelism."""
     tensor_parallel_degree: Size = 1
-    """Ranks over which each layer's matrices are divided; sequence parallelism comes with it."""
+    """Ranks over which each layer's matrices are divided; includes sequence parallelism."""
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor parallelism's traffic with matrix products; a pass of torch.compile."""
+    """Overlap tensor parallelism's traffic with matrix products; needs torch.compile."""
     pipeline_parallel_degree: Size = 1
     """Ranks over which the layers are divided as a pipeline."""
     pipeline_parallel_schedule: Literal[
         "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
     ] = "1F1B"
-    """Order in which micro-batches pass through the stages. "1F1B" has one stage a rank; the interleaved ones
-    several, and less idle time; the zero-bubble ones fill it with weight gradients ("ZBVZeroBubble": two stages a
-    rank, the first and the last on the same)."""
+    """Order in which micro-batches pass through the stages. "1F1B" and "GPipe" have one stage per rank; the interleaved
+    schedules have several, which leaves less idle time; the zero-bubble ones fill that with weight gradients
+    ("ZBVZeroBubble" has two stages per rank, with the first and the last on the same one)."""
     pipeline_parallel_microbatch_size: Size = 1
-    """Sequences in one of a pipeline's micro-batches."""
+    """Sequences per micro-batch of a pipeline."""
     context_parallel_degree: Size = 1
     """Ranks over which each sequence is divided."""
     context_parallel_load_balancer: Literal["zigzag", "contiguous"] = "zigzag"
-    """How sequences are cut over context-parallel ranks: "zigzag" gives each a span from the front and one from
-    the back, so that all have equally much before theirs; "contiguous" one span, and a little less to exchange."""
+    """How sequences are split over context-parallel ranks: "zigzag" gives each rank a span from the front and one from
+    the back, which balances causal attention; "contiguous" gives one span, and a little less to exchange."""
     pipeline_parallel_stages_per_rank: Count = 0
     """Stages on each rank; 0 takes 1, or 2 where the schedule interleaves. Layers are split over stages by their
     FLOPs."""
@@ -66,18 +66,18 @@ class Comm:
     save_traces_folder: str = "comm_traces"
     """Folder for the flight recorder's traces, inside the run folder."""
     save_traces_file_prefix: str = "rank_"
-    """How their names begin."""
+    """Prefix of the trace files' names."""
     # torchtitan reads these; `configs/check.py` refuses other values.
     mode: Literal["default", "fake_backend", "local_tensor"] = "default"
 
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """What `engine = "deepspeed"` shares out; precision, clipping, batches and the optimizer are torchtitan's sections."""
+    """What `engine = "deepspeed"` shards; precision, clipping, batches and the optimizer stay in torchtitan's sections."""
 
     zero_stage: Literal[1, 2, 3] = 2
-    """ZeRO (Rajbhandari et al., 2020): ranks share out the optimizer's state (1), gradients too (2), parameters too (3)."""
+    """ZeRO (Rajbhandari et al., 2020): shards the optimizer state (1), gradients too (2), parameters too (3)."""
     offload_optimizer: bool = False
-    """Keep the optimizer's state and fp32 weights in host memory, and step there."""
+    """Keep the optimizer state and fp32 weights in host memory, and step there."""
     offload_parameters: bool = False
     """Keep the parameters in host memory; stage 3 only."""

@@ -1,9 +1,9 @@
-"""Farsight's own config sections: what a model is, how it knows position, what it reads.
+"""Farsight's own config sections: architecture, positions, tokenizer and data; and `JobConfig`, which holds all sections.
 
 torchtitan's sections (`job`, `training`, `optimizer`, `parallelism`, …) keep their names and meaning;
-the sections here stand beside them in the same TOML file. Every class is frozen, and there is one class
-for each kind of RoPE, head scope, bias and source, chosen by its `kind`: no class carries another kind's
-fields. `configs/load.py` turns TOML and command line into these and refuses what does not fit.
+the sections here stand beside them in the same TOML file. Every class is frozen. Each kind of RoPE, head
+scope, bias and source has a class of its own, selected by `kind`, so no class carries another kind's
+fields. `configs/load.py` builds these from TOML and the command line and refuses what does not fit.
 A number's range is declared with its type (`farsight/ranges.py`).
 
 Units: lengths and scopes are tokens; layers and heads count from 0.
@@ -48,7 +48,7 @@ class Architecture:
     """Shape of a Llama-style decoder. `model.flavor` fills it from `configs/sizes/<flavor>.toml`."""
 
     vocab_size: Annotated[int, Range(least=0, most=2**24)] = 2048
-    """Rows of the embedding; 0 takes the tokenizer's own size, rounded up to a multiple of 64."""
+    """Rows of the embedding; 0 takes the tokenizer's size, rounded up to a multiple of 64."""
     dim: Dim = 128
     """Model dimension D."""
     n_layers: Annotated[int, Range(least=1, most=10_000)] = 4
@@ -57,7 +57,7 @@ class Architecture:
     n_kv_heads: Dim = 8
     """Key/value heads K; N must be a multiple of it."""
     head_dim: Dim = 16
-    """Head dimension H, even; its own field because N·H need not equal D."""
+    """Head dimension H, even; a separate field because N·H need not equal D."""
     ffn_dim: Dim = 384
     """Hidden dimension of the SwiGLU feed-forward."""
     norm_eps: Positive = 1e-5
@@ -72,7 +72,7 @@ class Architecture:
 logger = logging.getLogger("farsight")
 
 
-# ── What rotates: one class a kind ────────────────────────────────────────────────────────────────────
+# ── Rotary embeddings, one class per kind ─────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class LongRope:
-    """LongRoPE (Ding et al., 2024) with given per-dimension factors, H/2 of each."""
+    """LongRoPE (Ding et al., 2024) with given per-dimension factors: H/2 short and H/2 long ones."""
 
     kind: Literal["longrope"] = "longrope"
     theta: Positive = 10000.0
@@ -156,9 +156,9 @@ class LongRope:
     short_factor: tuple[Positive, ...] = ()
     """Used for sequences up to `original_length`."""
     long_factor: tuple[Positive, ...] = ()
-    """Used beyond it."""
+    """Used for longer sequences."""
     factor: Positive = 1.0
-    """Extended over original length; only the attention factor depends on it."""
+    """Extended length over original length; only the attention factor depends on it."""
     attention_factor: Positive | None = None
     """None: sqrt(1 + ln(factor) / ln(original_length)), 1 when factor ≤ 1."""
 
@@ -183,7 +183,7 @@ class Lasp:
     """L_anchor: the scale reaches s_max here, and the base starts to grow."""
 
 
-# ── What a head sees ──────────────────────────────────────────────────────────────────────────────────
+# ── Head scopes and biases ────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """Every head sees the last `window` tokens, itself included."""
+    """Every head sees the last `window` tokens, the current one included."""
 
     kind: Literal["window"] = "window"
     window: Size = 4096
@@ -247,7 +247,7 @@ class LayerRule:
 
 @dataclass(frozen=True)
 class GarfaLayer:
-    """What GARFA learned in a layer."""
+    """The factors that GARFA learned in one layer."""
 
     layer: Count = 0
     raw: tuple[float, ...] = ()
@@ -256,28 +256,28 @@ class GarfaLayer:
 
 @dataclass(frozen=True)
 class Garfa:
-    """A factor on the RoPE base of each key/value head, as fine-tuning learned it."""
+    """Factors on the RoPE base, one per key/value head, learned in fine-tuning."""
 
     equation: Literal[14, 12] = 14
     """14: the base times the square root of alpha. 12: the base times alpha."""
     queries: bool = False
-    """Queries are turned by their group's factor too, and not keys alone."""
+    """Rotate queries with their group's factor too, not only keys."""
     layers: tuple[GarfaLayer, ...] = ()
 
 
 @dataclass(frozen=True)
 class Position:
-    """How the model knows position. Rotation, scope and bias are independent, and layers may differ."""
+    """The model's position encoding. Rotation, scope and bias are independent, and layers may differ."""
 
     embedding: Literal["none", "sinusoidal"] = "none"
-    """What is added to the token embeddings."""
+    """Position embedding added to the token embeddings."""
     rotary: Rotary = field(default_factory=Rope)
     lasp: Lasp | None = None
     heads: Heads = field(default_factory=Dense)
     bias: Bias = field(default_factory=NoBias)
     rules: tuple[LayerRule, ...] = ()
     garfa: Garfa | None = None
-    """Written by merging an adapter; training one is `train.py finetune`."""
+    """Written when an adapter is merged; `train.py finetune` trains one."""
 
 
 # ── Data ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -286,28 +286,28 @@ class Position:
 @dataclass(frozen=True)
 class Tokenizer:
     kind: Literal["auto", "bytes", "sentencepiece", "huggingface"] = "auto"
-    """auto: by the files in `path`; without a path, a sentencepiece model trained on the data."""
+    """auto: detected from the files in `path`; without a path, a sentencepiece model trained on the data."""
     path: str = ""
     """A tokenizer file, or a directory with tokenizer.json or tokenizer.model."""
     vocab_size: Size = 2048
-    """Of a sentencepiece model trained here."""
+    """Size of a sentencepiece model trained by the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceShare:
-    """What every source has."""
+    """Options common to all sources."""
 
     weight: Positive = 1.0
     """Share of the tokens drawn from this source, relative to the other sources' weights."""
     min_tokens: Count = 0
-    """Leave out documents of fewer tokens, bos and eos not counted; 0 takes all."""
+    """Skip documents with fewer tokens, not counting bos and eos; 0 keeps all."""
     max_tokens: Count = 0
-    """Leave out documents of more tokens; 0 takes all."""
+    """Skip documents with more tokens; 0 keeps all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StdlibSource(SourceShare):
-    """The source files of this Python's standard library: real text, on every machine."""
+    """Source files of Python's standard library: real text that every machine has."""
 
     kind: Literal["stdlib"] = "stdlib"
 
@@ -323,24 +323,24 @@ class TextSource(SourceShare):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlSource(SourceShare):
-    """One JSON object a line, one document each."""
+    """JSON Lines, one document per line."""
 
     kind: Literal["jsonl"] = "jsonl"
     path: str = ""
     """A file or a glob."""
     field: str = "text"
-    """Key of the text."""
+    """Key that holds the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSource(SourceShare):
-    """Parquet files, one row a document."""
+    """Parquet files, one document per row."""
 
     kind: Literal["parquet"] = "parquet"
     path: str = ""
     """A file or a glob."""
     field: str = "text"
-    """Column of the text."""
+    """Column that holds the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,7 +356,7 @@ class HubSource(SourceShare):
     data_files: str = ""
     """A file or a glob, local or a URL."""
     field: str = "text"
-    """Column of the text."""
+    """Column that holds the text."""
 
 
 Source = StdlibSource | TextSource | JsonlSource | ParquetSource | HubSource
@@ -368,19 +368,19 @@ class Data:
     seed: int = 0
     """Orders documents and draws sources. The same seed gives the same global batches on any number of ranks."""
     mask_documents: bool = True
-    """Tokens see only their own document, and positions restart with it; false lets packed documents see each other."""
+    """Tokens see only their own document, and positions restart in each; false lets packed documents see each other."""
     on_bad_row: Literal["error", "skip"] = "error"
-    """A row that can't be read: stop with its file and line, or skip, count and report it."""
+    """For a row that can't be read: stop and name its file and line, or skip, count and report it."""
     held_out: PartialShare = 0.01
     """Share of documents kept for validation, chosen by a hash of the text."""
 
 
-# ── The whole ─────────────────────────────────────────────────────────────────────────────────────────
+# ── The complete config ───────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
 class JobConfig:
-    """torchtitan's sections with our defaults, and ours beside them."""
+    """torchtitan's sections with our defaults, and our own."""
 
     job: Job = field(default_factory=Job)
     profiling: Profiling = field(default_factory=Profiling)
@@ -401,7 +401,7 @@ class JobConfig:
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
     engine: Literal["torchtitan", "deepspeed"] = "torchtitan"
-    """What shares out the model and steps: torchtitan (every layout of [parallelism]) or DeepSpeed (ZeRO 1 to 3)."""
+    """What shards the model and runs the steps: torchtitan (every layout of [parallelism]) or DeepSpeed (ZeRO 1 to 3)."""
     architecture: Architecture = field(default_factory=Architecture)
     position: Position = field(default_factory=Position)
     attention: Attention = field(default_factory=Attention)
@@ -412,16 +412,16 @@ class JobConfig:
 
     @property
     def model_length(self) -> int:
-        """Sequence length that the model's positions are made for."""
+        """Sequence length, in tokens, that the model's positions are configured for."""
         return self.training.seq_len
 
     @property
     def warmup_steps(self) -> int:
-        """Steps in which the learning rate rises."""
+        """Steps over which the learning rate rises."""
         return self.lr_scheduler.warmup_steps
 
     def maybe_log(self) -> None:
-        """Prints the config, or writes it as JSON, where [job] asks for it; torchtitan's trainer calls this."""
+        """Prints the config, or writes it as JSON, if [job] asks for it; torchtitan's trainer calls this."""
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
         if self.job.print_config:
             logger.info(text)

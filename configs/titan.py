@@ -1,5 +1,5 @@
-"""Sections of torchtitan that its trainer reads. All but [quantize.linear.float8] keep their defaults: `configs/check.py` refuses
-other values, or they have no effect on these models."""
+"""Config sections that torchtitan's trainer reads. Only [quantize.linear.float8] can be set: `configs/check.py` refuses other
+values of the rest, or they have no effect on these models."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,7 +22,7 @@ class Float8Linear:
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """How tensors are scaled; None is "tensorwise"."""
     filter_fqns: list[str] = field(default_factory=list)
-    """Modules that stay in their own type; so do those whose sizes are no multiples of 16."""
+    """Modules to leave in their own type; those whose sizes are not multiples of 16 always stay so."""
     emulate: bool = False
     """Emulate float8 on hardware without it; for tests."""
 

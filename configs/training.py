@@ -1,4 +1,4 @@
-"""Config sections of a training run, under torchtitan's names where the meaning is the same."""
+"""Config sections of a training run; options that mean the same as torchtitan's keep its names."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -12,27 +12,27 @@ class Job:
     """The run itself: its config file and its folder."""
 
     config_file: str | None = None
-    """TOML file to read; command-line options win over it."""
+    """TOML file to read; command-line options override it."""
     dump_folder: str = ""
-    """Run folder: everything the run writes goes here. Empty: runs/<config file's name>."""
+    """Run folder: everything the run writes goes here. Empty: runs/<name of the config file>."""
     description: str = "Farsight"
     """What the log and the run's files call it."""
     print_config: bool = False
     """Print the whole config at the start."""
     save_config_file: str | None = None
-    """Also write the config as JSON to this file of the run folder."""
+    """Also write the config as JSON to this file in the run folder."""
     # torchtitan reads these; they have no effect, or `configs/check.py` refuses other values.
     custom_config_module: str = ""
 
 
 @dataclass
 class Model:
-    """The model's size, and what converts its layers."""
+    """The model's size, and conversion of its layers to float8."""
 
     flavor: str = ""
-    """A size: the name of a file in configs/sizes/. Empty takes [architecture] as it stands."""
+    """Model size: the name of a file in configs/sizes/. Empty uses [architecture] as it is."""
     hf_assets_path: str = ""
-    """Not used: the tokenizer is named in [tokenizer], weights to start from in [checkpoint] initial_load_path."""
+    """Not used: set tokenizer.path, and checkpoint.initial_load_path for weights to start from."""
     converters: list[str] = field(default_factory=list)
     """["quantize.linear.float8"] computes the blocks' linear layers in float8 (GPUs of compute capability 8.9 or
     more, with the package torchao); [quantize.linear.float8] says how they are scaled. Head, embedding and norms
@@ -49,12 +49,12 @@ class Training:
     """Batches, steps and precision."""
 
     local_batch_size: Size = 8
-    """Sequences on a rank at a time."""
+    """Sequences that a rank processes at a time."""
     global_batch_size: SizeOrAuto = -1
-    """Sequences in an optimizer step, over all ranks and accumulated passes; -1 takes local_batch_size on every
+    """Sequences per optimizer step, over all ranks and accumulated passes; -1 takes local_batch_size on every
     data-parallel rank."""
     seq_len: Size = 2048
-    """Tokens of a sequence."""
+    """Tokens per sequence."""
     max_norm: Positive = 1.0
     """Gradients are clipped to this norm."""
     steps: Size = 10000
@@ -64,17 +64,17 @@ class Training:
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Type of parameters, gradients and optimizer state. "bfloat16" keeps no fp32 copy of the weights."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type in which layers compute, by FSDP or by autocast."""
+    """Type in which layers compute, through FSDP or autocast."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Type in which FSDP sums gradients."""
     gc_freq: Size = 50
-    """Steps between Python garbage collections, which all ranks do together."""
+    """Steps between Python garbage collections, which all ranks run at the same step."""
     gc_debug: bool = False
     """Collect garbage at every step and report reference cycles that hold GPU tensors."""
     tokens: NonNegative = 0.0
     """Length of training in tokens; sets `steps` from the global batch size and sequence length. 0 uses `steps`."""
     layers: str = ""
-    """Train these layers alone ("0:8", "-8:", as in position.rules); all other parameters stay as they started."""
+    """Train only these layers ("0:8", "-8:", as in position.rules); all other parameters keep their initial values."""
     # torchtitan reads these; `configs/check.py` refuses other values.
     dataset: str = "c4_test"
     dataset_path: str | None = None
@@ -83,7 +83,7 @@ class Training:
 
 @dataclass
 class Optimizer:
-    """AdamW or Adam over all weights that train."""
+    """AdamW or Adam over all trained weights."""
 
     name: Literal["AdamW", "Adam"] = "AdamW"
     lr: Positive = 0.0008
@@ -104,19 +104,19 @@ class Optimizer:
 
 @dataclass
 class LRScheduler:
-    """The learning rate over the steps: warm-up, a constant stretch, decay."""
+    """Learning-rate schedule: warm-up, a constant phase, decay."""
 
     warmup_steps: Count = 200
-    """Steps in which the rate rises from 0."""
+    """Steps over which the rate rises from 0."""
     total_steps: Size | None = None
     """Length of the schedule in steps; None takes training.steps. A longer one leaves the decay unfinished."""
     decay_ratio: Share | None = None
-    """Share of the steps in which the rate decays, at the end; it is constant before. None decays right after
-    warm-up."""
+    """Share of the steps, at the end, over which the rate decays; before that it is constant. None: the decay starts
+    right after warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Share = 0.0
-    """Share of optimizer.lr at which the decay ends."""
+    """Learning rate at the end of the decay, as a share of optimizer.lr."""
 
 
 @dataclass
@@ -127,17 +127,17 @@ class ActivationCheckpoint:
     """"full" recomputes whole blocks, "selective" part of them, "memory_budget" leaves the choice to
     torch.compile."""
     selective_ac_option: str = "2"
-    """With "selective": "op" recomputes all but expensive operations, a number every n-th block."""
+    """With "selective": "op" recomputes all but expensive operations, a number n every n-th block."""
     per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=lambda: ["moe.router.gate"])
-    """With "op": modules whose matrix products are recomputed all the same."""
+    """With "op": modules whose matrix products are recomputed even so."""
     early_stop: bool = False
-    """Stop recomputing as soon as all needed activations are there."""
+    """Stop recomputing as soon as all needed activations exist."""
     memory_budget: Share = 0.5
     """With "memory_budget": 0 keeps what "full" would keep, 1 all that the compiled forward pass keeps."""
     visualize_memory_budget_pareto: bool = False
-    """Draw time over memory for all budgets into the run folder."""
+    """Plot run time against memory for all budgets, in the run folder."""
     preserve_rng_state: bool = True
-    """Recompute with the same random numbers; it takes time."""
+    """Recompute with the same random numbers; this takes time."""
     determinism_check: str = "default"
     """How PyTorch compares recomputed tensors: "default" or "none"."""
     debug: bool = False
@@ -159,10 +159,10 @@ class Loss:
 
 @dataclass
 class Validation:
-    """The loss of held-out documents, measured while training goes on."""
+    """The loss on held-out documents, measured during training."""
 
     enable: bool = True
-    """Measure the loss of held-out documents."""
+    """Measure the loss on held-out documents."""
     local_batch_size: Count = 0
     """0 takes training.local_batch_size."""
     seq_len: Count = 0
@@ -184,7 +184,7 @@ class Compile:
     enable: bool = False
     """Compile the model with torch.compile."""
     components: list[str] = field(default_factory=lambda: ["model"])
-    """What `torch.compile` takes; "model" compiles block by block."""
+    """What to compile; "model" compiles block by block."""
     backend: str = "inductor"
     """torch.compile's backend."""
 
@@ -202,7 +202,7 @@ class Profiling:
     profiler_active: Size = 1
     """Steps in a trace."""
     profiler_warmup: Count = 3
-    """Steps that the profiler runs before each trace without keeping them."""
+    """Steps before each trace that the profiler runs but does not keep."""
     enable_memory_snapshot: bool = False
     """Write snapshots of the GPU's memory."""
     save_memory_snapshot_folder: str = "memory_snapshot"
@@ -216,8 +216,8 @@ class Debug:
     seed: Count | None = 0
     """Seeds the initial weights."""
     deterministic: bool = False
-    """Use deterministic algorithms where there are any."""
+    """Use deterministic algorithms where they exist."""
     deterministic_warn_only: bool = False
-    """Warn of operations that have none, instead of failing."""
+    """Warn about operations that have none, instead of failing."""
     # torchtitan reads these; they have no effect, or `configs/check.py` refuses other values.
     moe_force_load_balance: bool = False

@@ -1,4 +1,4 @@
-"""`python -m farsight COMMAND …`, as the installed command `farsight`."""
+"""`python -m farsight COMMAND …`, the same as the installed command `farsight`."""
 
 import sys
 

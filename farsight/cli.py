@@ -1,7 +1,7 @@
 """Error handling and argument types shared by all command-line tools.
 
-Bad input ends a tool with one sentence and status 2. Any other error is a fault of Farsight's: it ends with status 1 and one
-line that asks for a report, and the traceback goes into a file.
+Bad input ends a tool with one sentence and status 2. Any other error is a fault in Farsight: the tool ends with status 1 and a
+line that asks for a report, and writes the traceback to a file.
 """
 
 import argparse
@@ -17,39 +17,30 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 from farsight.errors import UserError
 from farsight.extras import how_to_install
+from farsight.process import EXIT_CTRL_C, EXIT_INPUT, EXIT_UNEXPECTED
 from farsight.ranges import Range
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-EXIT_UNEXPECTED = 1
-"""A fault in Farsight; the traceback is in a file."""
-EXIT_INPUT = 2
-"""Input, data or a setting that can't be used."""
-EXIT_CTRL_C = 130
-"""Ctrl-C, as shells report it."""
-
-OUT_OF_MEMORY = (
-    "The device ran out of memory: use shorter sequences or fewer of them together (--chunk 256 and --rows, where the tool has "
-    "them)."
-)
+OUT_OF_MEMORY = "The device ran out of memory: use shorter sequences or fewer at a time (--chunk 256 and --rows, if the tool has them)."
 
 _ROOT = Path(__file__).parent.parent
 
 
 def command(main: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a tool's `main`: errors become `SystemExit` with a sentence on stderr and a status."""
+    """Decorates a tool's `main`: prints errors as one sentence on stderr and turns them into `SystemExit` with a status."""
 
     @functools.wraps(main)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             result = main(*args, **kwargs)
-            sys.stdout.flush()  # here, where a reader that is gone can be told
+            sys.stdout.flush()  # so that a closed pipe raises here and not at exit
             return result
         except KeyboardInterrupt:
             refuse("stopped by Ctrl-C", EXIT_CTRL_C)
         except BrokenPipeError:
-            # What reads our output (`head`, say) has seen enough. Python would complain again while it exits.
+            # The reader of our output (`head`, say) has closed the pipe. Python would complain again as it exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(EXIT_UNEXPECTED) from None
         except Exception as error:
@@ -62,7 +53,11 @@ def command(main: Callable[P, T]) -> Callable[P, T]:
 
 
 def refuse(sentence: str, status: int = EXIT_INPUT, cause: BaseException | None = None) -> NoReturn:
-    """Prints a sentence to stderr and ends the tool with a status."""
+    """Prints a sentence to stderr and ends the tool with a status.
+
+    Raises:
+        SystemExit: always; `cause` is set as its cause.
+    """
     print(sentence, file=sys.stderr, flush=True)
     stop = SystemExit(sentence)
     stop.code = status
@@ -80,24 +75,24 @@ def explain(error: BaseException) -> str | None:
         return f"{place}{error.strerror}."
     if type(error).__name__ == "OutOfMemoryError":
         return OUT_OF_MEMORY
-    # The packages raise ValueError for what a user set, and assert for what only a bug can cause.
+    # Our own code raises ValueError for bad settings, and asserts what only a bug can break.
     if type(error) is ValueError and _raised_here(error):
         return str(error)
     return None
 
 
 def _raised_here(error: BaseException) -> bool:
-    """Whether a `raise` of our own code is where it comes from, and not a library."""
+    """Whether the error comes from a `raise` in our own code and not from a library."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = Path(last.filename).is_relative_to(_ROOT) and "site-packages" not in last.filename
     return ours and (last.line or "").startswith("raise ")
 
 
 def report_unexpected(error: BaseException, folder: Path | None = None) -> str:
-    """Writes the traceback into a file and returns the line that says so.
+    """Writes the traceback to a file and returns the line that says so.
 
     Args:
-        folder: where the file goes; the working directory by default. Without room there, the traceback is in the line.
+        folder: folder for the file; the working directory by default. If it can't be written, the traceback is returned too.
     """
     rank = os.environ.get("RANK")
     name = f"farsight-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
@@ -130,14 +125,15 @@ def bounded(
     """An argparse type for finite numbers in a range.
 
     Args:
-        least, most: the bounds, included.
-        above, below: the bounds, not included.
+        kind: the number's type.
+        least, most: inclusive bounds.
+        above, below: exclusive bounds.
     """
     span = Range(least=least, most=most, above=above, below=below)
 
     def parse(text: str) -> int | float:
         try:
-            # 2e9 is how people write large counts.
+            # People write large counts as 2e9.
             written_out = kind is float or text.lstrip("+-").isdigit() or not float(text).is_integer()
             value = kind(text) if written_out else int(float(text))
         except (ValueError, OverflowError):
@@ -150,26 +146,24 @@ def bounded(
 
 
 positive = bounded(int, least=1)
-"""An option's whole number of 1 or more."""
+"""An argparse type for whole numbers of 1 or more."""
 
 
 def device(text: str) -> str:
-    """An argparse type for a device that this machine has."""
+    """An argparse type for the name of a device that this machine has."""
     import torch
 
     try:
         asked = torch.device(text)
     except RuntimeError:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no device; write cpu, cuda, or cuda:1 for the second GPU"
+            f"{text!r} is not a device; write cpu, cuda, or cuda:1 for the second GPU"
         ) from None
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if here is not None else 0
     if asked.type != "cpu" and (here is None or asked.type != here.type or (asked.index or 0) >= count):
         there = f"{count} of type {here.type}" if here is not None else "no accelerator"
-        raise argparse.ArgumentTypeError(
-            f"{text}: this machine has {there}, as torch {torch.__version__} sees it; use cpu"
-        )
+        raise argparse.ArgumentTypeError(f"{text}: torch {torch.__version__} finds {there} on this machine; use cpu")
     return text
 
 

@@ -1,4 +1,4 @@
-"""Errors that are addressed to the person at the terminal."""
+"""Errors whose message is meant for the user."""
 
 import difflib
 from collections.abc import Collection
@@ -9,11 +9,14 @@ class UserError(ValueError):
 
 
 class NonFiniteError(RuntimeError):
-    """A loss, a gradient norm or weights that are infinite or NaN."""
+    """A loss, gradient norm or weights that are infinite or NaN."""
 
 
 def nearest(name: str, known: Collection[str], say_known: bool = True) -> str:
-    """Returns " Did you mean …?" with the known name most like a mistyped one, or else the known names."""
+    """Returns " Did you mean …?" with the known name closest to a mistyped one.
+
+    If none is close, returns the list of known names, or "" if `say_known` is false.
+    """
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if match:
         return f" Did you mean {match[0]!r}?"
@@ -24,5 +27,5 @@ class SaveError(RuntimeError):
     """A checkpoint could not be written."""
 
 
-class Interrupted(Exception):  # noqa: N818  it is how a run may end, and no error
-    """A signal asked the run to stop, and its state is saved."""
+class Interrupted(Exception):  # noqa: N818  a way for a run to end, not an error
+    """A signal asked the run to stop, and its state has been saved."""

@@ -1,4 +1,4 @@
-"""Files and folders that are written whole or not at all, and never over what somebody else wrote."""
+"""Writing files and folders atomically, and never over files that Farsight did not write."""
 
 import os
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from farsight.errors import UserError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; of several nodes that write the same text, the last one wins."""
+    """Writes a file atomically; if several nodes write it, the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
@@ -16,10 +16,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def prepare_file(path: Path) -> None:
-    """Makes the folder of a file that will be written, and refuses one that could not be; long work calls it before it starts.
+    """Makes the parent folder of a file to be written later; long jobs call it first so that they fail early.
 
     Raises:
-        UserError: it is a folder, or lies where nothing can be written.
+        UserError: the path is a folder, or can't be written.
     """
     if path.is_dir():
         raise UserError(f"{path} is a folder; name a file.")
@@ -28,14 +28,14 @@ def prepare_file(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path}: its folder can't be made: {error.strerror}.") from None
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UserError(f"{path}: nothing can be written into {path.parent}.")
+        raise UserError(f"{path}: {path.parent} is not writable.")
 
 
 def check_new_folder(out: Path) -> None:
-    """Refuses a folder to write that already holds something.
+    """Refuses an output folder that is not empty.
 
     Raises:
-        UserError: it does, or there is a file of that name.
+        UserError: it is not empty, or there is a file of that name.
     """
     if out.is_dir():
         if any(out.iterdir()):
@@ -45,31 +45,34 @@ def check_new_folder(out: Path) -> None:
 
 
 def check_replaceable(out: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Refuses to replace what is not ours; long work calls it before it starts.
+    """Refuses to replace a folder that is not ours; long jobs call it first so that they fail early.
+
+    Args:
+        is_ours: whether an existing, non-empty folder may be replaced.
 
     Raises:
-        UserError: `out` is a file, a link, or a folder that holds something else.
+        UserError: `out` is a file, a link, or a folder that may not be replaced.
     """
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UserError(f"{out} is in the way and was not written by Farsight; move it, or name another folder.")
     if out.is_dir() and any(out.iterdir()) and not is_ours(out):
         raise UserError(
-            f"{out} holds files that Farsight did not write there, and they would be lost; move them, or name another folder."
+            f"{out} holds files that Farsight did not write there, which would be lost; move them, or name another folder."
         )
 
 
 def inside(folder: Path, name: str, place: str) -> Path:
-    """The file that a name from outside means, which has to lie in `folder` itself or below.
+    """Resolves a file name from an untrusted source, which must lie inside `folder`.
 
     Args:
-        place: what names it, for the message.
+        place: where the name was found, for the message.
 
     Raises:
-        UserError: an absolute path, or one that leads out of the folder.
+        UserError: not a file name, an absolute path, or a path out of the folder.
     """
     if not isinstance(name, str) or not name or "\\" in name or "\0" in name:
-        raise UserError(f"{place} names {name!r}, which is no file name.")
+        raise UserError(f"{place} names {name!r}, which is not a file name.")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
-        raise UserError(f"{place} names {name!r}, which lies outside {folder}: such a path is not followed.")
+        raise UserError(f"{place} names {name!r}, which lies outside {folder}; such paths are not followed.")
     return folder / path

@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all, in place of an older one of ours or of nothing."""
+"""Writing output folders atomically, replacing an older one only if Farsight wrote it."""
 
 import fcntl
 import shutil
@@ -10,18 +10,18 @@ from farsight.errors import UserError
 from farsight.files import check_replaceable
 
 WRITING, REPLACED = ".farsight-writing", ".farsight-replaced"
-"""A file that tells a folder which a writer did not finish from somebody else's, and in it the folder that it replaces."""
+"""Names inside an unfinished folder: a marker file that shows it is ours, and the folder that it replaces."""
 
 
 @contextmanager
 def new_folder(out: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `out` at the end; after an error it is removed.
+    """Yields a temporary folder that replaces `out` on success and is removed after an error.
 
     Args:
-        is_ours: whether an existing, non-empty folder is one that may be replaced.
+        is_ours: whether an existing, non-empty folder may be replaced.
 
     Raises:
-        UserError: as `check_new`.
+        UserError: see `check_new`.
     """
     check_new(out, is_ours)
     part = _part(out)
@@ -31,11 +31,11 @@ def new_folder(out: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
         fcntl.flock(mark, fcntl.LOCK_EX)
         try:
             yield part
-            check_replaceable(out, is_ours)  # once more, after what may have been hours
+            check_replaceable(out, is_ours)  # again: writing may have taken hours
         except BaseException:
             shutil.rmtree(part, ignore_errors=True)
             raise
-        # Renamed, and not deleted: a writer that is killed between the two leaves both versions, and no half of one.
+        # Renamed rather than deleted: a writer killed between the two renames leaves both versions complete.
         if out.is_dir():
             out.rename(part / REPLACED)
         try:
@@ -48,10 +48,10 @@ def new_folder(out: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
 
 
 def _clear_leftover(part: Path, out: Path) -> None:
-    """Removes what a writer left that was killed; what it was about to replace goes back first.
+    """Removes what a killed writer left behind, after putting the folder it was about to replace back.
 
     Raises:
-        UserError: it is still writing.
+        UserError: the writer is still running.
     """
     if not part.exists():
         return
@@ -73,10 +73,10 @@ def _restore(part: Path, out: Path) -> None:
 
 
 def check_new(out: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Refuses what `new_folder` would refuse; long work calls it before it starts.
+    """Refuses what `new_folder` would refuse; long jobs call it first so that they fail early.
 
     Raises:
-        UserError: `out`, or the folder beside it that is written first, is somebody else's.
+        UserError: `out`, or the temporary folder beside it, was not written by Farsight.
     """
     check_replaceable(out, is_ours)
     check_replaceable(_part(out), lambda part: (part / WRITING).is_file() or is_ours(part))
@@ -85,12 +85,12 @@ def check_new(out: Path, is_ours: Callable[[Path], bool]) -> None:
 def holds_only(
     folder: Path, needed: Collection[str], names: Collection[str], results: Collection[str] = ("evals", "analysis")
 ) -> bool:
-    """Whether a folder is of a known kind, with nothing in it that somebody added.
+    """Whether a folder holds only files of a known kind, so that it can be replaced.
 
     Args:
         needed: files that it must have.
-        names: patterns of files that it may have, with those.
-        results: folders of JSON files that our tools wrote about it, which go with it.
+        names: patterns of other files that it may have.
+        results: subfolders that may hold JSON results of our tools.
     """
     if not all((folder / name).is_file() for name in needed):
         return False

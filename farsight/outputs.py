@@ -1,4 +1,4 @@
-"""What tools that measure several models beside each other leave: a file of figures, and a picture."""
+"""Output options of tools that measure one or more models: a JSON file of figures, and a picture."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ from farsight.errors import UserError
 from farsight.files import prepare_file, write_text
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
-"""Told apart by colour-blind people too (Okabe and Ito, 2008)."""
+"""A palette that colour-blind people can tell apart (Okabe and Ito, 2008)."""
 _MARKERS = "osD^v<>"
 
 
@@ -22,10 +22,10 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace, *more: str) -> None:
-    """Makes the folders of files that will be written, and refuses those that could not be in the end.
+    """Makes the folders of the output files, and ends the tool if one can't be written.
 
     Args:
-        more: options that name a file to write, beside --json and --picture.
+        more: further options that name an output file, besides --json and --picture.
     """
     for name in ("json", "picture", *more):
         path = getattr(options, name, None)
@@ -40,13 +40,13 @@ def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace, 
 
 
 def write_figures(path: Path, results: Mapping[str, dict[str, Any]]) -> None:
-    """Writes the figures of one model, or {"models": {path: figures}} of several."""
+    """Writes the figures of one model, or {"models": {path: figures}} for several."""
     content = next(iter(results.values())) if len(results) == 1 else {"models": dict(results)}
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def short_names(folders: Collection[str]) -> list[str]:
-    """The ends of the models' paths, as long as it takes to tell them apart; a model directory is named for its run folder."""
+    """The shortest path suffixes that tell the models apart; a `model` directory is named after its run folder."""
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]
     parts = [part[:-1] if part[-1] == "model" else part for part in parts]
     names: list[str] = []
@@ -58,7 +58,12 @@ def short_names(folders: Collection[str]) -> list[str]:
 
 
 def model_style(number: int, grown: bool = False) -> dict[str, Any]:
-    """How a line of the model of that number is drawn; dashed and hollow for its reading with scopes that grow."""
+    """Line style of a model in matplotlib's terms.
+
+    Args:
+        number: the model's place on the command line.
+        grown: dashed and hollow, for figures measured with scopes that grow with the sequence.
+    """
     colour = _COLOURS[number % len(_COLOURS)]
     marker = _MARKERS[(number + number // len(_COLOURS)) % len(_MARKERS)]
     return {

@@ -1,6 +1,6 @@
-"""Starting, stopping and ending the processes of a run.
+"""Starting and stopping the processes of a run: ranks, signals, and exit statuses.
 
-The standard library alone: this works before torch is loaded, which takes seconds.
+Uses only the standard library, so that it works before torch is loaded, which takes seconds.
 """
 
 import json
@@ -19,27 +19,28 @@ from typing import Any
 from farsight.errors import UserError
 
 EXIT_UNEXPECTED = 1
-"""A fault in Farsight, or another rank that is gone."""
-EXIT_CONFIG = 2
-"""The configuration or the data can't be used, or the run folder can't be written."""
+"""A fault in Farsight, or a lost rank."""
+EXIT_INPUT = 2
+"""A setting, input or data can't be used, or the run folder can't be written."""
 EXIT_NON_FINITE = 3
 """The loss or the gradients were not finite; the weights are those before the step."""
 EXIT_SAVE = 4
 """A checkpoint or the model directory could not be written; the newest complete checkpoint is kept."""
 EXIT_MEMORY = 5
-"""A GPU had too little memory."""
+"""A device ran out of memory."""
 EXIT_INTERRUPTED = 75
-"""SIGTERM or SIGINT: the same command goes on."""
+"""SIGTERM or SIGINT; the same command continues the run."""
 EXIT_CTRL_C = 130
-"""Ctrl-C a second time: stopped at once, without a checkpoint."""
+"""Ctrl-C, as shells report it; in training, a second one, which stops at once without a checkpoint."""
 
 TO_STOP = (signal.SIGTERM, signal.SIGINT)
+"""Signals that ask a process to stop."""
 
 BEFORE_TRAINING = "stopped before training began; nothing was lost, and the same command starts again"
-BETWEEN_STEPS = "stopped; the same command goes on from here"
+BETWEEN_STEPS = "stopped; the same command continues from here"
 
 _at_once: str | None = None
-"""Message printed when a signal ends the process at once; None while other handlers are in charge."""
+"""Message to print when a signal ends the process at once; None while other handlers are in charge."""
 
 
 # ── Ranks ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -47,7 +48,7 @@ _at_once: str | None = None
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run, as launchers tell it."""
+    """This process's place in the run, as set by the launcher."""
 
     rank: int
     local_rank: int
@@ -55,10 +56,10 @@ class Ranks:
 
 
 def ranks() -> Ranks:
-    """Reads RANK, LOCAL_RANK and WORLD_SIZE; without them the run is this process.
+    """Reads RANK, LOCAL_RANK and WORLD_SIZE; without them this process is the whole run.
 
     Raises:
-        UserError: values that contradict each other or are no numbers.
+        UserError: values that contradict each other or are not numbers.
     """
     given = {name: os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     shown = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
@@ -72,7 +73,7 @@ def ranks() -> Ranks:
         missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing:
             raise UserError(f"The environment has {shown}, but not {', '.join(missing)}. {hint}")
-    _number("MASTER_PORT", 0, "It is the port at which ranks meet.")
+    _number("MASTER_PORT", 0, "It is the port where ranks meet.")
     return Ranks(rank, local_rank, world_size)
 
 
@@ -87,16 +88,17 @@ def _number(name: str, default: int, hint: str) -> int:
 
 
 def begin(stopped: str = BEFORE_TRAINING, what: str = "loading libraries") -> None:
-    """To be called first, before libraries load. Says that the process has started; from here on SIGTERM and Ctrl-C end it
-    with a sentence and status 75, and ranks stop when their torchrun is gone.
+    """Prints that the process has started, and sets up signals; call it first, before libraries load.
+
+    From then on SIGTERM and Ctrl-C end the process with a message and status 75, and ranks stop when their torchrun is gone.
 
     Args:
-        stopped: the sentence.
-        what: what takes time now.
+        stopped: the message.
+        what: what the process does first, which may take seconds.
     """
     global _at_once
     _at_once = stopped
-    # Python runs its handlers between steps of the main thread, which may be in a library's call for minutes: a thread
+    # Python only runs signal handlers in the main thread, which may spend minutes inside a library call. So a thread
     # reads the signals' numbers from a pipe.
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -110,14 +112,14 @@ def begin(stopped: str = BEFORE_TRAINING, what: str = "loading libraries") -> No
 
 
 def hand_over() -> None:
-    """From here on signals are their handlers' alone."""
+    """Leaves signals to the handlers that are installed from here on."""
     global _at_once
     _at_once = None
 
 
 @contextmanager
 def signals_to(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
-    """Has other handlers take the signals for a while."""
+    """Installs other signal handlers inside the context."""
     global _at_once
     said = _at_once
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
@@ -131,7 +133,7 @@ def signals_to(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
 
 
 def _watch(signals: int, launcher: int | None) -> None:
-    """Ends the process at a signal until that is handed over; and when the launcher dies, has the process stop."""
+    """Ends the process on a signal, unless signals were handed over, and stops it when the launcher dies."""
     deadline: float | None = None
     while True:
         if select.select([signals], [], [], None if launcher is None else 1.0)[0]:
@@ -151,28 +153,28 @@ def _watch(signals: int, launcher: int | None) -> None:
             _say(f"torchrun (process {launcher}) is gone: rank {os.environ.get('RANK')} stops, within {seconds} s")
             os.kill(os.getpid(), signal.SIGTERM)
         elif time.monotonic() > deadline:
-            _say(f"rank {os.environ.get('RANK')} could not stop by itself, and is ended")
+            _say(f"rank {os.environ.get('RANK')} did not stop in time, and is ended")
             os._exit(EXIT_UNEXPECTED)
 
 
 def killed_by(number: int) -> str:
-    """Describes a process that was ended by a signal."""
+    """Describes how a process was killed by a signal."""
     reason = {
-        signal.SIGKILL: " (the kernel's out-of-memory killer does that: look in dmesg)",
+        signal.SIGKILL: " (possibly by the kernel's out-of-memory killer: look in dmesg)",
         signal.SIGSEGV: " (a crash inside a library)",
         signal.SIGABRT: " (a library gave up: its message is above)",
-        signal.SIGBUS: " (often a full /dev/shm, or a file that was cut while it was read)",
+        signal.SIGBUS: " (often a full /dev/shm, or a file truncated while it was read)",
     }
     return f"was killed by {signal.Signals(number).name}{reason.get(signal.Signals(number), '')}"
 
 
 def _say(line: str) -> None:
-    """Prints without a lock that another thread may hold."""
-    with suppress(OSError):  # nobody reads any more
+    """Prints to stderr without Python's lock, which another thread may hold."""
+    with suppress(OSError):  # the reader is gone
         os.write(2, f"{line}\n".encode())
 
 
-# ── What a rank leaves for its launcher ───────────────────────────────────────────────────────────────
+# ── Error notes from ranks to their launcher ──────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -183,12 +185,12 @@ class Note:
     status: int
     sentence: str
     follows: bool
-    """It ended because another rank had."""
+    """It ended because another rank had ended."""
     time: float
 
 
 def leave_note(status: int, sentence: str, follows: bool = False) -> None:
-    """Writes how this rank ends where torchrun looks for it; torchrun prints the sentence as the failure's traceback."""
+    """Writes how this rank ends to torchrun's error file; torchrun prints the sentence in place of a traceback."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -196,13 +198,13 @@ def leave_note(status: int, sentence: str, follows: bool = False) -> None:
     own = {"rank": int(os.environ.get("RANK", "0")), "status": status, "follows": follows, "time": now}
     note = {"message": {"message": sentence, "extraInfo": {"timestamp": str(int(now)), "farsight": own}}}
     part = Path(f"{path}.part")
-    with suppress(OSError):  # the sentence is printed as well
+    with suppress(OSError):  # the sentence is printed anyway
         part.write_text(json.dumps(note), encoding="utf-8")
         part.replace(path)
 
 
 def read_note(path: Path) -> Note | None:
-    """A rank's note, or None where there is none of ours."""
+    """Reads a rank's note; None if there is none, or it is not ours."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
         return Note(sentence=message["message"], **message["extraInfo"]["farsight"])
@@ -211,7 +213,7 @@ def read_note(path: Path) -> Note | None:
 
 
 def first_rank_says(sentence: str) -> bool:
-    """Whether the first rank of this machine ends with the same sentence, for which other ranks wait a moment."""
+    """Whether this machine's first rank ends with the same sentence; other ranks wait up to two seconds for it."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return False
@@ -228,5 +230,5 @@ def first_rank_says(sentence: str) -> bool:
 
 
 def _what(sentence: str) -> str:
-    """Without the name of the file to report, which each rank has for itself."""
+    """The sentence without the name of the traceback file, which differs by rank."""
     return sentence.partition("please report")[0]

@@ -1,4 +1,4 @@
-"""Progress of work that takes more than a few seconds: a bar on a terminal, and lines in a log."""
+"""Progress of long work: a bar on a terminal, lines in a log."""
 
 import os
 import sys
@@ -9,9 +9,9 @@ from typing import Any
 from tqdm import tqdm
 
 DELAY = 2.0
-"""Seconds after which work is worth a bar or a line."""
+"""Seconds before the first bar or line is shown."""
 INTERVAL = 10.0
-"""Seconds from one line to the next."""
+"""Seconds between lines."""
 
 
 def progress(
@@ -26,16 +26,16 @@ def progress(
 ) -> tqdm:
     """A tqdm that draws a bar on stderr if that is a terminal, and otherwise prints a line every INTERVAL seconds.
 
-    A line gives what is done of the total, the speed and the time left. Work that is done within DELAY seconds shows nothing.
+    A line gives the progress, the speed and the time left. Work that finishes within DELAY seconds shows nothing.
 
     Args:
-        iterable: what to go through; None for a bar that `update` moves.
-        total: of the work; None takes the iterable's length.
-        desc: of the work, in a word or two.
-        unit: of the total, singular.
+        iterable: what to iterate over; None for a bar moved by `update`.
+        total: amount of work in `unit`; None takes the iterable's length.
+        desc: a word or two that describe the work.
+        unit: unit of the total, singular.
         unit_scale: write 5.2M for 5,200,000.
         leave: keep a finished bar on the terminal.
-        disable: show nothing. Of several ranks only the first shows anything.
+        disable: show nothing. In a run of several ranks only the first shows anything.
     """
     kind = tqdm if sys.stderr.isatty() else _Lines
     return kind(
@@ -52,7 +52,7 @@ def progress(
 
 
 class _Lines(tqdm):
-    """tqdm for logs, where a bar that is drawn over itself would be one endless line."""
+    """tqdm for logs, where a redrawn bar would become one endless line."""
 
     disable: bool
 

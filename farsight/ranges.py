@@ -1,4 +1,4 @@
-"""The range that a number may lie in, declared with its type: `lr: Annotated[float, Range(above=0)]`."""
+"""Valid ranges of numbers, declared with their type: `lr: Annotated[float, Range(above=0)]`."""
 
 import math
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from typing import Annotated
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """A span of numbers. Infinite ones and NaN are in no range."""
+    """A range of numbers. Infinities and NaN are in no range."""
 
     least: float = -math.inf
-    """Smallest value, itself allowed."""
+    """Smallest allowed value."""
     most: float = math.inf
-    """Largest value, itself allowed."""
+    """Largest allowed value."""
     above: float = -math.inf
     """Values must be greater than this."""
     below: float = math.inf
     """Values must be smaller than this."""
     also: float | None = None
-    """One more value that stands for something else, such as -1 for all."""
+    """One more allowed value with a special meaning, such as -1 for all."""
 
     def problem(self, value: float) -> str | None:
-        """Returns what to say after the value in an error ("must be more than 0"), or None if it is in range."""
+        """Returns the rest of an error message that starts with the value ("must be more than 0"), or None if it is in range."""
         if isinstance(value, int) and abs(value) >= 2**63:
             return "must fit into 64 bits"
         if not math.isfinite(value):
@@ -31,7 +31,7 @@ class Range:
         return f"must be {self}"
 
     def __str__(self) -> str:
-        """In words, such as "at least 0 and less than 1"; "finite" without bounds."""
+        """The range in words, such as "at least 0 and less than 1"; "finite" without bounds."""
         bounds = (
             ("at least", self.least),
             ("more than", self.above),
@@ -54,10 +54,10 @@ Size = Annotated[int, Range(least=1)]
 Positive = Annotated[float, Range(above=0)]
 NonNegative = Annotated[float, Range(least=0)]
 Share = Annotated[float, Range(least=0, most=1)]
-"""A share of a whole, all of it included."""
+"""A share of a whole, from 0 to all of it."""
 PartialShare = Annotated[float, Range(least=0, below=1)]
-"""A share of a whole that leaves something over."""
+"""A share of a whole that leaves some over."""
 SizeOrAuto = Annotated[int, Range(least=1, also=-1)]
-"""1, 2, 3, …, or −1 for what follows from the rest."""
+"""1, 2, 3, …, or −1 for a value derived from other settings."""
 Dim = Annotated[int, Range(least=1, most=2**20)]
-"""A dimension of a model: larger ones are typing errors, and their products would overflow."""
+"""A dimension of a model; larger values are typing errors, and their products would overflow."""

@@ -1,10 +1,10 @@
-"""Numbers as people read them."""
+"""Formats numbers for people to read."""
 
 GIB = 1024**3
 
 
 def count(number: float, billions: str = "B") -> str:
-    """A large number in short: 8.03B."""
+    """A large number in short, such as 8.03B; `billions` is the letter for 1e9."""
     for size, letter in ((1e12, "T"), (1e9, billions), (1e6, "M")):
         if number >= size:
             return f"{number / size:.2f}{letter}"
@@ -12,17 +12,17 @@ def count(number: float, billions: str = "B") -> str:
 
 
 def gib(size: float, places: int = 2) -> str:
-    """Bytes in GiB."""
+    """A size in bytes, written in GiB."""
     return f"{size / GIB:.{places}f}"
 
 
 def shown_seconds(seconds: float) -> str:
-    """A step's time."""
+    """The time of a step, given in seconds: "1.5 s", "150.0 ms"."""
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
 
 
 def duration(seconds: float) -> str:
-    """A run's time: "45 s", "11 min", "1 h 12 min", "2.5 days"."""
+    """The time of a run, given in seconds: "45 s", "11 min", "1 h 12 min", "2.5 days"."""
     minutes = round(seconds / 60)
     if seconds < 90:
         return f"{seconds:.0f} s"

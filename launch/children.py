@@ -1,4 +1,4 @@
-"""Child processes of commands that run training: waiting for one, and passing on the signal to stop."""
+"""Child processes of commands that run training: waits for one, and passes on signals to stop."""
 
 import ctypes
 import os
@@ -14,8 +14,8 @@ from farsight import process
 
 
 def wait_for(command: list[str]) -> int:
-    """Runs a command to its end and passes on the signal to stop; returns its exit status."""
-    # torchrun gives workers 30 s to end after a signal, which is less than a large model takes to save.
+    """Runs a command and passes SIGTERM on to it; returns its exit status, negative for a signal."""
+    # torchrun's default gives workers 30 s to end after a signal, but a large model takes longer to save.
     environment = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600", **os.environ}
     child: subprocess.Popen | None = None
     asked: list[int] = []
@@ -25,32 +25,37 @@ def wait_for(command: list[str]) -> int:
         if child is not None:
             child.send_signal(number)
 
-    # The stage saves and stops; then this process returns its status. A terminal's Ctrl-C reaches both anyway.
+    # The child saves and stops, and this process returns its status. A terminal's Ctrl-C reaches both anyway.
     with process.signals_to({signal.SIGTERM: forward, signal.SIGINT: signal.SIG_IGN}):
         child = subprocess.Popen(command, env=environment, preexec_fn=partial(_end_with, os.getpid()))
-        for number in asked:  # while it was being started
+        for number in asked:  # signals that came before the child existed
             child.send_signal(number)
         return child.wait()
 
 
 def _end_with(parent: int) -> None:
-    """Has Linux send this process SIGTERM when its parent dies, so that a killed recipe leaves no stage behind; and a
-    terminal's Ctrl-C ends it, which its parent ignores meanwhile."""
+    """Runs in the child: has Linux send SIGTERM when the parent dies, so that a killed recipe leaves no stage behind, and
+    restores Ctrl-C, which the parent ignores meanwhile."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before that
+        if os.getppid() != parent:  # it has already died
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-class Stopped(Exception):  # noqa: N818  it is no error
-    """Someone asked a child to stop."""
+class Stopped(Exception):  # noqa: N818  not an error
+    """A signal asked a child to stop."""
 
 
 def run_child(command: list[str]) -> int:
+    """Runs a command; returns its exit status, negative for a signal.
+
+    Raises:
+        Stopped: the child was asked to stop.
+    """
     status = wait_for(command)
-    # Other signals are no one's wish: a crash, or the system that ran out of memory.
+    # Other signals are failures: a crash, or the system ran out of memory.
     if status in (process.EXIT_INTERRUPTED, -signal.SIGTERM, -signal.SIGINT):
         raise Stopped
     return status
@@ -62,6 +67,6 @@ def ended(status: int) -> str:
 
 
 def train_script() -> list[str]:
-    """What Python runs to train: the checkout's `train.py`, or the module of an installed package."""
+    """Python's arguments to run training: the checkout's `train.py`, or the module of an installed package."""
     script = Path(farsight.__file__).parents[1] / "train.py"
     return [str(script)] if script.is_file() else ["-m", "farsight.train"]

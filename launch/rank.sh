@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One rank under srun: Slurm's numbers under the names that PyTorch reads, then the command.
+# Starts one rank under srun: sets the variables that PyTorch reads from Slurm's, then runs the command.
 #
 #     srun launch/rank.sh python train.py --job.config_file configs/X.toml
 #
-# MASTER_ADDR and MASTER_PORT come from whoever calls srun; see slurm.sh.
+# The caller of srun sets MASTER_ADDR and MASTER_PORT; see slurm.sh.
 set -euo pipefail
 
 export RANK=${SLURM_PROCID:?is not set: start this with srun}

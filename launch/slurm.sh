@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains under Slurm, one rank a GPU, from the folder in which sbatch is called:
+# Trains under Slurm with one rank per GPU, from the folder in which sbatch is called:
 #
 #     sbatch --nodes 4 launch/slurm.sh train --job.config_file configs/X.toml [--section.key value …]
 #     sbatch --nodes 4 launch/slurm.sh recipe configs/recipes/X.toml [--section.key value …]
 #
-# sbatch's own options (--gpus-per-node, --ntasks-per-node, --time, --partition, …) replace those below. Ten minutes
-# before the time limit, and on preemption, ranks get SIGTERM: they save, end with status 75, and the job is queued
-# again and goes on from there. `scancel` has them save too, and queues nothing. The folder has to be one that all nodes
-# see, and is where PYTHON (default: .venv/bin/python) is looked for. Ranks write to runs/slurm/JOB/rank-N.log.
+# sbatch's own options (--gpus-per-node, --ntasks-per-node, --time, --partition, …) override those below. Ten minutes
+# before the time limit, and on preemption, ranks get SIGTERM: they save and end with status 75, and the job is requeued
+# and continues from there. `scancel` has them save too, but does not requeue. The folder must be visible to all nodes.
+# PYTHON is the interpreter (default: .venv/bin/python in that folder). Ranks write to runs/slurm/JOB/rank-N.log.
 #
 #SBATCH --job-name=farsight
 #SBATCH --ntasks-per-node=8
@@ -19,19 +19,19 @@
 #SBATCH --open-mode=append
 set -uo pipefail
 
-usage="usage: sbatch launch/slurm.sh train|recipe … (the head of this file says more)"
+usage="usage: sbatch launch/slurm.sh train|recipe … (see the comments at the top of this file)"
 cd "${SLURM_SUBMIT_DIR:?is not set: $usage}" || exit 2
 python=${PYTHON:-.venv/bin/python}
 logs=runs/slurm/$SLURM_JOB_ID
 mkdir -p "$logs"
 
-# All ranks meet at the first node, at a port that jobs beside each other on it are unlikely to share.
+# All ranks meet at the first node, at a port that is unlikely to clash with other jobs on it.
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
-# --wait: a rank that ends, well or not, leaves the others five minutes.
+# --wait: once a rank ends, with or without an error, the others have five minutes.
 ranks=(srun --wait=300 --open-mode=append "--output=$logs/rank-%t.log" launch/rank.sh "$python")
 case ${1:-} in
     train)
@@ -52,7 +52,7 @@ trap 'cancelled=yes' TERM
 "${command[@]}"
 status=$?
 if [[ $status -eq 75 && -z $cancelled ]]; then
-    echo "stopped with a checkpoint; queued again"
+    echo "stopped with a checkpoint; requeued"
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -1,10 +1,10 @@
-"""Starts training under PyTorch's torchrun, and says in the last line which rank ended the run, and why.
+"""Starts training under PyTorch's torchrun, and ends with a line that says which rank ended the run, and why.
 
     farsight torchrun --standalone --nproc_per_node 8 train.py --job.config_file configs/X.toml
     farsight torchrun --nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500 train.py …
 
 Options are torchrun's own (`torchrun --help` lists them); in place of `train.py` an installed package has `-m farsight.train`.
-The exit status is that of the rank which failed first.
+The exit status is that of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = parse_args(given)
     if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.ERROR)  # what it reports of ranks is said below
+        logging.disable(logging.ERROR)  # ranks' failures are reported below
     with tempfile.TemporaryDirectory(prefix="farsight-ranks-") as folder:
         options.log_dir = options.log_dir or folder
         for number in process.TO_STOP:
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             torchrun(options)
         except SignalException as error:
-            # A folder of the user's own may hold those of earlier runs.
+            # A --log_dir of the user's may hold notes of earlier runs.
             found = map(read_note, Path(options.log_dir).rglob("error.json"))
             notes = [note for note in found if note is not None and note.time >= begin]
             return _say_first(notes) if notes else 128 + error.sigval
@@ -60,22 +60,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _say_first([_ended(*item) for item in error.failures.items()])
         except (DistError, RendezvousError) as error:
             first = str(error).strip().partition("\n")[0]
-            refuse(f"the ranks can't meet: {first} (another program may have the port, or a machine is not there)")
+            refuse(f"the ranks can't meet: {first} (another program may use the port, or a machine is unreachable)")
     return 0
 
 
 def _ended(rank: int, failure: ProcessFailure) -> Note:
-    """How a rank ended, by its own note if it could leave one."""
+    """How a rank ended, from its own note if it left one."""
     note = read_note(Path(failure.error_file))
     return note or Note(rank, failure.exitcode, "", failure.exitcode == -signal.SIGTERM, failure.timestamp)
 
 
 def _say_first(ended: list[Note]) -> int:
-    """Says why the run ended, and returns its status: the failure that came first, of those that others did not cause."""
-    # torchrun stops the others when one has failed.
+    """Reports why the run ended, and returns the exit status: the first failure that no other rank caused."""
+    # torchrun stops all ranks once one has failed.
     first = min(ended, key=lambda note: (note.follows, note.status == EXIT_INTERRUPTED, note.time))
     if first.status == EXIT_INTERRUPTED:
-        return EXIT_INTERRUPTED  # rank 0 has said it
+        return EXIT_INTERRUPTED  # rank 0 has reported it
     if first.status < 0:
         cause = process.killed_by(-first.status)
     else:

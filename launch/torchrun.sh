@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Trains under torchrun on all GPUs of this machine, or of several:
+# Trains under torchrun on all GPUs of one or several machines:
 #
 #     launch/torchrun.sh train --job.config_file configs/X.toml [--section.key value …]
 #     launch/torchrun.sh recipe configs/recipes/X.toml [--section.key value …]
-#     NODES=4 HEAD=node0:29500 launch/torchrun.sh train …         the same on each of four machines
+#     NODES=4 HEAD=node0:29500 launch/torchrun.sh train …         run this on each of four machines
 #
-# PROCESSES is the ranks a machine (default: its GPUs, or 1 without), PYTHON the interpreter (default: .venv/bin/python).
-# Several machines need a folder that all see, and meet at HEAD, a port of one of them.
+# PROCESSES is the number of ranks per machine (default: its GPUs, or 1 if it has none), PYTHON the interpreter (default:
+# .venv/bin/python). Several machines need a shared folder, and meet at HEAD, a port of one of them.
 set -euo pipefail
 
-usage="usage: launch/torchrun.sh train|recipe … (the head of this file says more)"
+usage="usage: launch/torchrun.sh train|recipe … (see the comments at the top of this file)"
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 nodes=${NODES:-1}
@@ -18,12 +18,12 @@ processes=${PROCESSES:-$((gpus > 0 ? gpus : 1))}
 
 arguments=(--nnodes "$nodes" --nproc_per_node "$processes")
 if ((nodes > 1)); then
-    head=${HEAD:?is not set: name a machine and port at which all $nodes meet, such as HEAD=node0:29500}
+    head=${HEAD:?is not set: name a machine and port where all $nodes meet, such as HEAD=node0:29500}
     arguments+=(--rdzv_backend c10d --rdzv_endpoint "$head" --rdzv_id farsight)
 else
     arguments+=(--standalone)
 fi
-# torchrun gives ranks 30 s to end after a signal, which is less than a large model takes to save.
+# torchrun's default gives ranks 30 s to end after a signal, but a large model takes longer to save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-3600}
 
 case ${1:-} in

@@ -1,4 +1,4 @@
-"""What a run prints."""
+"""Logging of a run to stderr."""
 
 import logging
 import os
@@ -7,7 +7,7 @@ import warnings
 
 
 def start_logging() -> None:
-    """Plain lines from rank 0, warnings from every rank; the engine's remarks about itself are left out."""
+    """Logs plain lines from rank 0 and warnings from every rank, without torchtitan's remarks about itself."""
     rank = os.environ.get("RANK", "0")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s" if rank == "0" else f"[rank {rank}] %(message)s"))
@@ -15,7 +15,7 @@ def start_logging() -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.INFO if rank == "0" else logging.WARNING)
-    # PEFT imports torchao, which says what of it this machine can't load, and torch what of it is out of date.
+    # PEFT imports torchao, which warns about parts that this machine can't load, and torch warns that some are outdated.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
@@ -26,6 +26,7 @@ def start_logging() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
+# Beginnings of torchtitan's log lines to leave out.
 ENGINE_REMARKS = (
     "[GC]", "Peak flops undefined", "Peak FLOPS used", "Error running lspci", "Starting job", "ENV[", "Checkpoint",
     "Destroying the purge thread", "Saving the checkpoint", "Saving a full checkpoint", "Finished saving",

@@ -1,4 +1,4 @@
-"""The memory that a run's phases take on its device, recorded so that an out-of-memory error can say what grew."""
+"""Records device memory in each phase of a run, so that an out-of-memory error can say what grew."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,19 +12,20 @@ Phase = Literal["loading", "forward", "backward", "optimizer"]
 
 @dataclass(frozen=True)
 class MemoryMarks:
-    """Bytes that torch had allocated on the device; 0 where a run did not get that far."""
+    """Bytes that torch had allocated on the device at points of a run; 0 if the run did not get that far."""
 
     base: int = 0
-    """After loading: the base and what is trained."""
+    """After loading: the base and the trained parameters."""
     after_optimizer: int = 0
-    """After the first step, without activations: gradients and moments are there too."""
+    """After the first step, without activations: gradients and moments as well."""
     at_failure: int = 0
-    """Before what failed was let go of."""
+    """When memory ran out, before tensors were released."""
     phase: Phase = "forward"
+    """The phase that ran last."""
 
 
 class MemoryRecorder:
-    """Keeps the marks of a run. Without an accelerator all of them are 0."""
+    """Takes the marks of a run. Without an accelerator all of them are 0."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,16 +33,16 @@ class MemoryRecorder:
         self.base = self.after_optimizer = self.at_failure = 0
 
     def loaded(self) -> None:
-        """To be called once the model is on the device."""
+        """Call this once the model is on the device."""
         self.base = self._allocated()
 
     def stepped(self) -> None:
-        """To be called after each optimizer step; the first one counts."""
+        """Call this after each optimizer step; only the first one is recorded."""
         self.after_optimizer = self.after_optimizer or self._allocated()
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Around a phase; of the one that fails, the memory is read before it is let go of."""
+        """Marks a phase; if memory runs out in it, reads the memory before its tensors are released."""
         self.phase = phase
         try:
             yield
@@ -51,6 +52,7 @@ class MemoryRecorder:
 
     @property
     def marks(self) -> MemoryMarks:
+        """The marks taken so far."""
         return MemoryMarks(self.base, self.after_optimizer, self.at_failure, self.phase)
 
     def _allocated(self) -> int:

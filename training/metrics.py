@@ -1,4 +1,4 @@
-"""What a run reports while it goes: a line or a progress bar, TensorBoard, and `metrics.jsonl`."""
+"""Metrics of a run while it trains: log lines or a progress bar, TensorBoard, and `metrics.jsonl`."""
 
 import json
 import logging
@@ -27,14 +27,14 @@ logger = logging.getLogger("farsight")
 
 
 class RunMetrics:
-    """Collects a run's figures and writes them on the rank that is told to.
+    """Collects a run's figures and writes them on rank 0.
 
-    `metrics.jsonl` holds one object a logged step (`loss`, `perplexity`, `grad_norm`, `lr`, `tokens`,
-    `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`) and one a validation (`val_loss`,
-    `val_perplexity`), where GARFA trains one with its `alpha.<layer>.<head>`, and with `metrics.plasticity_freq` one a
-    measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`, `ap_last` and `ap_drop` of the model, each again
-    as `<name>.<layer>`, and `plasticity_seconds`. FLOPs are those of the visible query-key pairs of each batch, not of full
-    attention.
+    `metrics.jsonl` holds one object per logged step (`loss`, `perplexity`, `grad_norm`, `lr`, `tokens`,
+    `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`) and one per validation (`val_loss`,
+    `val_perplexity`, `val_tokens`). If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
+    `metrics.plasticity_freq`, there is one per measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`,
+    `ap_last` and `ap_drop` of the model, each also per layer as `<name>.<layer>`, and `plasticity_seconds`. FLOPs count the
+    visible query-key pairs of each batch, not full attention.
 
     The attributes are those that torchtitan's Trainer reads and sets.
     """
@@ -61,7 +61,11 @@ class RunMetrics:
         self._paced_from: tuple[float, int] | None = None
 
     def start(self, step: int) -> None:
-        """Opens the files; what an interrupted run wrote after `step` is cut off, since those steps run again."""
+        """Opens the files; cuts off what an interrupted run wrote after `step`, since those steps run again.
+
+        Raises:
+            ConfigError: `metrics.jsonl` can't be written.
+        """
         self._since = time.perf_counter()
         if not self.writes:
             return
@@ -74,14 +78,16 @@ class RunMetrics:
             self._bar = tqdm(total=total, initial=step, unit="step", desc=self.folder.name, dynamic_ncols=True)
 
     def should_log(self, step: int) -> bool:
+        """Whether this step is logged: the first, the last, and every `metrics.log_freq`-th."""
         return step == 1 or step % self.config.metrics.log_freq == 0 or step == self.config.training.steps
 
     def advance(self) -> None:
+        """Moves the progress bar by one step."""
         if self._bar is not None:
             self._bar.update()
 
     def pause(self, seconds: float) -> None:
-        """Takes time spent on validation or saving out of the speed figures."""
+        """Excludes time spent on validation or saving from the speed figures."""
         self._paused += seconds
 
     def log_step(
@@ -90,10 +96,12 @@ class RunMetrics:
         """Reports a step; all ranks call it.
 
         Args:
-            loss: mean over the global batch's tokens.
+            loss: mean over the global batch's tokens, in nats.
+            grad_norm: norm of all gradients before clipping.
+            lr: the step's learning rate.
             tokens_seen: tokens of all ranks since the run began.
             step_tokens: tokens of all ranks since the last report.
-            flops: what they took, of all ranks.
+            flops: FLOPs of all ranks since the last report.
         """
         seconds = max(time.perf_counter() - self._since - self._paused, 1e-9)
         tflops = flops / seconds / 1e12
@@ -124,17 +132,17 @@ class RunMetrics:
         )
 
     def log_validation(self, step: int, loss: float, tokens: int) -> None:
-        """Reports the mean loss over the held-out batches."""
+        """Reports the mean loss over the held-out batches, in nats, and their number of tokens."""
         figures = {"step": step, "val_loss": loss, "val_perplexity": perplexity(loss), "val_tokens": tokens}
         self._write("validation", step, figures)
         self._say(f"step {step}/{self.config.training.steps}  validation loss {loss:.4f}  ppl {perplexity(loss):.1f}")
 
     def log_garfa(self, step: int, lr: float, alpha: dict[str, float]) -> None:
-        """Writes GARFA's learning rate and alpha of each "layer.head"."""
+        """Writes GARFA's learning rate and its alpha by "layer.head"."""
         self._write("garfa", step, {"step": step, "lr_garfa": lr, **{f"alpha.{k}": a for k, a in alpha.items()}})
 
     def log_plasticity(self, step: int, seconds: float, figures: dict[str, float | None]) -> None:
-        """Reports what `launch.plasticity_metrics` measured, and the seconds that it took."""
+        """Reports what `analysis.plasticity.live` measured, and how many seconds it took."""
         self._write("plasticity", step, {"step": step, **figures, "plasticity_seconds": seconds})
         names = ("bias_context", "ap_overall", "ap_drop")
         shown = {name: "–" if figures[name] is None else f"{figures[name]:.3f}" for name in names}
@@ -144,13 +152,14 @@ class RunMetrics:
         )
 
     def close(self) -> None:
+        """Closes the progress bar and the files."""
         for part in (self._bar, self._tensorboard, self._jsonl):
             if part is not None:
                 part.close()
         self._bar = self._tensorboard = self._jsonl = None
 
     def _most(self, value: float) -> float:
-        """The largest of all ranks' values: the rank that runs out first is the one to know about."""
+        """The maximum over all ranks: memory runs out first on the rank that uses most."""
         values = torch.tensor(value, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
@@ -164,10 +173,10 @@ class RunMetrics:
             self._tensorboard.append(scalar_event(group, step, shown))
 
     def _left(self, step: int) -> str:
-        """The time until the last step at the pace since the first report, validations and saves included. The progress bar
-        has its own."""
+        """The time left at the pace since the first report, including validations and saves; "" with a progress bar, which
+        shows its own."""
         now, left = time.monotonic(), self.config.training.steps - step
-        if self._paced_from is None:  # the step before it compiled and connected
+        if self._paced_from is None:  # the first step also compiles and connects, so the pace is measured from its end
             self._paced_from = now, step
             return ""
         then, first = self._paced_from
@@ -187,7 +196,7 @@ class _Peak:
 
 
 class _MemoryMonitor:
-    """The part of torchtitan's memory monitor that its Trainer asks for while it builds."""
+    """The part of torchtitan's memory monitor that its Trainer uses during construction."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.device_name = device, device.type.upper()
@@ -203,17 +212,17 @@ class _MemoryMonitor:
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss), infinite where that overflows."""
+    """exp(loss) for a loss in nats per token; infinite if that overflows."""
     return math.exp(loss) if loss < 700 else math.inf
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Cuts off the rows of steps that run again, and a row that was being written when the process was killed."""
+    """Cuts off the rows of steps that run again, and an incomplete last row."""
     try:
         lines = path.read_bytes().splitlines(keepends=True)
         end = 0
         for line in lines:
-            # A validation comes before the checkpoint of its step, so it is kept; but step 0 runs its own again.
+            # A step's validation precedes its checkpoint, so its row is kept. Step 0 is validated again.
             if not line.endswith(b"\n") or not 0 < step >= row_of(line).get("step", 0):
                 break
             end += len(line)

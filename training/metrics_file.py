@@ -1,4 +1,4 @@
-"""Reading `metrics.jsonl`, the figures that a training run logs."""
+"""Reads `metrics.jsonl`, the figures that a training run logs."""
 
 import json
 import statistics
@@ -7,7 +7,15 @@ from typing import Any
 
 
 def run_summary(name: str, folder: Path, seq_len: int, steps: int) -> dict[str, Any]:
-    """A run's figures from its `metrics.jsonl`."""
+    """Summarises a run from its `metrics.jsonl`.
+
+    Args:
+        seq_len, steps: the run's settings, copied into the summary.
+
+    Returns:
+        `train_loss` and `val_loss` (each [first, last], in nats; `val_loss` may be empty), `tokens_per_second` (median), an
+        empty `perplexity` for the caller to fill, and the arguments.
+    """
     rows = read_metrics(folder)
     train = [row for row in rows if "loss" in row]
     validation = [row for row in rows if "val_loss" in row]
@@ -17,26 +25,26 @@ def run_summary(name: str, folder: Path, seq_len: int, steps: int) -> dict[str, 
         "name": name,
         "seq_len": seq_len,
         "steps": steps,
-        # A batch is small: the last loss is the mean over the last fifth of the logged steps.
+        # Single batches are noisy: the last loss is the mean over the last fifth of the logged steps.
         "train_loss": ends,
         "val_loss": [validation[0]["val_loss"], validation[-1]["val_loss"]] if validation else [],
-        # The first step also warms up the machine.
+        # Without the first step, which includes start-up.
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in train[1:] or train),
         "perplexity": {},
     }
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run's `metrics.jsonl`, of one that is being written too."""
-    lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off
+    """The rows of a run's `metrics.jsonl`, which may still be being written."""
+    lines = (folder / "metrics.jsonl").read_bytes().split(b"\n")[:-1]  # text after the last newline is incomplete
     return [row for row in map(row_of, lines) if row]
 
 
 def loss_points(folder: Path, before: float = 0.0) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Training loss of a run's logged steps and held-out loss of its validations, each beside the tokens trained on.
+    """Loss curves of a run as (tokens, loss in nats): training loss per logged step, and held-out loss per validation.
 
     Args:
-        before: tokens of the stages before it.
+        before: tokens of earlier stages, added to this run's.
     """
     rows = read_metrics(folder)
     train = [row for row in rows if "loss" in row]
@@ -49,7 +57,7 @@ def loss_points(folder: Path, before: float = 0.0) -> tuple[list[tuple[float, fl
 
 
 def row_of(line: str | bytes) -> dict[str, Any]:
-    """A line of `metrics.jsonl`; an empty row where it is none, as a full disk may leave it."""
+    """Parses a line of `metrics.jsonl`; a damaged one, as a full disk may leave it, gives an empty row."""
     try:
         row = json.loads(line)
     except ValueError:

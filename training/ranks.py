@@ -1,4 +1,4 @@
-"""Errors between ranks: too few of them, a rendezvous that fails, and a rank that is lost."""
+"""Errors between ranks: a wrong number of processes, a failed rendezvous, a lost rank."""
 
 import os
 
@@ -10,10 +10,10 @@ from farsight.configs.schema import JobConfig
 
 
 def check_layout(config: JobConfig, processes: int) -> None:
-    """Refuses a layout that the processes which were started do not make up.
+    """Refuses to run with a number of processes that the layout does not fit.
 
     Raises:
-        ConfigError: saying how many are needed, and how to start them.
+        ConfigError: with the number of processes needed, and how to start them.
     """
     try:
         check_processes(config, processes)
@@ -23,13 +23,13 @@ def check_layout(config: JobConfig, processes: int) -> None:
         if needed == processes:
             raise
         raise ConfigError(
-            f"{error} This run has {processes}; start {needed}{' or a multiple' * (p.data_parallel_shard_degree == -1)} with "
+            f"{error} Start {needed}{' or a multiple' * (p.data_parallel_shard_degree == -1)} with "
             f"torchrun --nproc_per_node {needed} train.py …, or farsight recipe … --nproc {needed}."
         ) from error
 
 
 def lost_rank(error: BaseException) -> str | None:
-    """Returns the message for a rank that failed because of another one, or None for other errors."""
+    """Returns the message for a rank that failed because of another rank, or None for other errors."""
     text = str(error).strip()
     first = text.partition("\n")[0].partition(". ")[0]
     # gloo raises plain RuntimeErrors.
@@ -40,6 +40,6 @@ def lost_rank(error: BaseException) -> str | None:
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if "EADDRINUSE" in text or "in use" in text:
         return (
-            f"the ranks can't meet at {place} (MASTER_ADDR, MASTER_PORT): another program has that port; name another."
+            f"the ranks can't meet at {place} (MASTER_ADDR, MASTER_PORT): another program uses that port; name another."
         )
     return f"the ranks did not meet at {place} (MASTER_ADDR, MASTER_PORT): {first}"

@@ -1,4 +1,4 @@
-"""Files that a run adds records to while it trains: a disk that takes none costs records, and not the run."""
+"""Files that a run appends records to while it trains; a full disk loses records, but does not end the run."""
 
 import io
 import logging
@@ -18,8 +18,11 @@ logger = logging.getLogger("farsight")
 class Records:
     """A file that grows by whole records.
 
-    One that can't be written is lost and counted; what of it was written is cut off again. It is said when that begins, when
-    the file can be written again, and at the end.
+    A record that can't be written is lost and counted; a part already written is cut off again. Warnings are logged when this
+    starts, when the file can be written again, and at the end.
+
+    Args:
+        head: bytes to write first into an empty file.
     """
 
     def __init__(self, path: Path, head: bytes = b"") -> None:
@@ -28,6 +31,7 @@ class Records:
         self._failing = False
 
     def append(self, record: bytes) -> None:
+        """Writes a record, or loses it with a warning."""
         try:
             self._write(record)
         except OSError as error:
@@ -43,6 +47,7 @@ class Records:
             self._failing = False
 
     def close(self) -> None:
+        """Reports the number of lost records, if any."""
         if self.lost:
             logger.warning(f"{self.path}: {self.lost} records were lost in all.")
 
@@ -60,10 +65,10 @@ class Records:
 
 
 def scalars(folder: Path, after: int) -> Records:
-    """A new event file for TensorBoard. Its own writer has a thread, which ends the run when the disk is full.
+    """A new event file for TensorBoard, whose own writer has a thread that ends the run if the disk is full.
 
     Args:
-        after: what earlier files have of later steps is not shown.
+        after: the step that the run resumes from; TensorBoard hides later steps of earlier files.
     """
     name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
     head = event(file_version="brain.Event:2")
@@ -73,13 +78,13 @@ def scalars(folder: Path, after: int) -> Records:
 
 
 def event(**fields: Any) -> bytes:
-    """An event as TensorBoard's files hold it."""
+    """An event, serialised as in TensorBoard's files."""
     out = io.BytesIO()
     RecordWriter(out).write(Event(wall_time=time.time(), **fields).SerializeToString())
     return out.getvalue()
 
 
 def scalar_event(group: str, step: int, figures: dict[str, float]) -> bytes:
-    """Figures of a step, each under `group/name`."""
+    """A serialised event with a step's figures, each under `group/name`."""
     values = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in figures.items()]
     return event(step=step, summary=Summary(value=values))

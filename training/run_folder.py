@@ -1,4 +1,4 @@
-"""The run folder, which one process has at a time."""
+"""The lock on a run folder, which only one process may use at a time."""
 
 import fcntl
 import logging
@@ -13,15 +13,15 @@ logger = logging.getLogger("farsight")
 
 
 def lock_run_folder(folder: Path, wait_seconds: float = 60.0) -> int:
-    """Takes the run folder for this process until it ends, however it ends.
+    """Locks the run folder until this process ends, however it ends.
 
-    A run whose recipe was killed may still be saving: it is waited for.
+    Waits for a previous run that may still be saving, such as one whose recipe was killed.
 
     Returns:
-        The descriptor that holds the lock.
+        The file descriptor that holds the lock.
 
     Raises:
-        ConfigError: another process still trains there, the folder can't be written, or runs would lie in one another.
+        ConfigError: another process still trains there, the folder can't be written, or runs would be nested.
     """
     check_run_folder(folder)
     try:
@@ -53,23 +53,23 @@ def _lock(descriptor: int, folder: Path, wait_seconds: float) -> None:
 
 
 def check_run_folder(folder: Path) -> None:
-    """Refuses somebody else's folder, and runs inside one another, whose files would mix; a run that is there goes on.
+    """Refuses folders with files that no run wrote, and nested runs, whose files would mix. An existing run may continue.
 
     Raises:
-        ConfigError: naming both.
+        ConfigError: naming the folders.
     """
     names = [name for name in ("config.toml", "metrics.jsonl") if (folder / name).exists()]
     if names and not (folder / ".lock").exists():
         raise ConfigError(
-            f"{folder} holds {' and '.join(names)} that no run wrote, and a run would write over: name another folder. "
-            "(If they are a run's whose .lock was not copied along, create an empty file of that name.)"
+            f"{folder} holds {' and '.join(names)} that no run wrote and that a run would overwrite: name another folder. "
+            "(If they are from a run and its .lock was not copied, create an empty file of that name.)"
         )
     if is_run(folder):
         return
     if is_run(folder.parent):
         raise ConfigError(f"{folder} would lie inside the run {folder.parent}; name another folder.")
     if (inside := next((path.parent for path in folder.glob("*/metrics.jsonl")), None)) is not None:
-        raise ConfigError(f"{folder} holds the run {inside}, and can't be a run itself; name another folder.")
+        raise ConfigError(f"{folder} contains the run {inside}, and can't be a run itself; name another folder.")
 
 
 def is_run(folder: Path) -> bool:

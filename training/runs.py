@@ -1,4 +1,4 @@
-"""The models of a report: what each path on the command line names, and what of it lies where."""
+"""The models of a report: resolves each path on the command line to a model, its weights and its training runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,29 +29,31 @@ class ReportedModel:
     """A model on the page."""
 
     name: str
-    """Tells it from the others."""
+    """Short name that no other model of the report has."""
     number: int
-    """Its place on the command line, which gives its colour."""
+    """Its place on the command line, which sets its colour."""
     path: Path
-    """As it was given."""
+    """The path as given."""
     config: ModelConfig
     weights: Path | None
-    """Model directory, adapter or checkpoint; None where there is none yet."""
+    """Model directory, adapter or checkpoint; None if there is none yet."""
     runs: tuple[Run, ...]
-    """That trained it, in order."""
+    """Runs that trained it, in order."""
 
     @property
     def places(self) -> tuple[Path, ...]:
-        """Folders that results may lie in, or name as the model."""
+        """Folders that may hold results, or that results may name as their model."""
         stage = self.runs[-1].folder if self.runs else None
         return tuple(dict.fromkeys(place for place in (self.path, stage, self.weights) if place is not None))
 
 
 def find_models(paths: Sequence[Path]) -> list[ReportedModel]:
-    """What is at each path: a run folder, a recipe's root, a model directory, an adapter, a checkpoint, or a config file.
+    """Finds the model at each path.
+
+    A path may be a run folder, a recipe's root, a model directory, an adapter, a checkpoint, or a config file.
 
     Raises:
-        ConfigError: none of these, or the same path twice.
+        ConfigError: a path is none of these, or is named twice.
     """
     paths = [
         find_config(path) if path.suffix == ".toml" or (path.name in shipped_configs() and not path.exists()) else path
@@ -68,13 +70,13 @@ def _find(path: Path, name: str, number: int) -> ReportedModel:
     if path.is_file():
         return ReportedModel(name, number, path, read_config(path), None, ())
     if not path.is_dir():
-        raise ConfigError(f"There is no {path}.")
+        raise ConfigError(f"{path} does not exist.")
     runs = _runs(path)
     if not runs and not _is_run(path):
         try:
             return ReportedModel(name, number, path, read_model_config(path), path, ())
         except ConfigError as error:
-            raise ConfigError(f"{error} Nor is it a run folder (metrics.jsonl) or a recipe's (stages in it).") from None
+            raise ConfigError(f"{error} Nor is it a run folder (metrics.jsonl) or a recipe's (with stages).") from None
     weights = next((found for run in reversed(runs) if (found := _weights(run.folder)) is not None), None)
     if weights is not None:
         return ReportedModel(name, number, path, read_model_config(weights), weights, runs)
@@ -94,7 +96,7 @@ def _runs(path: Path) -> tuple[Run, ...]:
 
 
 def _in_order(stages: Sequence[Path]) -> list[Path]:
-    """A recipe's stages: each after the one from whose folder it took its weights."""
+    """A recipe's stages in order: each after the one that it took its weights from."""
     configs = {stage: read_toml(stage / "config.toml") for stage in stages}
 
     def before(stage: Path) -> int:
@@ -115,7 +117,7 @@ def _run(folder: Path) -> Run:
 
 
 def _weights(folder: Path) -> Path | None:
-    """What a run has left: its model, its adapter, or its newest checkpoint."""
+    """A run's weights: its model directory, its adapter, or its newest checkpoint."""
     if (folder / "model" / "config.json").is_file():
         return folder / "model"
     if is_adapter(folder / "adapter"):

@@ -1,4 +1,4 @@
-"""What torchtitan's Trainer builds a run from: the model, its layout, the tokenizer, data, loss, validation and metrics."""
+"""The TrainSpec that torchtitan's Trainer builds pre-training from: model, parallelism, tokenizer, data, loss, metrics."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,16 +45,17 @@ class ModelArgs(BaseModelArgs):
         return model
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Returns the number of parameters, and FLOPs per token."""
         assert self.config is not None
         parameters = sum(p.numel() for p in model.parameters())
-        # Of one row that is a single document; a step counts the pairs of its own batch.
+        # For a row that is a single document; each training step counts the pairs of its own batch.
         a, layers = self.config.architecture, self.config.layers()
         return parameters, batch_flops(a, layers, torch.arange(seq_len)[None], self.trained_layers) // seq_len
 
 
 def register(config: JobConfig) -> None:
-    """Makes `model.name = "farsight"` known to torchtitan."""
-    _extra_train_specs.pop("farsight", None)  # a second run in one process registers again
+    """Registers pre-training's TrainSpec with torchtitan as `model.name = "farsight"`."""
+    _extra_train_specs.pop("farsight", None)  # left by an earlier run in this process
     register_train_spec(
         "farsight",
         TrainSpec(
@@ -81,10 +82,10 @@ def _zero(config: JobConfig, *parts: Any) -> ZeroOptimizer:
 
 
 def build_tokenizer(config: JobConfig) -> Tokenizer:
-    """The run's tokenizer, trained on its data if the config names none; settles the model's vocabulary size.
+    """Loads the run's tokenizer, or trains it if the config names none, and sets the vocabulary size in `config`.
 
     Raises:
-        ConfigError: the tokenizer has ids that the embedding lacks.
+        ConfigError: the tokenizer has more ids than the embedding.
     """
     trained = Path(config.job.dump_folder) / "tokenizer"
     config.tokenizer = chosen_tokenizer(config)

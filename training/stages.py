@@ -1,4 +1,4 @@
-"""Reading a recipe: `[recipe]` and `[[stages]]` of a TOML file as one complete config for each stage."""
+"""Reads a recipe: turns `[recipe]` and `[[stages]]` of a TOML file into one complete config per stage."""
 
 import dataclasses
 import logging
@@ -30,36 +30,36 @@ logger = logging.getLogger("farsight")
 
 
 CARRY_EXCLUDES = ["dataloader", "lr_scheduler", "train_state"]
-"""What a stage does not take over with the optimizer: its data order, schedule and step count are its own."""
+"""State not carried over with the optimizer: each stage has its own data order, schedule and step count."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`[recipe]`: what belongs to no single stage."""
+    """`[recipe]`: settings that belong to no single stage."""
 
     name: str = ""
     """The run folder is `folder`/`name`. Empty: the file's name."""
     folder: str = "runs"
-    """The folder above the run folder: "runs" and the name "story" give runs/story."""
+    """The folder that holds the run folder: "runs" and the name "story" give runs/story."""
     gpus: Size = 1
     """GPUs that batch sizes and layouts are planned for. Any number that divides the batches gives the same losses."""
     start: str = ""
     """Model directory or checkpoint that the first stage starts from; empty starts from random weights."""
     perplexity_lengths: tuple[Size, ...] = (1, 2, 4)
-    """Perplexity after each stage, at these multiples of its sequence length; empty measures none."""
+    """Measure perplexity after each stage at these multiples of its sequence length; empty measures none."""
     perplexity_data: str = ""
-    """Text file to measure it on; empty takes held-out documents of the data."""
+    """Text file to measure perplexity on; empty takes held-out documents of the data."""
     perplexity_tokens: Count = 2**20
-    """Tokens of it that are read, the same ones at every length; 0 takes the whole file."""
+    """Tokens to read from it, the same ones at every length; 0 reads the whole file."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage with everything resolved."""
+    """One stage with its complete config."""
 
     name: str
     optimizer: Literal["reset", "carry"]
-    """Start with a fresh optimizer, or take over the last stage's moments."""
+    """Start with a fresh optimizer, or carry over the moments of the stage before."""
     config: JobConfig
     folder: Path = field(init=False)
 
@@ -79,10 +79,10 @@ def load_recipe(path: Path, overrides: dict[str, Any]) -> tuple[Recipe, list[Sta
     """Reads a recipe and builds each stage's config.
 
     Args:
-        overrides: sections laid over every stage; `recipe` changes the recipe itself, `tiny` takes its small form.
+        overrides: sections applied to every stage; `recipe` changes the recipe itself, `tiny` takes its small form.
 
     Raises:
-        ConfigError: the file is not a recipe, or a stage can't be used.
+        ConfigError: the file is not a recipe, or a stage's settings can't be used.
     """
     overrides = dict(overrides)
     values = read_toml(path, pop_tiny(overrides))
@@ -91,7 +91,7 @@ def load_recipe(path: Path, overrides: dict[str, Any]) -> tuple[Recipe, list[Sta
     recipe = dataclasses.replace(recipe, name=recipe.name or path.stem)
     if recipe.name in (".", "..") or Path(recipe.name).name != recipe.name or "\\" in recipe.name:
         raise ConfigError(
-            f"recipe.name = {recipe.name!r} must be the name of one folder; recipe.folder says where it lies."
+            f"recipe.name = {recipe.name!r} must be the name of one folder; set recipe.folder for where it lies."
         )
     entries = values.pop("stages", None)
     if not isinstance(entries, list) or not entries:
@@ -103,7 +103,7 @@ def load_recipe(path: Path, overrides: dict[str, Any]) -> tuple[Recipe, list[Sta
         stages.append(_stage(recipe, number, dict(entry), values, overrides, stages[-1] if stages else None))
     names = [stage.name for stage in stages]
     if len(set(names)) < len(names):
-        raise ConfigError(f"{path}: stages need names of their own, these are {', '.join(names)}.")
+        raise ConfigError(f"{path}: stages need distinct names, these are {', '.join(names)}.")
     return recipe, stages
 
 
@@ -136,21 +136,23 @@ def _stage(
             before, now = trained_layers(last.config), trained_layers(config)
             if before is not None and not (now is not None and {*now} <= {*before}):
                 raise ConfigError(
-                    f"optimizer_state = 'carry', but the last stage's optimizer knows layers {last.config.training.layers} "
-                    f"alone, and here training.layers = {config.training.layers!r}; use 'reset'."
+                    f"optimizer_state = 'carry', but the optimizer of the stage before only has layers "
+                    f"{last.config.training.layers}, and here training.layers = {config.training.layers!r}; use 'reset'."
                 )
     except ConfigError as error:
         raise ConfigError(f"stage {number} ({name or 'unnamed'}): {error}") from error
     name = name or f"{number + 1}-{config.training.seq_len}"
     if not re.fullmatch(r"[\w.-]+", name) or name in (".", ".."):
         raise ConfigError(
-            f"stage {number}: name = {name!r} must be a folder's name of letters, digits, '_', '.' and '-'."
+            f"stage {number}: name = {name!r} must be a folder name of letters, digits, '_', '.' and '-'."
         )
     root = Path(recipe.folder) / recipe.name
     config.job.dump_folder = str(root / name)
     config.job.description = f"{recipe.name}, stage {number + 1}: {name}"
     if not config.checkpoint.enable or config.checkpoint.load_only:
-        raise ConfigError("checkpoint.enable = false or load_only: a stage hands its checkpoint on to the next.")
+        raise ConfigError(
+            "checkpoint.enable = false and checkpoint.load_only can't be used in a recipe: stages pass on checkpoints."
+        )
     if recipe.start and not config.tokenizer.path and config.tokenizer.kind != "bytes":
         if not Path(recipe.start).is_dir():
             raise ConfigError(no_start(recipe.start))
@@ -170,20 +172,22 @@ def _stage(
 
 
 def _with_theta(values: dict[str, Any], shared: dict[str, Any], own: dict[str, Any], before: Rotary) -> dict[str, Any]:
-    """A stage that names no RoPE base goes on with that of the stage before it; one that all stages share is for their kind
-    of RoPE."""
+    """Gives a stage that names no RoPE base that of the stage before it.
+
+    A base in the shared settings counts as named, unless the stage has another kind of RoPE than they have.
+    """
     common, named, rotary = rotary_of(shared), rotary_of(own), rotary_of(values)
     for_all = "theta" in rotary and named.get("kind", common.get("kind")) == common.get("kind")
     if "theta" in named or for_all or isinstance(before, NoRotary) or rotary.get("kind") == "none":
         return values
     position = values.get("position", {})
-    if not isinstance(position, dict):  # which is refused when the settings are checked
+    if not isinstance(position, dict):  # refused later, when the settings are checked
         return values
     return {**values, "position": {**position, "rotary": {**rotary, "theta": before.theta}}}
 
 
 def _compare_theta(values: dict[str, Any], config: JobConfig, start: str) -> None:
-    """Warns of a first stage that turns with another base than its weights though nothing asks for it."""
+    """Warns if the first stage's RoPE base differs from that of its weights, though no setting names it."""
     theirs, ours = theta_of(Path(start)), config.position.rotary
     if (
         "theta" not in rotary_of(values)
@@ -195,14 +199,14 @@ def _compare_theta(values: dict[str, Any], config: JobConfig, start: str) -> Non
 
 
 def no_start(start: str) -> str:
-    """What to say of weights to start from that are not there; where a recipe that ships makes them, its command."""
+    """The message for missing weights to start from; if a shipped recipe makes them, with its command."""
     for path in sorted(CONFIGS.rglob("*.toml")):
         if path.stem in Path(start).parts:
-            with suppress(ConfigError):  # it is no recipe
+            with suppress(ConfigError):  # not a recipe
                 for tiny in (False, True):
                     if any(Path(start).is_relative_to(s.folder) for s in load_recipe(path, {"tiny": tiny})[1]):
                         command = f"farsight recipe {path.stem}{' --tiny' * tiny}"
-                        return f"recipe.start = {start!r} is not there yet: run {command} first."
+                        return f"recipe.start = {start!r} does not exist yet: run {command} first."
     return f"recipe.start = {start!r} does not exist: name a model directory or a checkpoint."
 
 
@@ -213,14 +217,14 @@ def read_config(path: Path, stage: str | None = None, tiny: bool = False) -> Mod
         tiny: the small form of a config file or recipe.
 
     Raises:
-        ConfigError: none of these, or no such stage.
+        ConfigError: the path is none of these, or there is no such stage.
     """
     if path.is_dir():
         return read_model_config(path)
     path = find_config(path)
     if "stages" not in read_toml(path):
         if stage is not None:
-            raise ConfigError(f"{path} is no recipe: it has no stage {stage!r}.")
+            raise ConfigError(f"{path} is not a recipe: it has no stage {stage!r}.")
         return ModelConfig.from_job(load_config(["--job.config_file", str(path), *["--tiny"] * tiny]))
     stages = {s.name: s.config for s in load_recipe(path, {"tiny": tiny})[1]}
     if stage is not None and stage not in stages:

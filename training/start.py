@@ -1,4 +1,4 @@
-"""Warnings for runs that start from existing weights."""
+"""Warnings for runs that start from weights trained with another RoPE base."""
 
 import logging
 import tomllib
@@ -16,7 +16,7 @@ logger = logging.getLogger("farsight")
 
 
 def say_theta(config: JobConfig, arguments: Sequence[str]) -> None:
-    """Says when a run turns with another RoPE base than the weights it starts from, and loudly when nothing asked for it."""
+    """Reports that a run's RoPE base differs from that of the weights it starts from; warns if no setting named it."""
     start = config.checkpoint.initial_load_path
     if not start or not config.checkpoint.enable:
         return
@@ -31,7 +31,7 @@ def say_theta(config: JobConfig, arguments: Sequence[str]) -> None:
 
 
 def other_theta(start: str, theirs: float, ours: float) -> str:
-    """The warning of a base that nothing asked for."""
+    """The warning about a RoPE base that no setting named."""
     return (
         f"position.rotary.theta = {ours:g} by default, but the weights of {start} were trained with {theirs:g}: set "
         f"position.rotary.theta = {theirs:g} to keep theirs."
@@ -39,7 +39,7 @@ def other_theta(start: str, theirs: float, ours: float) -> str:
 
 
 def theta_of(start: Path) -> float | None:
-    """The RoPE base of a model directory or checkpoint; None where nothing turns, or loading it will say what is wrong."""
+    """The RoPE base of a model directory or checkpoint; None without RoPE, or if it can't be read, which loading reports."""
     try:
         rotary = read_model_config(start).position.rotary
     except (ConfigError, OSError):
@@ -53,10 +53,10 @@ def names_theta(arguments: Sequence[str]) -> bool:
 
 
 def rotary_of(values: dict[str, Any]) -> dict[str, Any]:
-    """`position.rotary` of settings that are not checked yet, an empty table without one; options may give it inline."""
+    """`position.rotary` of unchecked settings, or an empty table; an option may give it as inline TOML."""
     position = values.get("position")
     rotary = position.get("rotary") if isinstance(position, dict) else None
     if isinstance(rotary, str):
-        with suppress(tomllib.TOMLDecodeError):  # which is refused when the settings are checked
+        with suppress(tomllib.TOMLDecodeError):  # refused later, when the settings are checked
             rotary = tomllib.loads(f"value = {rotary}")["value"]
     return rotary if isinstance(rotary, dict) else {}

@@ -15,13 +15,14 @@ from farsight.data.tokenizers.tokenizer import find_tokenizer_dir, train_sentenc
 logger = logging.getLogger("farsight")
 
 TRAINING_BYTES = 4_000_000
+"""Text that a tokenizer is trained on."""
 
 
 def tokenizer_of(start: Path) -> Path:
-    """The tokenizer that belongs to a model directory or a checkpoint of ours.
+    """The folder with the tokenizer of a model directory or checkpoint.
 
     Raises:
-        ConfigError: there is none; weights mean nothing with another tokenizer's ids.
+        ConfigError: it has none; weights are useless with another tokenizer's ids.
     """
     directory = find_tokenizer_dir(start)
     if directory is None:
@@ -30,10 +31,10 @@ def tokenizer_of(start: Path) -> Path:
 
 
 def chosen_tokenizer(config: JobConfig) -> Tokenizer:
-    """The settings of a run's tokenizer: where they name none, of that which belongs to the weights it starts from.
+    """The run's tokenizer settings; if they name none, the tokenizer of the weights that the run starts from.
 
     Raises:
-        ConfigError: none belongs to them.
+        ConfigError: those weights have no tokenizer.
     """
     t, start = config.tokenizer, config.checkpoint.initial_load_path
     if t.path or t.kind == "bytes" or not start:
@@ -42,15 +43,16 @@ def chosen_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def prepare_tokenizer(config: JobConfig, directory: Path) -> None:
-    """Trains the tokenizer into `directory` when the config names none (or this directory) and it is not there yet.
+    """Trains a tokenizer into `directory` if the config names none (or this directory) and it does not exist yet.
 
-    One process calls it; the others wait.
+    Only one process calls it; the others wait.
     """
     t = config.tokenizer
     if t.kind in ("bytes", "huggingface") or (t.path and Path(t.path) != directory) or directory.is_dir():
         return
     logger.info(f"training a sentencepiece tokenizer of {t.vocab_size} pieces into {directory}")
-    # An interrupted training leaves no half a tokenizer, and of several nodes that train the same one, one puts it there.
+    # Trained in a temporary folder: an interrupted training leaves nothing behind, and of several nodes only one moves its
+    # tokenizer into place.
     part = directory.with_name(f"{directory.name}.{socket.gethostname()}.{os.getpid()}")
     train_sentencepiece(sample_texts(config.data, TRAINING_BYTES), t.vocab_size, part)
     try:

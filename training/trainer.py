@@ -1,4 +1,4 @@
-"""The trainer: one training step, the loop, and what a run leaves. `training/spec.py` says what it is built of."""
+"""The trainer: the training step, the loop, and the files a run leaves. `training/spec.py` builds its parts."""
 
 import logging
 import math
@@ -48,40 +48,44 @@ logger = logging.getLogger("farsight")
 
 
 class LiveMeasure(Protocol):
-    """Measures the model while it trains."""
+    """Measures the model between training steps."""
 
     def measure(
         self, model_parts: Sequence[nn.Module], around: Callable[[], AbstractContextManager[Any]]
     ) -> dict[str, float | None]:
-        """Returns figures by name; all ranks call it, with the context of a forward pass."""
+        """Returns figures by name; all ranks call it.
+
+        Args:
+            around: makes the context that a forward pass runs in.
+        """
         ...
 
 
 class Trainer(TitanTrainer):
-    """torchtitan's Trainer, with what it gets wrong put right.
+    """torchtitan's Trainer, with fixes.
 
     Gradients are normalised by the global batch's tokens under DDP too; a non-finite loss stops the run before the
-    optimizer step; a run that is told to stop saves first; and the metrics count what heads really see.
+    optimizer step; a run that is told to stop saves first; and FLOPs count only the pairs that heads see.
     """
 
     checkpointer: RunCheckpoints
     metrics_processor: RunMetrics  # type: ignore[assignment]  # narrower than torchtitan's
     loss_fn: LossShare
     register: Callable[[Any], None] = staticmethod(register)
-    """Tells torchtitan what to build."""
+    """Registers the TrainSpec that torchtitan builds."""
     adapters: Adapters | None = None
-    """What trains beside frozen layers, in fine-tuning."""
+    """Adapters on frozen layers, in fine-tuning; FLOPs depend on them."""
     enough = False
-    """Set where a run ends before its last step."""
+    """Set to end a run before its last step."""
     leaves: ClassVar[dict[str, Callable[[Path], None]]] = {"model": check_model_out}
-    """Folders that a run ends with, each with what refuses to replace somebody else's."""
+    """Folders that a run writes at its end, each with the check that refuses to replace one that is not ours."""
 
     def __init__(self, config: JobConfig, live_plasticity: Callable[..., LiveMeasure] | None = None) -> None:
         """Builds everything that a run needs.
 
         Args:
-            live_plasticity: builds what measures `metrics.plasticity_freq`; `train.py` passes
-                `analysis.plasticity.live.PlasticityMetrics`, which stands above this package.
+            live_plasticity: builds the measurement for `metrics.plasticity_freq`; `train.py` passes
+                `analysis.plasticity.live.PlasticityMetrics`, which this package must not import.
         """
         prepare_device()
         self.register(config)
@@ -95,7 +99,7 @@ class Trainer(TitanTrainer):
             lr_schedulers=self.lr_schedulers,
             states={"train_state": self},
         )
-        # DeepSpeed's engine, or None where the model itself is called.
+        # DeepSpeed's engine; None if the model is called directly.
         self.zero = self.optimizers if isinstance(self.optimizers, ZeroOptimizer) else None
         if self.zero is not None:
             self.checkpointer.states[MODEL] = ZeroWeights(self.zero)
@@ -106,12 +110,12 @@ class Trainer(TitanTrainer):
         self.trained_layers = trained_layers(config)
         dims = self.parallel_dims
         trained = sum(p.numel() for part in self.model_parts for p in part.parameters() if p.requires_grad)
-        self.trained_parameters = trained  # all of them: `training.layers` and pipelines exclude each other
+        self.trained_parameters = trained  # the whole model's: `training.layers` can't be used with pipelines
         self.pipeline = (
             Pipeline(self.pp_schedule, self.pp_has_first_stage, self.pp_has_last_stage) if dims.pp_enabled else None
         )
         self.context = Context.of(dims, config)
-        # DDP averages over its ranks where the loss is already a share of the global batch: undo that here.
+        # DDP averages gradients over its ranks, but the loss is already a share of the global batch's: undo the average.
         self.loss_copies = dims.dp_replicate if dims.world_size == dims.dp_replicate else 1
         if self.zero is not None:
             self.loss_copies = self._data_ranks()  # DeepSpeed averages too
@@ -124,7 +128,7 @@ class Trainer(TitanTrainer):
         self.tokens_logged, self.flops = 0, 0.0
 
     def init_distributed(self) -> ParallelDims:
-        """As torchtitan does; without an accelerator, CPU offload asks for no second backend beside gloo."""
+        """Sets up torch.distributed as torchtitan does, but without a second backend for CPU offload if there is no accelerator."""
         training = self.job_config.training
         offload = training.enable_cpu_offload
         training.enable_cpu_offload = offload and self.device.type != "cpu"
@@ -134,9 +138,9 @@ class Trainer(TitanTrainer):
             training.enable_cpu_offload = offload
 
     def _precision(self) -> Any:
-        """The context of forward passes that makes them of mixed precision where the weights are not."""
+        """The context that runs forward passes in mixed precision if the weights themselves are not cast."""
         if self.job_config.training.mixed_precision_param == "float32" or self.zero is not None:
-            # Autocast knows no fp32, and would warn at every step; DeepSpeed has cast the weights themselves.
+            # Autocast does not support fp32 and would warn at every step; DeepSpeed has cast the weights themselves.
             return nullcontext()
         return self.maybe_enable_amp
 
@@ -146,26 +150,35 @@ class Trainer(TitanTrainer):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Step and tokens of all ranks together, so that a run may resume on another number of them."""
+        """The step, and the tokens of all ranks together, so that a run can resume on a different number of ranks."""
         return {"step": self.step, "tokens_seen": self.ntokens_seen * self._data_ranks()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["tokens_seen"] // self._data_ranks()
 
-    # One step ────────────────────────────────────────────────────────────────────────────────────
+    # The training step ───────────────────────────────────────────────────────────────────────────
 
     def post_dataloading_process(
         self, input_dict: dict[str, Tensor], labels: Tensor
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
-        """Positions, document starts and labels go to every part of the model."""
+        """Returns tokens, labels, no extra inputs, and keyword arguments for every part of the model.
+
+        Args:
+            input_dict: token ids, positions and document starts of a micro-batch.
+            labels: the next token's id at each place, `IGNORE_INDEX` where none is trained on.
+        """
         extra = model_inputs(self.job_config, self.context, input_dict, labels)
         return extra.pop("tokens"), extra["labels"], {}, extra
 
     def forward_backward_step(
         self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
     ) -> Tensor:
-        """Runs a micro-batch; returns its share of the global batch's mean loss (nothing without the last stage)."""
+        """Runs a micro-batch forward and backward; returns its share of the global batch's mean loss in nats.
+
+        Args:
+            global_valid_tokens: trained-on tokens of the global batch.
+        """
         inputs, labels, _, kwargs = self.post_dataloading_process(input_dict, labels)
         self.loss_fn.denominator = global_valid_tokens / self.loss_copies
         if self.pipeline is not None:
@@ -177,10 +190,13 @@ class Trainer(TitanTrainer):
         return loss.detach() / self.loss_copies
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
-        """One optimizer step over the global batch.
+        """Runs one optimizer step over the global batch.
+
+        Args:
+            data_iterator: yields this rank's micro-batches.
 
         Raises:
-            NonFiniteError: before the optimizer has changed anything.
+            NonFiniteError: the loss or the gradient norm is not finite; the weights have not changed.
         """
         micro_batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
         valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in micro_batches)
@@ -213,13 +229,13 @@ class Trainer(TitanTrainer):
         self.metrics_processor.advance()
         if self.metrics_processor.should_log(self.step):
             tokens = self.ntokens_seen * self._data_ranks()
-            # Ranks hold other documents, and so see other numbers of pairs.
+            # Ranks hold different documents, so the numbers of visible pairs differ.
             flops = float(self._sum_over_data_ranks(torch.tensor(self.flops, dtype=torch.float64, device=self.device)))
             self.metrics_processor.log_step(self.step, loss, grad_norm, lr, tokens, tokens - self.tokens_logged, flops)
             self.tokens_logged, self.flops = tokens, 0.0
 
     def _clip_and_step(self) -> float:
-        """Returns the gradients' norm before clipping; where it is not finite, nothing has changed."""
+        """Clips gradients and steps; returns their norm before clipping. If it is not finite, nothing has changed."""
         with self._during("optimizer"):
             return self.zero.clip_and_step() if self.zero is not None else self._clip_and_step_groups()
 
@@ -235,10 +251,11 @@ class Trainer(TitanTrainer):
         return grad_norm
 
     def _during(self, phase: Phase) -> AbstractContextManager[None]:
-        """Around a part of a step, for who wants to know in which of them memory ran out."""
+        """Marks a phase of the step, so that an out-of-memory error can name it."""
         return nullcontext()
 
     def _clipped_together(self) -> list[list[nn.Parameter]]:
+        """Groups of parameters whose gradients are clipped to a common norm."""
         return [[p for part in self.model_parts for p in part.parameters()]]
 
     def _data_ranks(self) -> int:
@@ -250,7 +267,7 @@ class Trainer(TitanTrainer):
         return value
 
     def _sync_gradients(self, last: bool) -> None:
-        """DDP exchanges gradients once a step and not after every micro-batch."""
+        """Has DDP exchange gradients only after the last micro-batch of a step."""
         if self.zero is not None:
             self.zero.expect_step(last)
         elif self.loss_copies > 1 and self.gradient_accumulation_steps > 1:
@@ -259,12 +276,16 @@ class Trainer(TitanTrainer):
     def _report_non_finite(
         self, loss: float, grad_norm: float, losses: list[Tensor], micro_batches: list[tuple[dict[str, Tensor], Tensor]]
     ) -> None:
-        """Names the step and the micro-batch, keeps the batch for a closer look, and stops every rank."""
+        """Logs the step and the micro-batch, saves the batch for inspection, and stops every rank.
+
+        Raises:
+            NonFiniteError: always.
+        """
         rank = dist.get_rank()
         bad = [i for i, value in enumerate(losses) if not torch.isfinite(value)]
         where = f"micro-batch {', '.join(map(str, bad))} of {len(losses)} on rank {rank}" if bad else "no single loss"
         meshes = (self.parallel_dims.get_optional_mesh(name) for name in ("tp", "cp"))
-        alike = any(mesh is not None and mesh.get_local_rank() for mesh in meshes)  # another rank has the same batch
+        alike = any(mesh is not None and mesh.get_local_rank() for mesh in meshes)  # another rank saves the same batch
         if (bad and not alike) or rank == 0:
             folder = Path(self.job_config.job.dump_folder) / "non_finite"
             inputs, labels = micro_batches[bad[0] if bad else 0]
@@ -272,13 +293,13 @@ class Trainer(TitanTrainer):
             try:
                 folder.mkdir(parents=True, exist_ok=True)
                 save_file({**{k: v.contiguous() for k, v in inputs.items()}, "labels": labels.contiguous()}, path)
-                kept = f"is kept in {path}"
+                kept = f"is saved to {path}"
             except (OSError, SafetensorError) as error:
-                kept = f"can't be kept in {path}: {error}"
+                kept = f"can't be saved to {path}: {error}"
             logger.error(f"step {self.step}: not finite in {where}; the batch {kept}")
         raise NonFiniteError(
             f"step {self.step}: loss {loss}, gradient norm {grad_norm}: stopped before the optimizer step. "
-            "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or look at the batch that was kept."
+            "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or inspect the saved batch."
         )
 
     # The loop ────────────────────────────────────────────────────────────────────────────────────
@@ -287,7 +308,9 @@ class Trainer(TitanTrainer):
         """Trains from the newest checkpoint, or from the start, to the last step.
 
         Raises:
-            Interrupted: a signal came, and a checkpoint is saved.
+            Interrupted: a signal asked the run to stop; a checkpoint has been saved.
+            NonFiniteError: a loss or a gradient norm is not finite.
+            SaveError: a checkpoint or the model directory can't be written.
         """
         config, metrics = self.job_config, self.metrics_processor
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -303,7 +326,7 @@ class Trainer(TitanTrainer):
         if self._stopping():  # loading and validating may take long
             raise Interrupted
         if self.step >= config.training.steps:
-            logger.info(f"step {self.step} of {config.training.steps} is done already: nothing is left to train")
+            logger.info(f"step {self.step} of {config.training.steps} is already done: nothing is left to train")
         profiling: dict[str, Any] = {"global_step": self.step, "base_folder": config.job.dump_folder}
         with (
             maybe_enable_profiling(config.profiling, **profiling) as torch_profiler,
@@ -332,7 +355,7 @@ class Trainer(TitanTrainer):
                 if stopping and not last:
                     raise Interrupted(self._where_it_stopped())
                 if first and dist.get_world_size() > 1:
-                    # The first step compiles and connects; from here on a silent rank shows sooner.
+                    # The first step also compiles and connects; from here on a shorter timeout finds lost ranks sooner.
                     first, timeout = False, timedelta(seconds=config.comm.train_timeout_seconds)
                     dist_utils.set_pg_timeouts(timeout, self.parallel_dims)
         for source, reasons in self.dataloader.skipped.items():  # type: ignore[attr-defined]  # our loader's, beyond torchtitan's protocol
@@ -340,12 +363,12 @@ class Trainer(TitanTrainer):
         self._export()
 
     def _where_it_stopped(self) -> str:
-        goes_on = self.checkpointer.saved(self.step) is not None
-        rest = "the same command goes on from there" if goes_on else "nothing was saved (see [checkpoint])"
+        saved = self.checkpointer.saved(self.step) is not None
+        rest = "the same command continues from there" if saved else "nothing was saved (see [checkpoint])"
         return f"stopped after step {self.step}; {rest}"
 
     def _validate(self) -> float:
-        """The loss of held-out data, where it is asked for."""
+        """Returns the loss on held-out data; NaN if validation is off."""
         if not self.job_config.validation.enable:
             return math.nan
         started = time.perf_counter()
@@ -354,7 +377,7 @@ class Trainer(TitanTrainer):
         return loss
 
     def _measure_plasticity(self) -> None:
-        """Bias and plasticity of heads on held-out data, where they are asked for."""
+        """Measures positional bias and plasticity of heads on held-out data, if `metrics.plasticity_freq` is set."""
         if self.plasticity is None:
             return
         started = time.perf_counter()
@@ -371,11 +394,11 @@ class Trainer(TitanTrainer):
                 f"{signal.Signals(number).name}: stopping after this step; Ctrl-C once more stops at once, without saving"
             )
         elif number == signal.SIGINT and now - self.stop_asked_at > 1:
-            # Launchers often send a signal twice; only a person presses the keys again.
+            # Launchers often send a signal twice at once; a later one is a person pressing Ctrl-C again.
             raise KeyboardInterrupt
 
     def _stopping(self) -> bool:
-        """Whether any rank was told to stop: the scheduler's signal may reach only some of them."""
+        """Whether any rank was told to stop: a scheduler's signal may reach only some of them."""
         flag = torch.tensor(float(self.stop_signal is not None), device=self.device)
         if dist.get_world_size() > 1:
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
@@ -399,10 +422,10 @@ class Trainer(TitanTrainer):
             raise ConfigError(f"The run folder {folder} can't be written: {error}.") from error
 
     def _on_rank_zero(self, work: Callable[[], None]) -> None:
-        """Writes on rank 0, however long it takes.
+        """Writes files on rank 0 while the others wait, for hours if needed.
 
         Raises:
-            SaveError: on all ranks.
+            SaveError: on all ranks, if they can't be written.
         """
 
         def write() -> None:
@@ -411,13 +434,13 @@ class Trainer(TitanTrainer):
             except (OSError, SafetensorError) as error:
                 folder = self.job_config.job.dump_folder
                 raise SaveError(
-                    f"{folder} can't be written: {error}. With room there, the same command goes on from the newest checkpoint."
+                    f"{folder} can't be written: {error}. Make room there; the same command continues from the newest checkpoint."
                 ) from error
 
         on_rank_zero(write, may_take_hours=True)
 
     def _export(self) -> None:
-        """Writes the run's model directory from its last checkpoint, which works the same under every layout."""
+        """Writes the run's model directory from its last checkpoint, which is the same under every layout."""
 
         def write() -> None:
             saved, out = self.checkpointer.saved(self.step), Path(self.job_config.job.dump_folder) / "model"

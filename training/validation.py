@@ -19,7 +19,7 @@ from farsight.training.metrics import RunMetrics
 
 @dataclass
 class Validator:
-    """Mean loss over the same held-out batches each time, whatever the number of ranks."""
+    """Measures the mean loss over held-out batches, the same ones each time and on any number of ranks."""
 
     job_config: JobConfig
     dp_world_size: int
@@ -41,9 +41,9 @@ class Validator:
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> float:
-        """Reports the loss of these weights, and returns it."""
+        """Reports and returns the mean loss per held-out token, in nats; all ranks call it."""
         device = self.metrics_processor.device
-        self.loss_fn.denominator = 1.0  # sums, of the pipeline too
+        self.loss_fn.denominator = 1.0  # gives sums, in a pipeline too
         total = torch.zeros(2, dtype=torch.float64, device=device)
         for part in model_parts:
             part.eval()

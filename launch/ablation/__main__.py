@@ -3,21 +3,21 @@
     farsight ablation configs/finetune/ablation_*.toml --evaluations configs/finetune/evaluations/paper.toml
     farsight ablation configs/finetune/ablation_*.toml --tiny --out runs/tiny_ablation --dry-run
 
-An experiment is named by the end of its file's name: ablation_a.toml is A. Each has a folder in --out, with its run, the merged
-model in model/ and what was measured. What is finished is not done again; an interrupted run goes on from its checkpoint. A run
-or an evaluation that fails is named and the others go on; the exit status is then 1. Options of the form --section.key value
-change all experiments.
+An experiment is named by the end of its file's name: ablation_a.toml is A. Each has a folder in --out with its run, the merged
+model in model/, and its evaluations. Finished work is not repeated, and an interrupted run continues from its checkpoint. If a
+run or an evaluation fails, it is reported, the others continue, and the exit status is 1. Options of the form --section.key
+value change all experiments.
 
-Every run measures its held-out loss itself: before its first step that is the base's as quantised, unless garfa.init = "paper"
-has changed it. --evaluations names a TOML file with others, each a command that writes a JSON file; of the base they are given
-the directory, which is not quantised:
+Every run measures its held-out loss itself. Before the first step that is the quantised base's loss, unless garfa.init = "paper"
+has changed the model. --evaluations names a TOML file with further evaluations, each a command that writes a JSON file. For the
+base, {model} is its own directory, which is not quantised:
 
     [[evaluations]]
     name = "perplexity, 1,024 tokens"
     command = "farsight perplexity {model} --data books.txt --lengths 1024 --json {json}"
-    value = "lengths.1024"          # where in the file the figure is
+    value = "lengths.1024"          # keys that lead to the figure in the JSON file
     better = "lower"                # "higher" is the default
-    percent = false                 # true: a share of 1, shown in percent and counted in the mean
+    percent = false                 # true: a share of 1, shown in percent and included in the mean
 """
 
 import argparse
@@ -44,9 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("configs", type=Path, nargs="+", help="TOML files of `train.py finetune`")
     parser.add_argument("--tiny", action="store_true", help="the configs' small form: the quickstart's model, 40 steps")
     parser.add_argument("--evaluations", type=Path, metavar="FILE", help="TOML file with [[evaluations]]")
-    parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="folder (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
-    parser.add_argument("--dry-run", action="store_true", help="check the configs and print the commands, run nothing")
+    parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="output folder (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="F", help="also write the figures here")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check the configs and print the commands, but run nothing"
+    )
     options, rest = parser.parse_known_args(arguments)
     rest += ["--tiny"] * options.tiny
     if not logging.getLogger().handlers:
@@ -65,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         outcome = run(experiments, evaluations, options.out)
     except Stopped:
-        logger.error("stopped; the same command goes on from here")
+        logger.error("stopped; the same command continues from here")
         return process.EXIT_INTERRUPTED
     report(outcome, {e.name: (e.better, e.percent) for e in evaluations}, options.out, options.json)
     return 1 if outcome.failures else 0

@@ -1,4 +1,4 @@
-"""An ablation's experiments: training, merging and measuring each, and the report on all."""
+"""Runs an ablation: trains, merges and evaluates each experiment, and reports on all of them."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ logger = logging.getLogger("farsight")
 
 @dataclass(frozen=True)
 class Experiment:
-    """A fine-tuning run of the ablation."""
+    """A fine-tuning run of the ablation; `options` are overrides from the command line."""
 
     label: str
     path: Path
@@ -49,21 +49,26 @@ class Experiment:
         return (self.model / "config.json").is_file()
 
     def training(self) -> list[str]:
+        """The command that trains the adapter."""
         config = ["--job.config_file", str(self.path), "--job.dump_folder", str(self.folder)]
         return [sys.executable, *train_script(), "finetune", *config, *self.options]
 
     def merging(self) -> list[str]:
+        """The command that merges the adapter into its base."""
         merge = [sys.executable, "-m", "farsight", "merge"]
         return [*merge, str(self.folder / "adapter"), "--out", str(self.model)]
 
 
 def read_experiments(paths: Sequence[Path], options: Sequence[str], out: Path) -> list[Experiment]:
-    """The experiments, by label.
+    """Reads the experiments, sorted by label.
 
     Raises:
-        ConfigError: settings that can't be used, labels that are not distinct, or different bases.
+        ConfigError: settings that can't be used, duplicate labels, or different bases.
     """
-    taken = {"dump_folder": "--out has a folder for each experiment", "config_file": "name the configs without it"}
+    taken = {
+        "dump_folder": "use --out, which has a folder for each experiment",
+        "config_file": "name the configs without it",
+    }
     for name in parse_options(options).get("job", {}).keys() & taken:
         raise ConfigError(f"--job.{name} would be the same for all experiments: {taken[name]}.")
     found: dict[str, Experiment] = {}
@@ -76,7 +81,7 @@ def read_experiments(paths: Sequence[Path], options: Sequence[str], out: Path) -
         found[label] = Experiment(label, path, config, tuple(options))
     bases = {experiment.config.base_model.path for experiment in found.values()}
     if len(bases) > 1:
-        raise ConfigError(f"The experiments have different bases, which do not compare: {', '.join(sorted(bases))}.")
+        raise ConfigError(f"The experiments have different bases and can't be compared: {', '.join(sorted(bases))}.")
     return [found[label] for label in sorted(found)]
 
 
@@ -84,7 +89,7 @@ def read_experiments(paths: Sequence[Path], options: Sequence[str], out: Path) -
 
 
 def train(experiment: Experiment) -> str | None:
-    """Trains and merges, or goes on where that stopped; returns what failed."""
+    """Trains and merges an experiment, or continues where that stopped; returns a message if it failed."""
     settings = experiment.folder / "experiment.toml"
     if experiment.finished:
         logger.info(f"{experiment.label} is finished")
@@ -102,21 +107,21 @@ def train(experiment: Experiment) -> str | None:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Of a run: its held-out losses, and what it says of the base."""
+    """Held-out losses of a run, in nats per token."""
 
     before: float
     """Before the first step."""
     kept: float
-    """At the step whose adapter was kept, which is in the merged model."""
+    """At the step whose adapter was kept and merged."""
     base_as: str
-    """How the base's weights were kept; empty where the model before the first step was another than the base."""
+    """Type or quantisation of the base's weights; empty if the model before the first step was not the plain base."""
 
 
 def held_out(experiment: Experiment) -> HeldOut:
-    """What a finished run has measured itself.
+    """Reads the held-out losses of a finished run.
 
     Raises:
-        ConfigError: it has not validated.
+        ConfigError: it did not validate.
     """
     run = read_history(experiment.model)[-1]
     measured = (experiment.folder / "metrics.jsonl").is_file()
@@ -132,16 +137,20 @@ def held_out(experiment: Experiment) -> HeldOut:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of an ablation."""
+    """The result of an ablation."""
 
     results: Results
     failures: list[str]
     note: str
-    """How the base's held-out loss was measured; empty where it was not."""
+    """How the base's held-out loss was measured; empty if it was not."""
 
 
 def run(experiments: list[Experiment], evaluations: list[Evaluation], out: Path) -> Outcome:
-    """Trains and measures everything."""
+    """Trains and evaluates everything; failures are collected.
+
+    Raises:
+        Stopped: a signal asked to stop.
+    """
     results: Results = {BASE: {}, **{experiment.label: {} for experiment in experiments}}
     failures: list[str] = []
     note = ""
@@ -172,7 +181,7 @@ def run(experiments: list[Experiment], evaluations: list[Evaluation], out: Path)
 
 
 def report(outcome: Outcome, columns: Columns, out: Path, copy: Path | None) -> None:
-    """Prints the tables, and writes them, the figures and the picture."""
+    """Prints the tables, and writes tables, figures and a picture to `out`; `copy` gets the figures too."""
     for line in outcome.failures:
         logger.error(line)
     print(text(outcome.results, columns, outcome.note))
@@ -185,7 +194,7 @@ def report(outcome: Outcome, columns: Columns, out: Path, copy: Path | None) -> 
 
 
 def commands(experiments: list[Experiment], evaluations: list[Evaluation], out: Path) -> str:
-    """What would be run, a line each."""
+    """The commands that would run, one per line."""
     lines = []
     models = {BASE: (Path(experiments[0].config.base_model.path), out / BASE)}
     for experiment in experiments:

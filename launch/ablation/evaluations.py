@@ -1,4 +1,4 @@
-"""Evaluations of model directories by commands that write JSON files; a command does not run again where it has."""
+"""Evaluates model directories with commands that write JSON files; a finished evaluation is not repeated."""
 
 import json
 import logging
@@ -23,27 +23,27 @@ logger = logging.getLogger("farsight")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A figure of a model directory."""
+    """An evaluation of a model directory that gives one figure."""
 
     name: str = ""
     command: str = ""
-    """Run from here; {model} and {json} are replaced, and `farsight` and `python` are this one's."""
+    """Runs in the working directory; {model} and {json} are replaced, `farsight` and `python` are those running now."""
     value: str = ""
-    """Keys of the JSON file that lead to the figure, with dots between them."""
+    """Keys that lead to the figure in the JSON file, joined by dots."""
     better: Literal["higher", "lower"] = "higher"
     percent: bool = False
-    """A share of 1: shown in percent, and counted in the mean."""
+    """The figure is a share of 1: show it in percent, and include it in the mean."""
 
 
 HELD_OUT = Evaluation(name="held-out loss", better="lower")
-"""What runs measure themselves."""
+"""The evaluation that training runs make themselves."""
 
 
 def read_evaluations(path: Path | None) -> list[Evaluation]:
-    """What to measure, the held-out loss first.
+    """Reads the evaluations; the held-out loss comes first.
 
     Raises:
-        ConfigError: an evaluation that lacks something, or names that can't be told apart.
+        ConfigError: an evaluation is incomplete, or two names give the same file.
     """
     values = read_toml(find_config(path)) if path else {}
     entries = values.pop("evaluations", [])
@@ -63,39 +63,39 @@ def read_evaluations(path: Path | None) -> list[Evaluation]:
         except ValueError as error:
             raise ConfigError(f"{path}: evaluations.{number}.command can't be read: {error}.") from None
         if evaluation.name == MEAN:
-            raise ConfigError(
-                f"{path}: {MEAN!r} is the column of the evaluations' mean; name evaluations.{number} otherwise."
-            )
+            raise ConfigError(f"{path}: {MEAN!r} is the column of the evaluations' mean; rename evaluations.{number}.")
         for other in evaluations:
             if result_file(evaluation, Path()) == result_file(other, Path()):
                 raise ConfigError(
-                    f"{path}: {other.name!r} and {evaluation.name!r} would write one file; rename evaluations.{number}."
+                    f"{path}: {other.name!r} and {evaluation.name!r} would write the same file; rename evaluations.{number}."
                 )
         evaluations.append(evaluation)
     return evaluations
 
 
 def evaluate(label: str, model: Path, folder: Path, evaluation: Evaluation) -> float:
-    """The figure of a model directory; the command does not run again where it has, on the same files.
+    """Evaluates a model directory and returns the figure; skips the command if it has already run on the same files.
 
     Args:
-        folder: where the command's JSON file goes.
+        label: the experiment, for messages.
+        folder: folder for the command's JSON file.
 
     Raises:
         ConfigError: the command failed, or its file lacks the figure.
+        Stopped: a signal asked to stop.
     """
     out = result_file(evaluation, folder)
     command = evaluation_command(evaluation, model, out)
     known = folder / ".evaluated.json"
     done: dict[str, Any] = {}
-    with suppress(ConfigError):  # there is none, or it is damaged: then all is measured again
+    with suppress(ConfigError):  # missing or damaged: then everything is measured again
         done = read_object(known)
     asked = {"command": command, "model": model_files(model)}
     if done.get(evaluation.name) != asked or not written(out):
         logger.info(f"{label}: {evaluation.name}")
         for old in written(out):
             old.unlink()
-        done.pop(evaluation.name, None)  # a command that fails may leave a file all the same
+        done.pop(evaluation.name, None)  # a command that fails may still leave a file
         write_text(known, json.dumps(done, indent=2) + "\n")
         try:
             status = run_child(command)
@@ -109,18 +109,18 @@ def evaluate(label: str, model: Path, folder: Path, evaluation: Evaluation) -> f
 
 
 def model_files(model: Path) -> dict[str, list[int]]:
-    """Size and time of change of a model directory's files, which tell whether it has been written anew; its card aside."""
+    """Size and modification time of a model directory's files, to detect that it was rewritten; without its card."""
     files = sorted(path for path in model.glob("*") if path.is_file() and path.name != CARD)
     return {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
 def result_file(evaluation: Evaluation, folder: Path) -> Path:
-    """What takes {json}'s place."""
+    """The JSON file of an evaluation, which replaces {json} in its command."""
     return folder / f"{re.sub(r'[^a-z0-9]+', '-', evaluation.name.lower()).strip('-')}.json"
 
 
 def evaluation_command(evaluation: Evaluation, model: Path, out: Path) -> list[str]:
-    """With the model directory and the JSON file in place."""
+    """The evaluation's command, with the model directory and the JSON file filled in."""
     parts = [
         part.replace("{model}", str(model)).replace("{json}", str(out)) for part in shlex.split(evaluation.command)
     ]
@@ -129,29 +129,29 @@ def evaluation_command(evaluation: Evaluation, model: Path, out: Path) -> list[s
 
 
 def written(out: Path) -> list[Path]:
-    """The file, or what lm-eval writes in its place: the same name with the time at its end."""
+    """The result files that exist: the file itself, and those that lm-eval writes instead, with a time in their name."""
     return [out] * out.is_file() + sorted(out.parent.glob(f"{out.stem}_*.json"))
 
 
 def figure(out: Path, keys: str) -> float:
-    """The number to which keys with dots between them lead.
+    """Reads the number that dotted keys lead to in a result file.
 
     Raises:
-        ConfigError: no file, no JSON, or no number there.
+        ConfigError: there is no file, it is not JSON, or the value is not a number.
     """
     files = written(out)
     if not files:
-        raise ConfigError(f"{out} was not written, though the command ended well.")
+        raise ConfigError(f"The command succeeded but did not write {out}.")
     again = "Correct the evaluation's value, or remove the file to measure again."
     try:
         value = json.loads(files[-1].read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{files[-1]} is no JSON ({error}). Remove it to measure again.") from None
+        raise ConfigError(f"{files[-1]} is not valid JSON ({error}). Remove it to measure again.") from None
     for key in keys.split("."):
         if not isinstance(value, dict) or key not in value:
             known = ", ".join(value) if isinstance(value, dict) else repr(value)
             raise ConfigError(f"{files[-1]} has no {keys!r}: where {key!r} should be there is {known}. {again}")
         value = value[key]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{files[-1]}: {keys!r} is no number but {value!r}. {again}")
+        raise ConfigError(f"{files[-1]}: {keys!r} is {value!r}, not a number. {again}")
     return float(value)

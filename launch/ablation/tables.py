@@ -1,4 +1,4 @@
-"""An ablation's figures as the GARFA paper's Tables 4 and 5: as text, as Markdown, and drawn."""
+"""An ablation's figures in the form of the GARFA paper's Tables 4 and 5 and Figure 3."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,16 +8,16 @@ from typing import Literal
 BASE = "base"
 """The row of the untuned model."""
 MEAN = "mean"
-"""The column of the evaluations in percent."""
+"""The column with the mean of the evaluations in percent."""
 
 Results = dict[str, dict[str, float]]
-"""By row and evaluation; what failed is not there."""
+"""Figures by row and evaluation; failed ones are missing."""
 Columns = Mapping[str, tuple[Literal["higher", "lower"], bool]]
-"""By evaluation: which is better, and whether it is in percent."""
+"""By evaluation: whether higher or lower is better, and whether it is in percent."""
 
 
 def with_means(results: Results, columns: Columns) -> Results:
-    """With the mean of the evaluations in percent, where there are several and a row has them all."""
+    """Adds the mean of the evaluations in percent, if there are several, to rows that have all of them."""
     percent = [name for name, (_, in_percent) in columns.items() if in_percent]
     return {
         label: row
@@ -27,7 +27,7 @@ def with_means(results: Results, columns: Columns) -> Results:
 
 
 def differences(results: Results, columns: Columns) -> dict[str, dict[str, float]]:
-    """By evaluation: the first experiment less each other one, the last first, and less the base."""
+    """By evaluation: the first experiment minus each other one, in reverse order, and minus the base."""
     rows = with_means(results, columns)
     first, *others = sorted(label for label in rows if label != BASE)
     found: dict[str, dict[str, float]] = {}
@@ -43,12 +43,12 @@ def differences(results: Results, columns: Columns) -> dict[str, dict[str, float
 
 
 def text(results: Results, columns: Columns, note: str = "") -> str:
-    """Both tables for a terminal; the note goes below them."""
+    """Both tables as text for a terminal, with the note below."""
     return "\n\n".join(_aligned(table) for table in _tables(results, columns)) + f"\n{_legend(columns, note)}"
 
 
 def markdown(results: Results, columns: Columns, note: str = "") -> str:
-    """Both tables as Markdown; the note goes below them."""
+    """Both tables as Markdown, with the note below."""
     parts = []
     for header, *rows in _tables(results, columns):
         lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
@@ -57,7 +57,7 @@ def markdown(results: Results, columns: Columns, note: str = "") -> str:
 
 
 def _tables(results: Results, columns: Columns) -> list[list[list[str]]]:
-    """Cells of Table 4, a row each for the base and the experiments, and of Table 5, a row for each evaluation."""
+    """Cells of Table 4, with a row for the base and each experiment, and of Table 5, with a row for each evaluation."""
     rows, compared = with_means(results, columns), differences(results, columns)
     names = [*columns] + [MEAN] * any(MEAN in row for row in rows.values())
     labels = [BASE, *sorted((label for label in rows if label != BASE), reverse=True)]
@@ -96,7 +96,7 @@ def _legend(columns: Columns, note: str) -> str:
 
 
 def draw(results: Results, columns: Columns, path: Path) -> None:
-    """Grouped bars, a panel for the evaluations in percent and one for each other one (the paper's Figure 3)."""
+    """Draws grouped bars: a panel for the evaluations in percent, and one for each of the others (the paper's Figure 3)."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,13 +1,13 @@
-"""Recipes trained at several depths, and where each model's layers know positions: SCOPE's Figures 5 and 14.
+"""Trains recipes at several depths and probes which of each model's layers encode position (SCOPE, Figures 5 and 14).
 
     farsight depth-sweep nano_scope nano_rope --depths 2 4 8 16 --out runs/depths --nproc 8
     farsight depth-sweep probe_scope probe_rope --depths 2 4 8 --out runs/depths
     farsight depth-sweep … --dry-run
 
-For each recipe and depth a recipe of its own is written to --out and run by farsight recipe, which skips what is finished and goes on
-where it stopped. Then each model's layers are probed (farsight probes) on --data, or on the held-out documents of its own run, and two
-pictures are drawn: the probes' error by layer, and the final loss and the best layer's error by depth. Options of the form
---section.key value go to every run.
+For each recipe and depth, a recipe is written to --out and run by farsight recipe, which skips finished stages and continues
+interrupted ones. Then each model's layers are probed (farsight probes) on --data, or on held-out documents of its own run.
+--picture shows the probes' error by layer, and the final loss and the best layer's error by depth. Options of the form
+--section.key value apply to every run.
 """
 
 import argparse
@@ -38,11 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("recipes", type=Path, nargs="+", metavar="RECIPE")
     parser.add_argument("--depths", type=positive, nargs="+", required=True, metavar="N", help="numbers of layers")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="where recipes and runs go")
-    parser.add_argument("--nproc", type=positive, help="processes on this machine, as farsight recipe takes them")
-    parser.add_argument("--tiny", action="store_true", help="the recipes' small form")
-    parser.add_argument("--dry-run", action="store_true", help="write the recipes and print the commands, run nothing")
-    parser.add_argument("--epochs", type=positive, default=ProbeSettings.epochs, help="of the probes (%(default)s)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for recipes and runs")
+    parser.add_argument("--nproc", type=positive, help="processes on this machine, as for farsight recipe")
+    parser.add_argument("--tiny", action="store_true", help="train the recipes' small forms")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="write the recipes and print the commands, but run nothing"
+    )
+    parser.add_argument(
+        "--epochs",
+        type=positive,
+        default=ProbeSettings.epochs,
+        help="training epochs of the probes (default: %(default)s)",
+    )
     add_text_options(parser, SEQUENCES)
     add_model_options(parser)
     add_output_options(parser)
@@ -58,14 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     recipes = [find_config(recipe) for recipe in options.recipes]
     points = [Point(recipe, depth, options.out) for recipe in recipes for depth in sorted(set(options.depths))]
     if len({point.name for point in points}) < len(points):
-        parser.error("two of the recipes have files of the same name; their runs would share a folder")
+        parser.error("two of the recipe files have the same name; their runs would share a folder")
     for point in points:
         point.write()
-        # What does not fit is refused before the first of them trains.
+        # Refuse bad settings before the first one trains.
         for stage in load_recipe(point.file, parse_options(rest))[1]:
             if (layers := stage.config.architecture.n_layers) != point.depth:
                 raise ConfigError(
-                    f"{point.file}, stage {stage.name}: {layers} layers where the sweep sets {point.depth}; leave "
+                    f"{point.file}, stage {stage.name}: {layers} layers, but the sweep sets {point.depth}; leave "
                     "architecture.n_layers to --depths."
                 )
     if options.dry_run:

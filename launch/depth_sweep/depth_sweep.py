@@ -22,12 +22,11 @@ from farsight.training.metrics_file import run_summary
 from farsight.training.stages import load_recipe
 
 logger = logging.getLogger("farsight")
-SEQUENCES = 100
 
 
 @dataclass(frozen=True)
 class Point:
-    """One training of the sweep."""
+    """One training run of the sweep: a recipe at a depth."""
 
     recipe: Path
     depth: int
@@ -47,7 +46,7 @@ class Point:
         return self.out / self.name
 
     def write(self) -> None:
-        """Writes its recipe: the given one with the depth and the run's name and folder laid over it."""
+        """Writes the recipe to run: the given one with this depth, run name and folder."""
         lines = [
             f"# {self.recipe} with {self.depth} layers.",
             f"base = {json.dumps(os.path.relpath(self.recipe, self.out))}",
@@ -60,26 +59,40 @@ class Point:
         write_text(self.file, "\n".join(lines) + "\n")
 
     def command(self, processes: int | None, rest: Sequence[str]) -> list[str]:
-        """What trains it."""
+        """The command that trains it."""
         many = ["--nproc", str(processes)] if processes else []
         return [sys.executable, "-m", "farsight", "recipe", str(self.file), *many, *rest]
 
 
 def sweep(points: Sequence[Point], processes: int | None, rest: Sequence[str]) -> None:
-    """Trains what is not trained yet, one after the other.
+    """Trains the points that are not finished, one after the other.
 
     Raises:
-        ConfigError: a run that failed.
+        ConfigError: a run failed.
+        Stopped: a signal asked to stop.
     """
     for number, point in enumerate(points):
         logger.info(f"{number + 1} of {len(points)}: {point.recipe.stem}, {point.depth} layers")
         status = run_child(point.command(processes, rest))
         if status:
-            raise ConfigError(f"{point.name} ended with status {status}; the same command goes on where it stopped.")
+            raise ConfigError(f"{point.name} ended with status {status}; the same command continues where it stopped.")
 
 
 def measure(point: Point, rest: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """{"recipe", "depth", "model", "loss", "error", "guess", "layers"}: of a trained model; the loss is the held-out one, where there is one."""
+    """Probes a trained model.
+
+    Returns:
+        recipe: name of the recipe.
+        depth: number of layers.
+        model: path of the model directory.
+        loss: final held-out loss, or training loss if there is none, in nats.
+        error: mean position error of the best layer, in tokens.
+        guess: error of guessing, in tokens.
+        layers: results of each layer, from `probe_model`.
+
+    Raises:
+        ConfigError: there is no text to probe on.
+    """
     stage = load_recipe(point.file, parse_options(list(rest)))[1][-1]
     training = stage.config.training
     summary = run_summary(stage.name, stage.folder, training.seq_len, training.steps)
@@ -87,7 +100,7 @@ def measure(point: Point, rest: Sequence[str], options: argparse.Namespace) -> d
     length = options.length or loaded.trained_length
     held_out = point.root / "held_out.txt"
     if options.data is None and not held_out.is_file():
-        raise ConfigError(f"{held_out} is not there, since the recipe measures no perplexity: name a text with --data.")
+        raise ConfigError(f"{held_out} does not exist, as the recipe measures no perplexity: name a text with --data.")
     tokens_SL = read_sequences(options.data or held_out, loaded.tokenizer, length, options.sequences)
     found = probe_model(loaded, tokens_SL, ProbeSettings(length=length, epochs=options.epochs, seed=options.seed))
     return {
@@ -102,19 +115,22 @@ def measure(point: Point, rest: Sequence[str], options: argparse.Namespace) -> d
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """A line a model, with the layer that knows positions best."""
+    """A table with one line per model, and the layer whose probe has the smallest error."""
     lines = [f"{'recipe':<24} {'layers':>6} {'loss':>8} {'error':>8} {'in layer':>9} {'guess':>7}"]
     for row in results:
         best = min(row["layers"], key=lambda layer: layer["error"])["layer"]
         lines.append(
             f"{row['recipe']:<24} {row['depth']:>6} {row['loss']:>8.4f} {row['error']:>8.1f} {best:>9} {row['guess']:>7.1f}"
         )
-    lines.append("error: mean distance of a probe's answer from a token's position, in tokens, of the best layer")
+    lines.append("error: mean distance between the probed and the true position, in tokens, in the best layer")
     return "\n".join(lines)
 
 
 def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
-    """Writes the picture (PNG, SVG or PDF): a panel a recipe with a line a depth (Figure 5), and loss and error by depth (Figure 14)."""
+    """Writes the picture (PNG, SVG or PDF).
+
+    There is a panel per recipe with a line per depth (SCOPE, Figure 5), and panels of loss and error by depth (Figure 14).
+    """
     import matplotlib
 
     matplotlib.use("Agg")

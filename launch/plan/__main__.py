@@ -1,16 +1,15 @@
-"""What a run will take, before it runs and without a GPU: memory, FLOPs, traffic, time, and what to change if it does not fit.
+"""Estimates a run without a GPU: memory, FLOPs, traffic and time, and what to change if it does not fit.
 
     farsight plan scope_llama3_8b --gpus 64 --gpu h100-80g
     farsight plan configs/X.toml --gpus 8 --gpu a100-80g --json plan.json --training.seq_len 32768
 
-It takes a config or a recipe, of which it plans every stage (`--stage NAME`: that one), or a config of `train.py finetune`, whose
-base need not be here if model.flavor names its size. Options of the form --section.key
-value change the config. A batch or layout that does not divide over the GPUs is planned with the nearest that does, and
-says so. With --json a recipe's file has its stages under "stages", and the last one's figures (or the chosen one's) at the
-top, where a config has its own.
+CONFIG is a config, a recipe (every stage is planned, or only `--stage NAME`), or a config of `train.py finetune`, whose base
+need not exist here if model.flavor names its size. Options of the form --section.key value change the config. If a batch or
+layout does not divide over the GPUs, the nearest one that does is planned, with a note. With --json, a recipe's file has its
+stages under "stages", and the figures of the last one (or the chosen one) at the top level, where a config has its own.
 
-Everything is calculated: docs/training/plan.md and docs/finetuning/memory.md say what is counted, what is assumed, and what it was compared
-with.
+All figures are calculated: docs/training/plan.md and docs/finetuning/memory.md explain what is counted and assumed, and compare the
+figures with measurements.
 """
 
 import argparse
@@ -27,11 +26,11 @@ from farsight.launch.plan.hardware import GPUS, Efficiency, Gpu, find_gpu
 
 EXPLAINED = {
     "matmul": "share of the peak FLOP/s that matrix products reach",
-    "attention": "share that attention reaches where heads see everything",
-    "windows": "share of that again, in heads that see less",
-    "overlap": "share of computation behind which data-parallel traffic hides",
+    "attention": "share of the peak FLOP/s that attention reaches in heads that see the whole sequence",
+    "windows": "share of the attention speed that heads with shorter scopes reach",
+    "overlap": "share of the computation time that can hide data-parallel traffic",
 }
-"""The fields of `Efficiency` that are options."""
+"""Help texts of the fields of `Efficiency` that are options."""
 
 
 @command
@@ -46,19 +45,21 @@ def main(arguments: list[str] | None = None) -> int:
         "config", type=Path, help="TOML file or a shipped one's name: a config, or a recipe with [[stages]]"
     )
     parser.add_argument("--tiny", action="store_true", help="plan its small form")
-    parser.add_argument("--gpus", type=positive, help="how many (default: the recipe's; 1 for a config)")
-    parser.add_argument("--gpu", default="h100-80g", metavar="KIND", help=f"{', '.join(GPUS)} (default: %(default)s)")
-    parser.add_argument("--stage", help="of a recipe, this stage alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--gpus", type=positive, help="number of GPUs (default: the recipe's, or 1 for a config)")
+    parser.add_argument(
+        "--gpu", default="h100-80g", metavar="KIND", help=f"kind of GPU: {', '.join(GPUS)} (default: %(default)s)"
+    )
+    parser.add_argument("--stage", help="plan only this stage of a recipe")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     for name in EXPLAINED:
         default = getattr(Efficiency, name)
         parser.add_argument(
             f"--{name}",
-            # Without overlap a run is slow; without the others it would take for ever.
+            # An overlap of 0 is slow but possible; a run would take for ever with 0 for the others.
             type=bounded(float, least=0, most=1) if name == "overlap" else bounded(float, above=0, most=1),
             default=default,
             metavar="SHARE",
-            help=f"{EXPLAINED[name]} ({default})",
+            help=f"{EXPLAINED[name]} (default: {default})",
         )
     options, rest = parser.parse_known_args(arguments)
     options.config = find_config(options.config)
@@ -93,7 +94,7 @@ def _plan_finetuning(options: argparse.Namespace, rest: list[str], gpu: Gpu, eff
 
     gpus, path = options.gpus or 1, options.config
     if options.stage is not None:
-        raise ConfigError(f"--stage {options.stage}: {path} is of `train.py finetune` and has no stages.")
+        raise ConfigError(f"--stage {options.stage}: {path} is a fine-tuning config and has no stages.")
     plan = plan_finetuning(path.stem, read_finetune_config(path, rest), gpus, options.gpu, gpu, efficiency)
     print(plan.text())
     print("\n" + assumptions_text(gpu, efficiency, options.gpu))

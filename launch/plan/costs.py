@@ -1,8 +1,8 @@
-"""What a training step takes: FLOPs, bytes over each mesh dimension, and seconds, by formula.
+"""Formulas for the cost of a training step: FLOPs, bytes over each mesh dimension, and seconds.
 
-A pipeline rank's time for a micro-batch is matrix products, attention of its busiest rank, what only passes over memory,
-and the collectives that nothing hides; data-parallel traffic hides behind it, up to a share. Each row of a batch counts as
-one document.
+A pipeline rank's time for a micro-batch consists of matrix products, attention on its busiest rank, memory-bound
+operations, and collectives that are not hidden. A share of it hides data-parallel traffic. Each row of a batch counts as one
+document.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from farsight.configs.schema import JobConfig, NoRotary
 from farsight.launch.plan.hardware import Efficiency, Gpu
 from farsight.launch.plan.heads import layers_of, rank_pairs, received_in_forward
-from farsight.launch.plan.layout import Layout, Stage
+from farsight.launch.plan.layout import ParallelLayout, PipelineStage
 from farsight.launch.plan.memory import (
     Types,
     Weight,
@@ -29,21 +29,24 @@ from farsight.model.flops import batch_flops, layer_matmul_weights
 from farsight.model.position.layers import LayerPosition
 
 BYTES_A_LOGIT = 40
-"""Read and written by `kernels.chunked_loss`, whose passes over a chunk's logits are not fused."""
+"""Bytes that `kernels.chunked_loss` reads and writes per logit; its passes over a chunk are not fused."""
 OPTIMIZER_PASSES = 8
-"""Over a rank's parameters: gradient norm; AdamW reads parameter, gradient and moments, writes all but the gradient."""
+"""Reads and writes of a rank's parameters: the gradient norm reads the gradient; AdamW reads parameter, gradient and two
+moments, and writes all but the gradient."""
 
 
 @dataclass
 class Seconds:
-    """Of a rank, for a micro-batch or a step."""
+    """A rank's time for a micro-batch or a step, in seconds."""
 
     matmul: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
     """Norms, rotation, SwiGLU, residual sums, softmax of the loss."""
     tp: float = 0.0
+    """Collectives of tensor parallelism."""
     cp: float = 0.0
+    """Exchanges of context parallelism."""
 
     @property
     def total(self) -> float:
@@ -58,15 +61,16 @@ class Seconds:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, on the pipeline rank that takes longest."""
+    """Seconds of a step, on the slowest pipeline rank."""
 
     compute: Seconds
     bubble: float
+    """Waiting in the pipeline."""
     data_parallel: float
-    """What the computation does not hide."""
+    """Traffic that the computation does not hide."""
     optimizer: float
     traffic: dict[str, int] = field(default_factory=dict)
-    """Bytes that the rank sends (and receives as many) in a step, by mesh dimension."""
+    """Bytes that a rank sends in a step (and receives), by mesh dimension."""
 
     @property
     def total(self) -> float:
@@ -74,7 +78,7 @@ class StepTime:
 
 
 def flops_per_token(config: JobConfig) -> float:
-    """What training needs, as runs report it: no recomputation, and only the pairs that heads see."""
+    """FLOPs of training per token, as runs report them: without recomputation, and only for the pairs that heads see."""
     tokens = config.training.seq_len
     positions = torch.arange(tokens)[None]
     return (
@@ -83,20 +87,21 @@ def flops_per_token(config: JobConfig) -> float:
     )
 
 
-def step_time(config: JobConfig, layout: Layout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
-    """The step's time and traffic. Traffic is the most of any rank in each dimension."""
+def step_time(config: JobConfig, layout: ParallelLayout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
+    """The step's time on the slowest pipeline rank, and its traffic: the maximum over pipeline ranks in each dimension."""
     times = [_rank_step(config, layout, rank, gpu, efficiency) for rank in range(layout.pp)]
     slowest = max(times, key=lambda time: time.total)
     most = {name: max(time.traffic[name] for time in times) for name in slowest.traffic}
     return StepTime(slowest.compute, slowest.bubble, slowest.data_parallel, slowest.optimizer, most)
 
 
-def tokens_per_step(config: JobConfig, layout: Layout) -> int:
+def tokens_per_step(config: JobConfig, layout: ParallelLayout) -> int:
+    """Tokens of an optimizer step, over all ranks."""
     rows = layout.rows * layout.microbatches * layout.accumulation * layout.dp_replicate * layout.dp_shard
     return rows * config.training.seq_len
 
 
-def _rank_step(config: JobConfig, layout: Layout, rank: int, gpu: Gpu, efficiency: Efficiency) -> StepTime:
+def _rank_step(config: JobConfig, layout: ParallelLayout, rank: int, gpu: Gpu, efficiency: Efficiency) -> StepTime:
     stages, microbatches = layout.stages[rank], layout.microbatches
     one = sum((_stage_seconds(config, layout, stage, gpu, efficiency) for stage in stages), Seconds())
     a_pass = one * microbatches
@@ -111,8 +116,10 @@ def _rank_step(config: JobConfig, layout: Layout, rank: int, gpu: Gpu, efficienc
     return StepTime(compute, waiting * layout.accumulation, exposed, optimizer, traffic)
 
 
-def _stage_seconds(config: JobConfig, layout: Layout, stage: Stage, gpu: Gpu, efficiency: Efficiency) -> Seconds:
-    """A micro-batch, forward and backward."""
+def _stage_seconds(
+    config: JobConfig, layout: ParallelLayout, stage: PipelineStage, gpu: Gpu, efficiency: Efficiency
+) -> Seconds:
+    """Time of a micro-batch in a pipeline stage, forward and backward."""
     layers, a, types = layers_of(ModelConfig.from_job(config)), config.architecture, Types.of(config, layout)
     tokens = local_tokens(config, layout)
     peak = gpu.fp32_flops if types.product == 4 else gpu.bf16_flops
@@ -151,7 +158,7 @@ def _stage_seconds(config: JobConfig, layout: Layout, stage: Stage, gpu: Gpu, ef
 
 @dataclass(frozen=True)
 class Passes:
-    """How often a block's work is done in a step, in units of its forward pass; attention in FLOPs a pair and head dim."""
+    """A block's work per step, in units of its forward pass; attention in FLOPs per pair and head dimension."""
 
     matmul: float
     attention: float
@@ -160,7 +167,7 @@ class Passes:
 
     @classmethod
     def of(cls, config: JobConfig, layer: int) -> "Passes":
-        """Recomputation included; attention's backward is 10 for 4, since it computes the scores again."""
+        """The passes of a layer, with recomputation. Attention takes 4 forward and 10 backward, which recomputes scores."""
         trained, ac, a = trained_layers(config), config.activation_checkpoint, config.architecture
         lowest = -1 if trained is None else min(trained)
         if layer < lowest:
@@ -177,8 +184,8 @@ class Passes:
         return cls(1 + backward + again_matmul, 14 + 4 * again_attention, 3 + again, 2 + again)
 
 
-def pairs_of_busiest(config: JobConfig, layout: Layout, position: LayerPosition, windows: float) -> float:
-    """Pairs of one row on the rank with most, those of heads that do not see the whole sequence counted as 1 / windows."""
+def pairs_of_busiest(config: JobConfig, layout: ParallelLayout, position: LayerPosition, windows: float) -> float:
+    """Query-key pairs of one row on the busiest rank; pairs of heads that see less than the sequence count 1 / windows."""
     tokens, cut = config.training.seq_len, config.parallelism.context_parallel_load_balancer
     part = len(position.scopes) // layout.tp
     most = 0.0
@@ -192,7 +199,7 @@ def pairs_of_busiest(config: JobConfig, layout: Layout, position: LayerPosition,
 
 
 def memory_bytes(config: JobConfig, position: LayerPosition) -> int:
-    """Read and written for each token of a layer's forward pass outside products: two norms, two sums, SwiGLU, rotation."""
+    """Bytes that a layer's forward pass reads and writes per token outside of products: two norms, two sums, SwiGLU, rotation."""
     a = config.architecture
     numbers = 2 * 2 * a.dim + 2 * 3 * a.dim + 3 * a.ffn_dim
     heads = (a.n_heads + a.n_kv_heads) * a.head_dim
@@ -203,10 +210,10 @@ def memory_bytes(config: JobConfig, position: LayerPosition) -> int:
 # Traffic
 
 
-def bandwidth(layout: Layout, dimension: str, gpu: Gpu, efficiency: Efficiency) -> float:
-    """Bytes a second of a rank in collectives of this dimension: NVLink where its groups lie in one node.
+def bandwidth(layout: ParallelLayout, dimension: str, gpu: Gpu, efficiency: Efficiency) -> float:
+    """Bytes per second that a rank reaches in collectives of this dimension: NVLink's if its groups lie within a node.
 
-    A group that leaves its nodes uses the adapter of each of its members there: a ring on each, with a part of the data.
+    A group over several nodes uses the network adapter of each of its members in a node, with one ring per adapter.
     """
     reach = layout.reach(dimension)
     if reach <= gpu.per_node:
@@ -218,10 +225,10 @@ def bandwidth(layout: Layout, dimension: str, gpu: Gpu, efficiency: Efficiency) 
     return min(gpu.nvlink, members * gpu.network) * efficiency.links
 
 
-def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]:
-    """Bytes that a rank of pipeline rank `rank` sends, or receives, in a step, by mesh dimension.
+def step_traffic(config: JobConfig, layout: ParallelLayout, rank: int) -> dict[str, int]:
+    """Bytes that each GPU of pipeline rank `rank` sends (and receives) in a step, by mesh dimension.
 
-    Rings are taken for all-gather, reduce-scatter and all-reduce: (n - 1) / n of the whole, twice for the last.
+    All-gather and reduce-scatter are assumed to be rings, with (n - 1) / n of the whole; all-reduce takes twice that.
     """
     model, types, stages = ModelConfig.from_job(config), Types.of(config, layout), layout.stages[rank]
     trained = trained_layers(config)
@@ -241,7 +248,7 @@ def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]
     blocks = sum(4 * Passes.of(config, number).exchanges for stage in stages for number in stage.layers)
     ends = sum(2 * (stage.first + stage.last) for stage in stages)
     hidden = local_tokens(config, layout) // layout.tp * config.architecture.dim * types.stream
-    # A stage sends activations on, unless it is the last, and gradients back, unless it is the first.
+    # A stage sends activations forward, unless it is the last, and gradients back, unless it is the first.
     sent = sum((not stage.last) + (not stage.first) for stage in stages)
     return {
         "dp_replicate": 2 * (r - 1) * replicated // r,
@@ -252,32 +259,33 @@ def step_traffic(config: JobConfig, layout: Layout, rank: int) -> dict[str, int]
     }
 
 
-def gathers(config: JobConfig, layout: Layout, weight: Weight) -> int:
-    """How often FSDP makes a weight whole in a pass, as `parallel.parallelize.apply_fsdp` wraps it.
+def gathers(config: JobConfig, layout: ParallelLayout, weight: Weight) -> int:
+    """How often FSDP gathers a weight in a pass, with groups as in `parallel.parallelize.apply_fsdp`.
 
-    For the forward pass, and again for the backward pass where it has let go of it and there is one. With "always" in a
-    pipeline each micro-batch counts, which is the most there can be: two in a row share a copy.
+    Once for the forward pass, and again for the backward pass if the copy was freed and gradients pass there. With
+    "always" in a pipeline each micro-batch counts, which is an upper bound: two in a row share a copy.
     """
     head = weight.name in ("norm.weight", "output.weight")
-    root = config.architecture.tie_embeddings and weight.layer is None  # FSDP keeps the outermost group
+    root = config.architecture.tie_embeddings and weight.layer is None  # FSDP keeps the outermost group gathered
     if root or stays_gathered(config) or (head and config.parallelism.fsdp_reshard_after_forward == "default"):
         return 1
     trained, number = trained_layers(config), -1 if weight.layer is None else weight.layer  # the embedding comes first
     if trained is not None and not head and number < min(trained) - 1:
-        return layout.microbatches  # no gradient passes here; one group further FSDP has prefetched for nothing
+        return layout.microbatches  # no gradients pass here, but FSDP prefetches one group more than it needs
     return 2 * layout.microbatches
 
 
-def _tp_bytes(config: JobConfig, layout: Layout) -> int:
-    """Of one all-gather or reduce-scatter of a micro-batch's residual stream."""
+def _tp_bytes(config: JobConfig, layout: ParallelLayout) -> int:
+    """Bytes of one all-gather or reduce-scatter of a micro-batch's residual stream."""
     whole = local_tokens(config, layout) * config.architecture.dim * Types.of(config, layout).stream
     return whole * (layout.tp - 1) // layout.tp
 
 
 def _optimizer_seconds(
-    config: JobConfig, layout: Layout, stages: Sequence[Stage], gpu: Gpu, efficiency: Efficiency
+    config: JobConfig, layout: ParallelLayout, stages: Sequence[PipelineStage], gpu: Gpu, efficiency: Efficiency
 ) -> float:
-    """AdamW and the gradient norm: as fast as memory is; with CPU offload as fast as PCIe, parameters and gradients too."""
+    """Time of AdamW and the gradient norm, at memory speed; with CPU offload at PCIe speed, with transfers of parameters and
+    gradients."""
     model, trained = ModelConfig.from_job(config), trained_layers(config)
     own = [w for w in weights(model, layout.tp) if any(stage.holds(w.name) for stage in stages)]
     updated = sum(w.shard(layout.fsdp) for w in own if is_trained(w.name, trained))

@@ -1,4 +1,4 @@
-"""A fine-tuning run's plan: memory by part, whether it fits and what would, FLOPs, traffic and time; for `farsight plan`."""
+"""A fine-tuning run's plan for `farsight plan`: memory by part, changes that make it fit, FLOPs, traffic and time."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +37,7 @@ from farsight.launch.plan.finetune_memory import (
 )
 from farsight.launch.plan.hardware import Efficiency, Gpu, usable_bytes
 from farsight.launch.plan.heads import layers_of
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import local_tokens
 from farsight.launch.plan.suggest import Options
 from farsight.model.adapt.layers import adapted
@@ -49,16 +49,16 @@ from farsight.units import count, duration, shown_seconds
 
 
 def is_finetuning(path: Path) -> bool:
-    """Whether a config file is one of `train.py finetune`: by its sections, or by its folder."""
+    """Whether a config file is for `train.py finetune`, judged by its sections or its folder."""
     values = read_toml(path)
     return bool({"base_model", "lora", "garfa"} & values.keys()) or "finetune" in path.resolve().parts
 
 
 def read_finetune_config(path: Path, options: list[str]) -> FinetuneConfig:
-    """The config, with the base's shapes and positions: its directory's, or where that is not here `model.flavor`'s.
+    """Reads a config; the base's shapes and positions come from its directory, or from `model.flavor` if it does not exist.
 
     Raises:
-        ConfigError: settings that can't be used, or a base of which nothing is known.
+        ConfigError: settings that can't be used, or a base of unknown shapes.
     """
     arguments = ["--job.config_file", str(path), *options]
     config = load_config(arguments, FinetuneConfig)
@@ -67,8 +67,8 @@ def read_finetune_config(path: Path, options: list[str]) -> FinetuneConfig:
         take_base(config, read_model_config(directory), names_theta(arguments))
     elif config.architecture == Architecture():
         raise ConfigError(
-            f"base_model.path = {config.base_model.path!r} is not here, so its shapes are not known: name them for the plan, for "
-            "example with --model.flavor llama3.1-8b (the files of configs/sizes/)."
+            f"base_model.path = {config.base_model.path!r} does not exist, so its shapes are unknown: name them for the plan, for "
+            "example with --model.flavor llama3.1-8b (a file in configs/sizes/)."
         )
     config.position = config.position or Position()
     return config
@@ -76,7 +76,7 @@ def read_finetune_config(path: Path, options: list[str]) -> FinetuneConfig:
 
 @dataclass(frozen=True)
 class FinetunePlan:
-    """Of a run on so many GPUs of a kind."""
+    """A fine-tuning run's plan on a number of GPUs of one kind."""
 
     name: str
     config: FinetuneConfig
@@ -84,7 +84,7 @@ class FinetunePlan:
     kind: str
     gpu: Gpu
     efficiency: Efficiency
-    layout: Layout
+    layout: ParallelLayout
     memory: FinetuneMemory
     time: StepTime
     flops_per_token: float
@@ -93,6 +93,7 @@ class FinetunePlan:
 
     @property
     def device(self) -> Device:
+        """The GPU as a device with its usable memory."""
         return Device(self.kind, usable_bytes(self.gpu, self.efficiency))
 
     @property
@@ -135,7 +136,7 @@ class FinetunePlan:
         }
 
     def text(self) -> str:
-        """For a terminal."""
+        """The plan as text for a terminal."""
         c, t = self.config.training, self.time
         batch = self.tokens_per_step // c.seq_len
         shown = {"products": t.compute.matmul, "attention": t.compute.attention, "memory": t.compute.memory}
@@ -159,12 +160,15 @@ class FinetunePlan:
 def plan_finetuning(
     name: str, config: FinetuneConfig, gpus: int, kind: str, gpu: Gpu, efficiency: Efficiency
 ) -> FinetunePlan:
-    """Plans a run.
+    """Plans a fine-tuning run.
+
+    Args:
+        kind: name of the GPU, for the text.
 
     Raises:
-        ConfigError: it can't be run on so many GPUs.
+        ConfigError: the config can't run on this number of GPUs.
     """
-    layout, memory = Layout.of(config, gpus), finetune_memory(config, gpus)
+    layout, memory = ParallelLayout.of(config, gpus), finetune_memory(config, gpus)
     device = Device(kind, usable_bytes(gpu, efficiency))
     changes, suggestion = suggestions(config, device, gpus) if memory.peak > device.usable else ([], None)
     time = _step_time(config, layout, gpu, efficiency)
@@ -174,7 +178,7 @@ def plan_finetuning(
 
 
 def _flops_per_token(config: FinetuneConfig) -> float:
-    """What training needs, as runs report it: no recomputation, and no gradients of what is frozen."""
+    """FLOPs of training per token, as runs report them: without recomputation, and without gradients of frozen weights."""
     tokens = config.training.seq_len
     matrices = sum(weight.numel for weight in adapter_weights(config)["lora"])
     flops = batch_flops(
@@ -187,7 +191,7 @@ def _flops_per_token(config: FinetuneConfig) -> float:
     return flops / tokens
 
 
-def _step_time(config: FinetuneConfig, layout: Layout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
+def _step_time(config: FinetuneConfig, layout: ParallelLayout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
     one = sum(
         (_layer_seconds(config, layout, n, gpu, efficiency) for n in range(config.architecture.n_layers)), Seconds()
     )
@@ -205,15 +209,17 @@ def _step_time(config: FinetuneConfig, layout: Layout, gpu: Gpu, efficiency: Eff
 
 
 def _passes(config: FinetuneConfig, layer: int) -> Passes:
-    """As `launch.costs.Passes`; only layers that train in full have gradients of their weights."""
+    """A layer's passes, as `Passes.of`; only layers that train in full compute gradients of their weights."""
     if layer < adapted(config).lowest:
         return Passes(1, 4, 1, 0)
     again, own = recomputed(config, layer), layer in adapted(config).whole
     return Passes(2 + own + again, 14 + 4 * again, 3 + again, 0)
 
 
-def _layer_seconds(config: FinetuneConfig, layout: Layout, layer: int, gpu: Gpu, efficiency: Efficiency) -> Seconds:
-    """A micro-batch, forward and backward. Each product with a quantised weight writes it de-quantised first."""
+def _layer_seconds(
+    config: FinetuneConfig, layout: ParallelLayout, layer: int, gpu: Gpu, efficiency: Efficiency
+) -> Seconds:
+    """Time of a layer for a micro-batch, forward and backward. Each product with a quantised weight first dequantises it."""
     a, types, tokens = config.architecture, types_of(config), local_tokens(config, layout)
     position, passes = layers_of(ModelConfig.from_job(config))[layer], _passes(config, layer)
     flops = 2 * layer_matmul_weights(a) * tokens * passes.matmul
@@ -222,7 +228,7 @@ def _layer_seconds(config: FinetuneConfig, layout: Layout, layer: int, gpu: Gpu,
         shapes = module_shapes(a)
         matrices = sum(w.numel for w in adapter_weights(config)["lora"] if w.layer == layer)
         flops += 2 * matrices * tokens * (passes.matmul + 1)
-        # Dropout reads its input and writes it; the adapter's output is scaled and added.
+        # Dropout reads and writes its input; the adapter's output is scaled and added.
         numbers = sum((2 * bool(config.lora.dropout)) * shapes[m][1] + 4 * shapes[m][0] for m in config.lora.modules)
         moved += types.product * numbers * tokens * passes.memory
     if config.base_model.quantization != "none":
@@ -239,7 +245,7 @@ def _layer_seconds(config: FinetuneConfig, layout: Layout, layer: int, gpu: Gpu,
     )
 
 
-def _head_seconds(config: FinetuneConfig, layout: Layout, gpu: Gpu, efficiency: Efficiency) -> Seconds:
+def _head_seconds(config: FinetuneConfig, layout: ParallelLayout, gpu: Gpu, efficiency: Efficiency) -> Seconds:
     a, logits = config.architecture, local_tokens(config, layout) * config.architecture.vocab_size
     peak = gpu.fp32_flops if types_of(config).product == 4 else gpu.bf16_flops
     return Seconds(
@@ -248,9 +254,9 @@ def _head_seconds(config: FinetuneConfig, layout: Layout, gpu: Gpu, efficiency: 
     )
 
 
-def _traffic(config: FinetuneConfig, layout: Layout) -> dict[str, int]:
-    """Bytes that a rank sends, or receives, in a step: gradients of what trains, and FSDP's gathers of all else, twice where
-    gradients pass."""
+def _traffic(config: FinetuneConfig, layout: ParallelLayout) -> dict[str, int]:
+    """Bytes that a rank sends (and receives) in a step, by mesh dimension: gradients of trained parameters, and FSDP's gathers of
+    all others, twice in layers that gradients pass through."""
     n, r, lowest = layout.fsdp, layout.dp_replicate, adapted(config).lowest
     trained = 4 * sum(weight.numel for group in adapter_weights(config).values() for weight in group)
     plain = TORCH_DTYPE_MAP[config.base_model.dtype].itemsize

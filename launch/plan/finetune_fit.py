@@ -1,4 +1,4 @@
-"""Whether fine-tuning fits a device, and what to change where it does not: the changes are tried, and each says what it saves."""
+"""Whether fine-tuning fits a device, and if not, which changes would save how much memory; each is tried."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from farsight.configs.check_finetuning import shares_out
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.launch.plan.finetune_memory import FinetuneMemory, adapter_parameters, finetune_memory
 from farsight.launch.plan.hardware import Efficiency, find_gpu, usable_bytes
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.suggest import Options, as_options, changed
 from farsight.model.adapt.layers import adapted
 from farsight.parallel.device import total_memory
@@ -20,16 +20,16 @@ from farsight.units import GIB, gib
 
 @dataclass(frozen=True)
 class Device:
-    """What a run has for itself."""
+    """A device and the memory that a run can use on it."""
 
     name: str
     usable: float
-    """Bytes: of a GPU that is here those that are free, of one from launch/plan/hardware.py its share for a run."""
+    """Bytes: those free on a GPU in this machine, or a run's share of one listed in launch/plan/hardware.py."""
     cpu: bool = False
 
 
 def find_device(kind: str = "") -> Device:
-    """The GPU of that name in launch/plan/hardware.py; without a name the accelerator that is here, or the CPU's memory.
+    """The GPU of this name in launch/plan/hardware.py; without a name, this machine's GPU, or its main memory.
 
     Raises:
         ConfigError: an unknown name.
@@ -44,19 +44,21 @@ def find_device(kind: str = "") -> Device:
 
 @dataclass(frozen=True)
 class Change:
-    """One that was tried."""
+    """A change to a config that was tried."""
 
     options: Options
     peak: int
-    """With it, bytes."""
+    """Bytes at the peak with this change."""
     why: str
+    """What the change does or costs."""
 
 
 def suggestions(config: FinetuneConfig, device: Device, ranks: int = 1) -> tuple[list[Change], Options | None]:
-    """Changes in the order in which to try them, those that save nothing left out.
+    """Changes that save memory, mildest first.
 
     Returns:
-        Each alone; and the first of them together with all before it with which the run fits, None where none does.
+        The changes, each tried alone; and the options of the shortest run of them, from the first, with which the run fits, or
+        None if all together are not enough.
     """
     peak = finetune_memory(config, ranks, device.cpu).peak
     alone, together, enough = [], config, None
@@ -75,7 +77,7 @@ def suggestions(config: FinetuneConfig, device: Device, ranks: int = 1) -> tuple
 
 
 def _try(config: FinetuneConfig, options: Options, ranks: int, device: Device) -> int | None:
-    """The peak with these options; None where they can't be had."""
+    """The peak with these options in bytes; None if they are refused."""
     try:
         return finetune_memory(changed(config, options), ranks, device.cpu).peak
     except ConfigError:
@@ -83,11 +85,12 @@ def _try(config: FinetuneConfig, options: Options, ranks: int, device: Device) -
 
 
 def _candidates(config: FinetuneConfig, device: Device, ranks: int) -> Iterator[tuple[Options, str]]:
-    """The mildest first: those that train the same, then those that cost speed, length, exactness, and what is trained."""
+    """Changes and their cost, mildest first: first those that do not change training, then those that cost speed, precision,
+    length, and trained parameters."""
     t, base, optimizer = config.training, config.base_model, config.optimizer.name
-    layout, deepspeed = Layout.of(config, ranks), config.engine == "deepspeed"
+    layout, deepspeed = ParallelLayout.of(config, ranks), config.engine == "deepspeed"
     shared = shares_out(config, ranks)
-    # What a run refuses (configs/check_finetuning.py): bitsandbytes' moments are not shared out, nor 4 bits compiled then.
+    # Runs refuse these (configs/check_finetuning.py): bitsandbytes' moments can't be sharded, nor sharded 4-bit bases compiled.
     eight, four = not (device.cpu or shared or deepspeed), not (shared and config.compile.enable)
     if t.local_batch_size > 1:
         options: Options = {"training.local_batch_size": 1}
@@ -102,25 +105,26 @@ def _candidates(config: FinetuneConfig, device: Device, ranks: int) -> Iterator[
             "the base is rounded to 4 bits",
         )
     elif base.quantization != "none" and not base.double_quantization:
-        yield {"base_model.double_quantization": True}, "scales are rounded too"
+        yield {"base_model.double_quantization": True}, "scales are quantised too"
     if base.dtype == "float32":
         yield {"base_model.dtype": "bfloat16"}, "products in bf16"
     if eight and optimizer in ("Adam", "AdamW"):
         yield {"optimizer.name": "AdamW8bit"}, "moments in 8 bits"
     if eight and optimizer in ("Adam", "AdamW", "AdamW8bit"):
-        yield {"optimizer.name": "PagedAdamW8bit"}, "moments in 8 bits, in the host's memory when the GPU's is full"
+        yield {"optimizer.name": "PagedAdamW8bit"}, "moments in 8 bits, moved to host memory when the GPU is full"
     if t.seq_len > 512:
         yield {"training.seq_len": t.seq_len // 2}, "longer rows are cut or dropped (data.overlong)"
     if config.lora.enable and config.lora.rank > 8:
         yield {"lora.rank": config.lora.rank // 2, "lora.alpha": config.lora.alpha / 2}, "half the adapters' size"
     if len(layers := adapted(config).lora) > 1:
-        yield _upper(config, "lora", layers), "the upper half of LoRA's layers"
+        yield _upper(config, "lora", layers), "only the upper half of LoRA's layers"
     if len(whole := adapted(config).whole) > 1:
-        yield _upper(config, "training", whole), "the upper half of the layers"
+        yield _upper(config, "training", whole), "only the upper half of the trained layers"
 
 
 def _upper(config: FinetuneConfig, section: str, layers: tuple[int, ...]) -> Options:
-    """The upper half of these layers, and GARFA on none below: nothing is kept below the lowest layer that trains."""
+    """Options for only the upper half of these layers, and for GARFA on none below them: no activations are kept below the
+    lowest trained layer."""
     upper = layers[len(layers) // 2 :]
     options: Options = {f"{section}.layers": _listed(upper)}
     turned = adapted(config).garfa
@@ -147,7 +151,7 @@ PARTS = {
 
 
 def memory_text(memory: FinetuneMemory, config: FinetuneConfig, device: Device, ranks: int = 1) -> str:
-    """A table by part, whether it fits the device, and what to change where it does not."""
+    """A table of memory by part, whether it fits the device, and if not, what to change."""
     notes = _notes(memory, config)
     unit, size_of = ("GiB", GIB) if memory.peak >= GIB else ("MiB", 2**20)  # a test's model takes a few MiB
     lines = [f"{'memory of a rank' if ranks > 1 else 'memory':<22}{unit:>8}"]
@@ -158,18 +162,18 @@ def memory_text(memory: FinetuneMemory, config: FinetuneConfig, device: Device, 
         f"  {'at the peak':<20}{memory.peak / size_of:>8.2f}  {unit} of {gib(device.usable)} GiB usable: {device.name}"
     )
     if memory.paged:
-        lines.append(f"  and {gib(memory.paged)} GiB of moments that move to the host's memory when the GPU's is full")
+        lines.append(f"  and {gib(memory.paged)} GiB of moments that move to host memory when the GPU is full")
     if memory.peak <= device.usable:
         return "\n".join([*lines, "fits"])
     lines.append(
-        f"does not fit: {gib(memory.peak - device.usable)} GiB too much. What would save how much, each alone:"
+        f"does not fit: {gib(memory.peak - device.usable)} GiB too much. Changes, and what each alone would save:"
     )
     alone, enough = suggestions(config, device, ranks)
     for change in alone:
         saved = f"{gib(memory.peak - change.peak)} GiB"
         lines.append(f"  {saved:>10}  {as_options(change.options)}  ({change.why})")
     lines.append(
-        "nothing that was tried is enough: take a larger GPU, or several with data_parallel_shard_degree = -1"
+        "no change that was tried is enough: use a larger GPU, or several with data_parallel_shard_degree = -1"
         if enough is None
         else f"fits with {as_options(enough)}"
     )
@@ -185,15 +189,15 @@ def _notes(memory: FinetuneMemory, config: FinetuneConfig) -> dict[str, str]:
         for name, label in (("lora", "LoRA"), ("garfa", "GARFA"), ("layers", "layers"))
         if trained[name]
     )
-    copies = ["one de-quantised weight"] * bool(memory.dequantized)
-    copies += [f"trained parameters' copies in {base.dtype}"] * bool(memory.casts)
+    copies = ["one dequantised weight"] * bool(memory.dequantized)
+    copies += [f"{base.dtype} copies of trained parameters"] * bool(memory.casts)
     copies += ["FSDP's copies of two blocks"] * bool(memory.gathered)
     return {
         "base": f"{kind}{double}; norms, embedding and head {base.dtype}",
         "adapters": f"{counts}, fp32",
         "gradients": "fp32",
         "optimizer": config.optimizer.name,
-        "activations": f"{100 * memory.saved / memory.activations:.0f} % saved, the rest of one block; "
+        "activations": f"{100 * memory.saved / memory.activations:.0f} % saved, the rest in one block; "
         f"checkpointing {config.activation_checkpoint.mode!r}",
         "logits": "of a chunk",
         "transient": ", ".join(copies),
@@ -202,5 +206,5 @@ def _notes(memory: FinetuneMemory, config: FinetuneConfig) -> dict[str, str]:
 
 
 def changes_as_dict(changes: list[Change], peak: int) -> list[dict[str, Any]]:
-    """As `--json` writes them."""
+    """The changes as `--json` writes them."""
     return [{"options": change.options, "saves_bytes": peak - change.peak, "why": change.why} for change in changes]

@@ -1,8 +1,8 @@
-"""What fine-tuning holds at the peak of a step, by formula, from the shapes of the base and of what is trained on it.
+"""Formulas for the memory of fine-tuning at the peak of a step, from the shapes of the base and the trained parameters.
 
-Bytes throughout. The base's linear layers are as bitsandbytes packs them, norms, embedding and head are in `base_model.dtype`; what
-is trained, its gradients and its moments are fp32. With a bf16 base, products are under autocast: a bf16 copy of what is
-trained exists, and activations are bf16. `launch/plan/memory.py` has what fine-tuning and pre-training share.
+Bytes throughout. The base's linear layers are packed by bitsandbytes; norms, embedding and head are in `base_model.dtype`.
+Trained parameters, their gradients and moments are fp32. With a bf16 base, products run under autocast: trained parameters
+have a bf16 copy, and activations are bf16. `launch/plan/memory.py` has the formulas shared with pre-training.
 """
 
 import math
@@ -15,7 +15,7 @@ from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig, Projection
 from farsight.configs.schema import Architecture, NoRotary
 from farsight.launch.plan.heads import layers_of
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import (
     ADAM_MOMENTS,
     Types,
@@ -36,41 +36,41 @@ from farsight.model.build import ModelConfig
 from farsight.model.position.layers import LayerPosition
 
 SCALES_BLOCK = 256
-"""Scales, or numbers of an 8-bit moment, that share one of their own."""
+"""Quantised scales, or numbers of an 8-bit moment, that share one scale."""
 CODE_4BIT, CODE_8BIT = 16 * 4, 256 * 4
-"""Tables of the values that 4 and 8 bits stand for."""
+"""Bytes of the tables of values that 4 and 8 bits stand for."""
 MIN_8BIT, MIN_PAGED = 4096, 100_000
-"""Of fewer numbers bitsandbytes keeps moments in fp32, and on the GPU."""
+"""Tensors with fewer numbers than these have moments in fp32, and on the GPU, in bitsandbytes."""
 
 
 @dataclass(frozen=True)
 class FinetuneMemory:
-    """Of one rank."""
+    """Memory of one rank in bytes."""
 
     base: int
-    """Weights that do not change, with their scales."""
+    """Frozen weights, with their scales."""
     adapters: int
-    """Parameters that are trained: LoRA's and GARFA's, or those of `training.layers`."""
+    """Trained parameters: LoRA's and GARFA's, or those of `training.layers`."""
     gradients: int
     optimizer: int
     saved: int
-    """Activations that wait for the backward pass."""
+    """Activations kept for the backward pass."""
     recomputed: int
-    """Of one block, run again in the backward pass."""
+    """Activations of one block that is recomputed in the backward pass."""
     gradients_of_activations: int
-    """Of one block."""
+    """Those of one block."""
     logits: int
-    """Of a chunk of tokens, and the loss's gradient by hidden states."""
+    """Those of a chunk of tokens, and the loss's gradient with respect to hidden states."""
     dequantized: int
-    """The weight of one linear layer, for its product."""
+    """One linear layer's weight, dequantised for its product."""
     casts: int
-    """Copies of trained parameters in the type of the products, of the blocks that autograd keeps them for."""
+    """Copies of trained parameters in the type of the products, in blocks for which autograd keeps them."""
     gathered: int
     """FSDP's copies of two blocks."""
     other: int
-    """Tables of the rotation, ids and labels."""
+    """RoPE tables, token ids and labels."""
     paged: int
-    """Moments that bitsandbytes moves to the host's memory when the GPU's is full; in none of the sums."""
+    """Moments that bitsandbytes moves to host memory when the GPU is full; not in any sum."""
 
     @property
     def activations(self) -> int:
@@ -82,7 +82,7 @@ class FinetuneMemory:
 
     @property
     def parts(self) -> dict[str, int]:
-        """The estimate by part, in the order of a run."""
+        """The estimate by part, in the order in which a run allocates them."""
         names = ("base", "adapters", "gradients", "optimizer", "activations", "logits", "transient", "other")
         return {name: getattr(self, name) for name in names}
 
@@ -95,16 +95,17 @@ class FinetuneMemory:
 
 
 def finetune_memory(config: FinetuneConfig, ranks: int = 1, cpu: bool = False) -> FinetuneMemory:
-    """The memory of a rank of `ranks`.
+    """The memory of one of `ranks` ranks.
 
     Args:
-        config: with `architecture` and `position` those of the base.
-        cpu: activations as PyTorch keeps them on a CPU: norms keep their output too, dropout its factors, in their type.
+        config: with the base's `architecture` and `position`.
+        cpu: count activations as PyTorch keeps them on a CPU: norms also keep their output, and dropout keeps its factors in
+            the activations' type.
 
     Raises:
         ConfigError: layers that the base does not have, or nothing to train.
     """
-    layout, types = Layout.of(config, ranks), types_of(config)
+    layout, types = ParallelLayout.of(config, ranks), types_of(config)
     trained = [weight for group in adapter_weights(config).values() for weight in group]
     shards = [weight.shard(layout.fsdp) for weight in trained]
     moments = [_moments(config.optimizer.name, number) for number in shards]
@@ -116,7 +117,7 @@ def finetune_memory(config: FinetuneConfig, ranks: int = 1, cpu: bool = False) -
     model, tokens = ModelConfig.from_job(config), local_tokens(config, layout)
     rotaries = {layer.rotary for layer in layers_of(model)} - {NoRotary()}
     return FinetuneMemory(
-        # A quantised weight's scales are no parameters: FSDP does not divide them.
+        # A quantised weight's scales are not parameters: FSDP does not shard them.
         base=sum(_divided(config, weight, size, layout.fsdp) for weight, size in base.items()) + codes,
         adapters=4 * sum(shards),
         gradients=4 * sum(shards),
@@ -134,16 +135,16 @@ def finetune_memory(config: FinetuneConfig, ranks: int = 1, cpu: bool = False) -
 
 
 def types_of(config: FinetuneConfig) -> Types:
-    """The residual stream and the products are in the base's type; what is trained is reduced in fp32."""
+    """Bytes per number: residual stream and products have the base's type; gradients are reduced in fp32."""
     size = TORCH_DTYPE_MAP[config.base_model.dtype].itemsize
     return Types(size, size, 4)
 
 
-# What is trained
+# Trained parameters
 
 
 def module_shapes(a: Architecture) -> dict[Projection, tuple[int, int]]:
-    """[outputs, inputs] of a block's linear layers."""
+    """(outputs, inputs) of a block's linear layers."""
     heads, kv_heads = a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim
     return {
         "q_proj": (heads, a.dim),
@@ -157,15 +158,15 @@ def module_shapes(a: Architecture) -> dict[Projection, tuple[int, int]]:
 
 
 def adapter_parameters(config: FinetuneConfig) -> dict[str, int]:
-    """Numbers that are trained: LoRA's, GARFA's, and those of layers that train in full."""
+    """Number of trained parameters by group: "lora", "garfa", and "layers" that train in full."""
     return {name: sum(weight.numel for weight in group) for name, group in adapter_weights(config).items()}
 
 
 def adapter_weights(config: FinetuneConfig) -> dict[str, list[Weight]]:
-    """What is trained, by group: "lora", "garfa", "layers".
+    """The trained parameters by group: "lora", "garfa", and "layers" that train in full.
 
     Raises:
-        ConfigError: layers that the base does not have, patterns that fit none of LoRA's, or nothing to train.
+        ConfigError: layers that the base does not have, patterns that match none of LoRA's, or nothing to train.
     """
     whole = adapted(config).whole
     groups = {
@@ -177,12 +178,12 @@ def adapter_weights(config: FinetuneConfig) -> dict[str, list[Weight]]:
         "layers": [weight for weight in weights(ModelConfig.from_job(config), 1) if weight.layer in whole],
     }
     if not any(groups.values()):
-        raise ConfigError("Nothing is trained: set lora.enable or garfa.enable, or name layers in training.layers.")
+        raise ConfigError("Nothing would train: set lora.enable or garfa.enable, or name layers in training.layers.")
     return groups
 
 
 def _ranks(config: FinetuneConfig, layer: int) -> dict[Projection, int]:
-    """The ranks of a layer's adapters."""
+    """The ranks of a layer's LoRA matrices."""
     ranks = by_linear(config.lora.rank_pattern, config.lora, adapted(config).lora)
     return {module: ranks.get((layer, module), config.lora.rank) for module in config.lora.modules}
 
@@ -198,9 +199,9 @@ def _lora_weights(config: FinetuneConfig, layer: int) -> Iterator[Weight]:
 
 
 def _moments(optimizer: str, numbers: int) -> tuple[int, int]:
-    """Bytes of a tensor's moments: those that stay on the GPU, and those that may leave it."""
+    """Bytes of a tensor's moments: those that stay on the GPU, and those that can be paged out."""
     if optimizer in ("AdamW", "Adam"):
-        return ADAM_MOMENTS * 4 * numbers + 4, 0  # with the tensor's step
+        return ADAM_MOMENTS * 4 * numbers + 4, 0  # plus the tensor's step count
     small = not optimizer.endswith("8bit") or numbers < MIN_8BIT
     size = ADAM_MOMENTS * (4 if small else 1) * numbers
     scales = 0 if small else ADAM_MOMENTS * 4 * -(-numbers // SCALES_BLOCK)
@@ -211,7 +212,7 @@ def _moments(optimizer: str, numbers: int) -> tuple[int, int]:
 
 
 def base_weights(config: FinetuneConfig) -> Iterator[tuple[Weight, int]]:
-    """The weights that do not change, and the bytes that each takes."""
+    """Yields each frozen weight and its size in bytes."""
     whole = adapted(config).whole
     plain = TORCH_DTYPE_MAP[config.base_model.dtype].itemsize
     for weight in weights(ModelConfig.from_job(config), 1):
@@ -223,7 +224,7 @@ def base_weights(config: FinetuneConfig) -> Iterator[tuple[Weight, int]]:
 
 
 def is_linear(weight: Weight) -> bool:
-    """Whether it is one of a block's linear layers, which are quantised."""
+    """Whether the weight belongs to one of a block's linear layers, which are quantised."""
     return weight.layer is not None and len(weight.shape) == 2
 
 
@@ -237,7 +238,7 @@ def _packed(config: FinetuneConfig, weight: Weight) -> int:
 
 
 def _scales(config: FinetuneConfig, weight: Weight) -> int:
-    """Of a quantised weight: its blocks' largest values, in 8 bits with larger blocks' and an offset if quantised too."""
+    """Bytes of a quantised weight's scales, one per block; if quantised too, in 8 bits with scales of their own and an offset."""
     match config.base_model.quantization:
         case "nf4" | "fp4":
             blocks = -(-weight.numel // BLOCK)
@@ -255,7 +256,8 @@ def _divided(config: FinetuneConfig, weight: Weight, size: int, ranks: int) -> i
 
 
 def _dequantized(config: FinetuneConfig, linears: Sequence[Weight], types: Types) -> int:
-    """DoRA makes LoRA's product and its sum with the weight too, to take norms of rows, from an identity matrix."""
+    """Bytes of the largest dequantised weight; for its row norms, DoRA also computes LoRA's product with an identity matrix, and
+    its sum with the weight."""
     largest = max(linears, key=lambda weight: weight.numel)
     size = types.product * largest.numel if config.base_model.quantization != "none" else 0
     if not (config.lora.enable and config.lora.dora):
@@ -268,7 +270,7 @@ def _dequantized(config: FinetuneConfig, linears: Sequence[Weight], types: Types
 
 
 def _gathered(config: FinetuneConfig, base: dict[Weight, int], trained: Sequence[Weight]) -> int:
-    """A block's packed weights and adapters whole, and the next one's; and the gradients of one, to be reduced."""
+    """FSDP's unsharded copies of a block's packed weights and adapters and the next one's, and one's gradients to reduce."""
     sizes: dict[int, int] = {}
     for weight in base:
         if weight.layer is not None:
@@ -285,24 +287,24 @@ def _gathered(config: FinetuneConfig, base: dict[Weight, int], trained: Sequence
 # Activations
 
 
-def saved_activations(config: FinetuneConfig, layout: Layout, cpu: bool = False) -> int:
-    """What waits for the backward pass, the loss's gradient aside."""
+def saved_activations(config: FinetuneConfig, layout: ParallelLayout, cpu: bool = False) -> int:
+    """Bytes kept for the backward pass, without the loss's gradient."""
     a, types = config.architecture, types_of(config)
     stream = local_tokens(config, layout) * a.dim * types.stream
     if config.base_model.quantization == "int8":
-        # bitsandbytes' layers keep what they read past the recomputation, which does not see it.
+        # bitsandbytes' layers keep their inputs where recomputation does not free them.
         stream += local_tokens(config, layout) * types.product * (2 * a.dim + a.n_heads * a.head_dim + a.ffn_dim)
     kept = [stream if recomputed(config, n) else _block(config, layout, n, cpu) for n in _passed(config)]
     return sum(kept) + last_norm_bytes(config, layout, types, not cpu or types.stream == 4)
 
 
 def _passed(config: FinetuneConfig) -> range:
-    """The layers through which gradients pass."""
+    """The layers that gradients pass through."""
     return range(adapted(config).lowest, config.architecture.n_layers)
 
 
 def _casts(config: FinetuneConfig, trained: Sequence[Weight], types: Types) -> int:
-    """A product keeps its weight for its input's gradient: of all blocks, or of the one that is run again."""
+    """Bytes of cast weights that products keep for their input's gradient: in all blocks, but only in one of the recomputed."""
     if types.product == 4:
         return 0
     of_block: dict[int, int] = {}
@@ -313,15 +315,15 @@ def _casts(config: FinetuneConfig, trained: Sequence[Weight], types: Types) -> i
 
 
 def recomputed(config: FinetuneConfig, layer: int) -> bool:
-    """Whole blocks. What is recomputed of a block by operators or by a memory budget counts as kept."""
+    """Whether the whole block is recomputed. Operator-wise and memory-budget recomputation count as none."""
     ac = config.activation_checkpoint
     if ac.mode == "selective" and ac.selective_ac_option != "op":
         return recomputes(ac.selective_ac_option, layer)
     return ac.mode == "full"
 
 
-def _block(config: FinetuneConfig, layout: Layout, layer: int, cpu: bool) -> int:
-    """What autograd keeps of one block."""
+def _block(config: FinetuneConfig, layout: ParallelLayout, layer: int, cpu: bool) -> int:
+    """Bytes that autograd keeps for one block."""
     a, types, tokens = config.architecture, types_of(config), local_tokens(config, layout)
     position = layers_of(ModelConfig.from_job(config))[layer]
     # On a CPU a frozen norm keeps its input in fp32, which is twice the bf16 one.
@@ -333,12 +335,12 @@ def _block(config: FinetuneConfig, layout: Layout, layer: int, cpu: bool) -> int
         and config.base_model.quantization != "none"
         and layer in adapted(config).lora
     ):
-        # DoRA multiplies what dropout has left by the weight as well, and autograd keeps it de-quantised.
+        # DoRA also multiplies dropout's output by the weight, which autograd keeps dequantised.
         kept += types.product * sum(math.prod(module_shapes(a)[module]) for module in config.lora.modules)
     if layer in adapted(config).garfa:
         kept += tokens * _garfa_numbers(config, position) * types.product
     if layer == adapted(config).lowest and layer not in adapted(config).whole:
-        # Its input needs no gradient: the first norm keeps nothing, nor do the projections' dropouts their masks.
+        # Its input needs no gradient: the first norm keeps nothing, and the projections' dropouts keep no masks.
         norm = (1 if fused else 2) * a.dim * types.stream + 4
         norm += types.product * a.dim * (config.base_model.quantization == "int8")
         masked = sum(module in config.lora.modules for module in ("q_proj", "k_proj", "v_proj"))
@@ -347,10 +349,10 @@ def _block(config: FinetuneConfig, layout: Layout, layer: int, cpu: bool) -> int
 
 
 def _read(config: FinetuneConfig, layer: int, types: Types, cpu: bool) -> int:
-    """Bytes of each token that are kept of linear layers' inputs.
+    """Bytes per token kept for linear layers' inputs.
 
-    A frozen weight keeps none, but in 8 bits bitsandbytes does. An adapter reads what the projections beside it read,
-    unless dropout gives it a copy of its own.
+    Frozen weights keep none, except 8-bit ones in bitsandbytes. Adapters share their inputs with the projections that read
+    the same, unless dropout gives each a copy.
     """
     a, shapes = config.architecture, module_shapes(config.architecture)
     shared: dict[Projection, str] = {"q_proj": "attention", "k_proj": "attention", "v_proj": "attention"}
@@ -374,13 +376,13 @@ def _read(config: FinetuneConfig, layer: int, types: Types, cpu: bool) -> int:
 
 
 def _mask(config: FinetuneConfig, types: Types, cpu: bool) -> int:
-    """Bytes of a number that dropout keeps: whether it is left, or on CPUs its factor."""
+    """Bytes that dropout keeps per number: its mask, or on CPUs its factor."""
     if not config.lora.dropout:
         return 0
     return types.product if cpu else 1
 
 
 def _garfa_numbers(config: FinetuneConfig, position: LayerPosition) -> int:
-    """Keys of a token as they were before their rotation, and queries where they are turned too."""
+    """Numbers that GARFA keeps per token: keys before their rotation, and queries if they are rotated too."""
     a = config.architecture
     return a.head_dim * (a.n_kv_heads + a.n_heads * config.garfa.queries)

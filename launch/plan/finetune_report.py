@@ -1,4 +1,4 @@
-"""What `train.py finetune` says before it trains: the model, what trains, memory; and rows as the model sees them."""
+"""Reports of `train.py finetune` before it trains: the model, trained parameters and memory, or rows of data."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,11 @@ from farsight.training.memory_recorder import MemoryMarks
 
 
 def take_flags(arguments: Sequence[str]) -> tuple[list[str], bool, int]:
-    """The options of the config, whether `--dry-run` is among them, and N of `--inspect N` (0 without)."""
+    """Splits arguments into the config's options, whether there is `--dry-run`, and N of `--inspect N` (0 without).
+
+    Raises:
+        ConfigError: N is not a positive number.
+    """
     rest, dry_run, inspect = [], False, 0
     given = iter(arguments)
     for argument in given:
@@ -36,13 +40,13 @@ def take_flags(arguments: Sequence[str]) -> tuple[list[str], bool, int]:
 
 
 def rows(config: FinetuneConfig, number: int) -> str:
-    """So many rows of training data as the model sees them."""
+    """The first `number` rows of training data as the model sees them."""
     tokenizer = load_tokenizer(config.tokenizer)
     return inspect_rows(build_instruction_loader(config, tokenizer, 0, 1), tokenizer, number)
 
 
 def summary(config: FinetuneConfig, ranks: int) -> str:
-    """The base's layers, what trains in them, and the memory that it takes."""
+    """Describes the base's layers, the trained parameters, the optimizer, and the memory of one rank."""
     layers, trained = adapted(config), adapter_parameters(config)
     model, lines = ModelConfig.from_job(config), []
     lines.append(f"base {config.base_model.path}: {count_parameters(model):,} parameters, {_kept(config)}")
@@ -73,6 +77,6 @@ def _kept(config: FinetuneConfig) -> str:
 
 
 def out_of_memory(config: FinetuneConfig, ranks: int, error: BaseException, trainer: Finetuner | None) -> str:
-    """Which part grew, and what to lower; without a trainer the base was being loaded."""
+    """The message for an out-of-memory error; without a trainer, memory ran out while the base was loaded."""
     marks = MemoryMarks(phase="loading") if trainer is None else trainer.memory.marks
     return explain_out_of_memory(error, config, marks, find_device(), ranks)

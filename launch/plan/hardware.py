@@ -1,4 +1,4 @@
-"""GPUs as their data sheets give them, and what part of that a run is assumed to reach: every assumed number is here."""
+"""Data-sheet figures of GPUs, and the shares of them that a run is assumed to reach. All assumptions of plans are here."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from farsight.units import GIB
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU in the vendor's own eight-GPU machine. Bandwidths are bytes a second in one direction."""
+    """One GPU in the vendor's eight-GPU machine. Bandwidths are bytes per second in one direction."""
 
     memory_gib: float
     bf16_flops: float
@@ -18,12 +18,13 @@ class Gpu:
     """Outside the tensor cores, as PyTorch multiplies fp32 unless told otherwise."""
     hbm: float
     nvlink: float
-    """To the GPUs of the same node: half of the sheet's figure, which adds both directions."""
+    """To GPUs of the same node: half of the data sheet's figure, which adds both directions."""
     network: float
-    """To other nodes, for each GPU: one 200 or 400 Gb/s adapter."""
+    """To other nodes, per GPU: one 200 or 400 Gb/s adapter."""
     host: float
-    """PCIe to the host's memory."""
+    """To host memory, over PCIe."""
     per_node: int = 8
+    """GPUs in a node."""
 
 
 GPUS = {
@@ -35,7 +36,7 @@ GPUS = {
     "h200-141g": Gpu(141, 989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
     # NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s and 14.4 TB/s of NVLink for eight; ConnectX-7 at 400 Gb/s.
     "b200-180g": Gpu(180, 2250e12, 75e12, 8e12, 900e9, 50e9, 64e9),
-    # One GPU for fine-tuning, without NVLink: NVIDIA's data sheets (fp32 accumulation), PCIe 4.0. Several of a machine meet over PCIe.
+    # Single GPUs for fine-tuning, without NVLink: NVIDIA's data sheets (fp32 accumulation). GPUs of a machine use PCIe 4.0.
     "rtx3090-24g": Gpu(24, 71e12, 35.6e12, 936e9, 32e9, 12.5e9, 32e9, per_node=4),
     "rtx4090-24g": Gpu(24, 165.2e12, 82.6e12, 1.008e12, 32e9, 12.5e9, 32e9, per_node=4),
     "a10g-24g": Gpu(24, 70e12, 35e12, 600e9, 32e9, 12.5e9, 32e9, per_node=4),
@@ -46,34 +47,34 @@ GPUS = {
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Shares of the data sheet's figures; docs/training/plan.md says where each comes from."""
+    """Shares of the data sheet's figures that runs reach; docs/training/plan.md gives the source of each."""
 
     matmul: float = 0.60
-    """Of the peak FLOP/s, in matrix products."""
+    """Share of the peak FLOP/s in matrix products."""
     attention: float = 0.55
-    """Of the peak FLOP/s, in attention of heads that see the whole sequence."""
+    """Share of the peak FLOP/s in attention, in heads that see the whole sequence."""
     windows: float = 0.40
-    """Of that again, in heads that see less of it."""
+    """Share of the attention speed that heads with shorter scopes reach."""
     hbm: float = 0.80
-    """Of the memory's bandwidth, in what only reads and writes: norms, rotation, SwiGLU, optimizer."""
+    """Share of the memory bandwidth in memory-bound operations: norms, rotation, SwiGLU, optimizer."""
     links: float = 0.80
-    """Of NVLink's and the network's bandwidth."""
+    """Share of the bandwidth of NVLink, network and PCIe."""
     overlap: float = 0.90
-    """Of the time in which a rank computes, in which data-parallel traffic is hidden."""
+    """Share of a rank's computation time that can hide data-parallel traffic."""
     memory: float = 0.92
-    """Of the memory; the rest is CUDA's and NCCL's own, and fragments."""
+    """Share of the memory that a run can use; CUDA, NCCL and fragmentation take the rest."""
 
 
 def usable_bytes(gpu: Gpu, efficiency: Efficiency) -> float:
-    """Of its memory, what a run can have."""
+    """Bytes of the GPU's memory that a run can use."""
     return gpu.memory_gib * GIB * efficiency.memory
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name.
+    """The GPU of this name.
 
     Raises:
-        ConfigError: an unknown one, with the nearest.
+        ConfigError: an unknown name; the message suggests the closest one.
     """
     if name not in GPUS:
         raise ConfigError(f"--gpu {name} is not in launch/plan/hardware.py.{nearest(name, list(GPUS))}")

@@ -1,7 +1,7 @@
-"""What each rank's heads see: attention work and its balance, keys from other ranks, and what each order of heads would cost.
+"""What each rank's heads see: attention work and its balance, keys from other ranks, and the cost of each order of heads.
 
-Tensor-parallel rank r of P holds the r-th of P equal runs of heads; a context-parallel rank holds the pieces of
-`parallel/context.py`. All follows from the scopes.
+Tensor-parallel rank r of P holds the r-th of P equal runs of heads; a context-parallel rank holds the pieces given by
+`parallel/context.py`. Everything is derived from the scopes.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import get_args
 
 from farsight.configs.schema import JobConfig, Scope
 from farsight.kernels.scoped_attention.semantics import visible_pairs
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.model.build import ModelConfig
 from farsight.model.position.layers import LayerPosition
 from farsight.model.position.scope import HeadLayout
@@ -19,17 +19,25 @@ from farsight.parallel.context import SequenceLayout as Cut
 from farsight.parallel.context import keys_seen, pieces, reaches, received_bytes
 
 Reach = tuple[int, ...]
+"""Tokens that each key-value head sees."""
 
 
 @cache
 def layers_of(model: ModelConfig) -> tuple[LayerPosition, ...]:
-    """Each layer's position at the trained length; resolved once, since a plan asks often."""
+    """Each layer's position settings at the trained length; cached, as a plan asks often."""
     return model.layers()
 
 
 @cache
 def rank_pairs(scopes: tuple[int, ...], tokens: int, tp: int, cp: int, cut: Cut) -> tuple[tuple[float, ...], ...]:
-    """Query-key pairs of one layer and row that each rank's heads see, [tp][cp]."""
+    """Query-key pairs that each rank's heads see in one layer and row, indexed [tp][cp].
+
+    Args:
+        scopes: of the layer's heads, in tokens.
+        tokens: length of the row.
+        tp, cp: degrees of tensor and context parallelism.
+        cut: how rows are split over context-parallel ranks.
+    """
     part = len(scopes) // tp
     spans = [pieces(rank, cp, tokens, cut) if cp > 1 else ((0, tokens),) for rank in range(cp)]
     own = [scopes[rank * part : (rank + 1) * part] for rank in range(tp)]
@@ -37,10 +45,11 @@ def rank_pairs(scopes: tuple[int, ...], tokens: int, tp: int, cp: int, cut: Cut)
 
 
 def imbalance(layers: Sequence[tuple[int, ...]], tokens: int, tp: int, cp: int, cut: Cut) -> tuple[float, float, float]:
-    """Pairs of the busiest rank over the mean: across tensor-parallel ranks, across context-parallel ones, and both.
+    """The busiest rank's pairs over the mean: across tensor-parallel ranks, across context-parallel ranks, and across both.
 
     Args:
-        layers: each layer's scopes.
+        layers: each layer's scopes, in tokens.
+        tokens, tp, cp, cut: as for `rank_pairs`.
     """
     tables = [rank_pairs(scopes, tokens, tp, cp, cut) for scopes in layers]
     total = [[sum(table[i][j] for table in tables) for j in range(cp)] for i in range(tp)]
@@ -50,12 +59,12 @@ def imbalance(layers: Sequence[tuple[int, ...]], tokens: int, tp: int, cp: int, 
     return by_tp, by_cp, max(map(max, total)) * tp * cp / whole
 
 
-# Keys of other ranks
+# Keys from other ranks
 
 
 @cache
 def reaches_of_ranks(scopes: tuple[int, ...], kv_heads: int, tokens: int, tp: int) -> tuple[Reach, ...]:
-    """How far each key-value head sees, for each tensor-parallel rank's."""
+    """How far each key-value head sees, grouped by tensor-parallel rank."""
     reach, part = reaches(scopes, kv_heads, tokens), kv_heads // tp
     return tuple(reach[rank * part : (rank + 1) * part] for rank in range(tp))
 
@@ -76,8 +85,8 @@ def _most_seen(parts: tuple[Reach, ...], cp: int, tokens: int, cut: Cut) -> int:
     return max(rows(rank, reach) for rank in range(cp) for reach in set(parts))
 
 
-def received_in_forward(config: JobConfig, layout: Layout, scopes: tuple[int, ...], itemsize: int) -> int:
-    """Bytes of keys and values that the rank with most to receive receives in a layer's forward pass of a micro-batch."""
+def received_in_forward(config: JobConfig, layout: ParallelLayout, scopes: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of keys and values that a rank receives in a layer's forward pass of a micro-batch; the maximum over ranks."""
     if layout.cp == 1:
         return 0
     a, tokens, cut = config.architecture, config.training.seq_len, config.parallelism.context_parallel_load_balancer
@@ -85,15 +94,15 @@ def received_in_forward(config: JobConfig, layout: Layout, scopes: tuple[int, ..
     return layout.rows * _most_received(parts, layout.cp, tokens, cut, a.head_dim, itemsize)
 
 
-def keys_seen_numbers(config: JobConfig, layout: Layout, scopes: tuple[int, ...]) -> int:
-    """Numbers in the keys and values that a rank's queries see in one row, piece by piece; of the rank with most."""
+def keys_seen_numbers(config: JobConfig, layout: ParallelLayout, scopes: tuple[int, ...]) -> int:
+    """Numbers in the keys and values that a rank's queries see in one row, summed over its pieces; the maximum over ranks."""
     a, tokens, cut = config.architecture, config.training.seq_len, config.parallelism.context_parallel_load_balancer
     parts = reaches_of_ranks(scopes, a.n_kv_heads, tokens, layout.tp)
     return 2 * a.head_dim * _most_seen(parts, layout.cp, tokens, cut)
 
 
-def halo_bytes(config: JobConfig, layout: Layout, scopes: tuple[int, ...], itemsize: int) -> int:
-    """Buffers of one layer's exchange: the rank's own keys and values, those received, and the two joined."""
+def halo_bytes(config: JobConfig, layout: ParallelLayout, scopes: tuple[int, ...], itemsize: int) -> int:
+    """Bytes of buffers for one layer's exchange: the rank's own keys and values, those received, and both joined."""
     if layout.cp == 1:
         return 0
     a = config.architecture
@@ -106,25 +115,25 @@ def halo_bytes(config: JobConfig, layout: Layout, scopes: tuple[int, ...], items
 
 @dataclass(frozen=True)
 class HeadLayoutCost:
-    """What an order of scopes over heads would cost, in the whole model."""
+    """The cost of an order of scopes over heads, for the whole model."""
 
     imbalance: dict[int, float]
     """By tensor-parallel degree: the busiest rank's pairs over the mean."""
     halo_bytes: dict[int, int]
-    """By context-parallel degree: received by the worst rank in one row's forward pass through all layers."""
+    """By context-parallel degree: bytes received in one row's forward pass through all layers; the maximum over ranks."""
     cache_share: float
-    """Of a dense KV cache, when each key-value head's is as long as its widest scope."""
+    """Size of the KV cache as a share of a dense one, if each key-value head's is as long as its widest scope."""
 
 
 def chosen_head_layout(config: JobConfig) -> HeadLayout | None:
-    """The order of the model's scoped heads; None for a model without."""
+    """The order of the model's scoped heads; None for a model without them."""
     position = config.position
     kinds = [position.heads, *(rule.heads for rule in position.rules if rule.heads is not None)]
     return next((heads.layout for heads in kinds if isinstance(heads, Scope)), None)
 
 
-def compare_head_layouts(config: JobConfig, layout: Layout, itemsize: int) -> dict[HeadLayout, HeadLayoutCost]:
-    """Each order at the run's degrees; where those are 1, at degrees that divide the heads."""
+def compare_head_layouts(config: JobConfig, layout: ParallelLayout, itemsize: int) -> dict[HeadLayout, HeadLayoutCost]:
+    """The cost of each order at the run's degrees, or at degrees that divide the heads and the length if those are 1."""
     a, p, tokens = config.architecture, config.parallelism, config.training.seq_len
     degrees = [layout.tp] if layout.tp > 1 else [d for d in (2, 4, 8) if a.n_kv_heads % d == 0]
     cut = p.context_parallel_load_balancer

@@ -1,4 +1,4 @@
-"""How a run is divided over its ranks: degrees, micro-batches and pipeline stages, as the run itself would."""
+"""How a run is divided over its ranks: degrees, micro-batches and pipeline stages, as in the run itself."""
 
 import math
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ from farsight.configs.schema import JobConfig
 from farsight.parallel.pipeline import layers_by_stage
 
 FOLDED = "ZBVZeroBubble"
-"""The schedule in which a rank has the n-th stage from the front and the n-th from the back."""
+"""The schedule in which each rank has the n-th stage from the front and the n-th from the back."""
 
 SPLIT = "InterleavedZeroBubble"
-"""The schedule in which gradients by weights are computed apart, to fill gaps."""
+"""The schedule in which weight gradients are computed separately, to fill gaps."""
 
 
 @dataclass(frozen=True)
-class Stage:
-    """A contiguous run of layers, with the embedding or the head where it is the first or the last."""
+class PipelineStage:
+    """A contiguous run of layers; the first stage also has the embedding, and the last one the head."""
 
     layers: range
     first: bool
     last: bool
 
     def holds(self, name: str) -> bool:
-        """Whether a parameter of this name is the stage's."""
+        """Whether the stage holds the parameter of this name."""
         kind, _, rest = name.partition(".")
         if kind == "layers":
             return int(rest.partition(".")[0]) in self.layers
@@ -31,8 +31,8 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Degrees of each kind of parallelism, and what a rank does with them in a step."""
+class ParallelLayout:
+    """The degrees of parallelism, and how a step is divided into passes and micro-batches."""
 
     dp_replicate: int
     dp_shard: int
@@ -40,18 +40,18 @@ class Layout:
     tp: int
     pp: int
     schedule: str
-    stages: tuple[tuple[Stage, ...], ...]
-    """Of each pipeline rank, in order."""
+    stages: tuple[tuple[PipelineStage, ...], ...]
+    """Each pipeline rank's stages, in order."""
     rows: int
-    """Sequences of a micro-batch."""
+    """Sequences per micro-batch."""
     microbatches: int
-    """Of one pass through the pipeline; 1 without one."""
+    """Micro-batches per pass through the pipeline; 1 without a pipeline."""
     accumulation: int
-    """Passes of a step."""
+    """Passes per optimizer step."""
 
     @classmethod
-    def of(cls, config: JobConfig, gpus: int) -> "Layout":
-        """The layout of a config on so many GPUs.
+    def of(cls, config: JobConfig, gpus: int) -> "ParallelLayout":
+        """The layout of a config on a number of GPUs.
 
         Raises:
             ConfigError: batches or layers do not divide over the degrees.
@@ -78,36 +78,39 @@ class Layout:
 
     @property
     def fsdp(self) -> int:
-        """Ranks over which parameters are sharded: those that hold parts of a sequence hold parts of the model too."""
+        """Ranks over which FSDP shards parameters: data-parallel shards times context-parallel ranks."""
         return self.dp_shard * self.cp
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP is around the model; as in `parallel.parallelize`, with other parallelism even on one shard."""
+        """Whether FSDP wraps the model; as in `parallel.parallelize`, also on one shard with tensor or pipeline parallelism."""
         return self.fsdp > 1 or self.tp > 1 or self.pp > 1
 
     @property
     def stages_a_rank(self) -> int:
+        """Pipeline stages per rank."""
         return len(self.stages[0])
 
     @property
     def bubble(self) -> float:
-        """Share of a pass in which a pipeline rank waits, for stages of equal cost."""
+        """Share of a pass that a pipeline rank spends waiting, for stages of equal cost."""
         if self.pp == 1:
             return 0.0
         m = self.microbatches
         if self.schedule == FOLDED:
-            return 1 - m / max(m, 2 * self.pp - 1)  # PyTorch orders as if there were so many, and leaves some out
-        if self.schedule == SPLIT:  # forward pass, gradients by inputs, gradients by weights: a slot each
+            return 1 - m / max(
+                m, 2 * self.pp - 1
+            )  # PyTorch schedules this many micro-batches and skips the missing ones
+        if self.schedule == SPLIT:  # one slot each for the forward pass, input gradients and weight gradients
             return (self.pp - 1) / (3 * self.stages_a_rank * m + self.pp - 1)
         return (self.pp - 1) / (self.stages_a_rank * m + self.pp - 1)
 
     def in_flight(self, rank: int) -> int:
-        """Micro-batches times stages whose activations a pipeline rank holds at once, at most.
+        """The most activations that a pipeline rank holds at once, counted in micro-batches times stages.
 
-        As PyTorch's schedules start: 1F1B with one micro-batch for each stage that is still to come, interleaved ones
-        with two for each rank to come and a round for each further stage (with split backward passes, one for each rank
-        and the rounds), the folded one with two for each rank.
+        This follows the warm-up of PyTorch's schedules: 1F1B starts with one micro-batch per later stage; interleaved
+        schedules with two per later rank and a round per further stage (with split backward passes, one per rank and the
+        rounds); the folded schedule with two per rank.
         """
         every = self.microbatches * self.stages_a_rank
         if self.pp == 1 or self.schedule in ("GPipe", "LoopedBFS"):
@@ -122,7 +125,7 @@ class Layout:
         return min(every, (self.stages_a_rank - 1) * a_round + 2 * (self.pp - 1 - rank) + 1)
 
     def degrees(self) -> dict[str, int]:
-        """By name of the mesh dimension, outermost first, as ranks are numbered."""
+        """Degrees by name of the mesh dimension, outermost first, as ranks are numbered."""
         return {
             "pp": self.pp,
             "dp_replicate": self.dp_replicate,
@@ -132,7 +135,7 @@ class Layout:
         }
 
     def reach(self, dimension: str) -> int:
-        """Consecutive ranks that a group of this dimension spans; FSDP's groups span `cp` too."""
+        """Number of consecutive ranks that a group of this dimension spans; FSDP's groups include `cp`."""
         names = list(self.degrees())
         first = names.index(dimension)
         return math.prod(list(self.degrees().values())[first:])
@@ -142,13 +145,13 @@ class Layout:
         return " × ".join(shown) or "one process"
 
 
-def _stages(config: JobConfig) -> tuple[tuple[Stage, ...], ...]:
-    """As `parallel.pipeline` cuts them, and as PyTorch's schedules give them to ranks: in turn, or folded in the middle."""
+def _stages(config: JobConfig) -> tuple[tuple[PipelineStage, ...], ...]:
+    """Each rank's stages, split as in `parallel.pipeline` and assigned as in PyTorch's schedules: in turn, or folded."""
     p = config.parallelism
     if p.pipeline_parallel_degree == 1:
-        return ((Stage(range(config.architecture.n_layers), True, True),),)
+        return ((PipelineStage(range(config.architecture.n_layers), True, True),),)
     runs = layers_by_stage(config)
-    stages = [Stage(run, number == 0, number == len(runs) - 1) for number, run in enumerate(runs)]
+    stages = [PipelineStage(run, number == 0, number == len(runs) - 1) for number, run in enumerate(runs)]
     pp = p.pipeline_parallel_degree
     if p.pipeline_parallel_schedule == FOLDED:
         return tuple((stages[rank], stages[-1 - rank]) for rank in range(pp))

@@ -1,10 +1,10 @@
-"""What a rank's memory holds at the peak of a training step, by formula, from the shapes of `model/` and `parallel/`.
+"""Formulas for a rank's memory at the peak of a training step, from the shapes in `model/` and `parallel/`.
 
-Bytes throughout. What a block keeps for its backward pass is what its operators save: the residual stream before each
-norm, the norms' outputs, queries, keys, values, output and log-sum-exp of attention, and three hidden vectors of the
-feed-forward. A test counts the storages that autograd really saves.
+Bytes throughout. For its backward pass a block keeps what its operators save: the residual stream before each norm, the
+norms' outputs, queries, keys, values, output and log-sum-exp of attention, and three hidden vectors of the feed-forward.
+A test compares this with the storages that autograd saves.
 
-Words: tokens are those of a micro-batch that a context-parallel rank holds. The stream is the residual stream.
+`tokens` are those of a micro-batch that a context-parallel rank holds. `stream` is the residual stream.
 """
 
 import math
@@ -18,7 +18,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from farsight.configs.schema import JobConfig, NoRotary
 from farsight.kernels.chunked_loss import CHUNK_LOGITS
 from farsight.launch.plan.heads import halo_bytes, keys_seen_numbers, layers_of
-from farsight.launch.plan.layout import Layout, Stage
+from farsight.launch.plan.layout import ParallelLayout, PipelineStage
 from farsight.model.build import ModelConfig, build_model, trained_layers
 from farsight.model.position.layers import LayerPosition
 
@@ -27,7 +27,7 @@ ADAM_MOMENTS = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Of the ranks of one pipeline stage (the one that holds most, where they differ)."""
+    """Memory of a pipeline rank in bytes; if the ranks at that place differ, of the one that holds most."""
 
     parameters: int
     gradients: int
@@ -35,17 +35,17 @@ class RankMemory:
     saved: int
     """Activations of all micro-batches in flight."""
     recomputed: int
-    """Of one block, run again in the backward pass."""
+    """Activations of one block that is recomputed in the backward pass."""
     gradients_of_activations: int
-    """Of one block."""
+    """Those of one block."""
     logits: int
-    """Of a chunk of tokens, and the loss's gradients by head and hidden states."""
+    """Those of a chunk of tokens, and the loss's gradients with respect to the head and hidden states."""
     caches: dict[str, int]
-    """`rope` tables, `halo` of received keys, `pipeline` receive buffers."""
+    """`rope`: tables; `halo`: received keys; `pipeline`: receive buffers."""
     gathered: int
-    """FSDP's copies of parameters and gradients of whole blocks, autocast's of weights, DDP's buckets."""
+    """FSDP's copies of parameters and gradients of whole blocks, autocast's copies of weights, DDP's buckets."""
     gathered_head: int
-    """The head's."""
+    """FSDP's copy of the head."""
 
     @property
     def activations(self) -> int:
@@ -53,20 +53,22 @@ class RankMemory:
 
     @property
     def in_block(self) -> int:
-        """Held while a block's gradients are computed, beside what is held all the time."""
+        """Held only while a block's gradients are computed."""
         return self.recomputed + self.gradients_of_activations + self.gathered
 
     @property
     def in_loss(self) -> int:
+        """Held only while the loss and its gradients are computed."""
         return self.logits + self.gathered_head
 
     @property
     def peak(self) -> int:
+        """The most held at once: blocks' gradients and the loss's are not computed at the same time."""
         held = self.parameters + self.gradients + self.optimizer + self.saved + sum(self.caches.values())
         return held + max(self.in_block, self.in_loss)
 
 
-def rank_memory(config: JobConfig, layout: Layout, rank: int) -> RankMemory:
+def rank_memory(config: JobConfig, layout: ParallelLayout, rank: int) -> RankMemory:
     """The memory of pipeline rank `rank`."""
     model = ModelConfig.from_job(config)
     trained, a, stages = trained_layers(config), config.architecture, layout.stages[rank]
@@ -85,7 +87,7 @@ def rank_memory(config: JobConfig, layout: Layout, rank: int) -> RankMemory:
         (halo_bytes(config, layout, layers[n].scopes, types.product) for s in stages for n in s.layers),
         default=0,
     )
-    # Activations come from the stage before, gradients from the one after.
+    # Activations come from the previous stage, gradients from the next one.
     received = sum((not stage.first) + (not stage.last) for stage in stages)
     rotaries = {layers[n].rotary for s in stages for n in s.layers} - {NoRotary()}
     last = any(stage.last for stage in stages)
@@ -115,17 +117,17 @@ def rank_memory(config: JobConfig, layout: Layout, rank: int) -> RankMemory:
 
 @dataclass(frozen=True)
 class Types:
-    """Bytes of a number."""
+    """Bytes per number."""
 
     stream: int
-    """In the residual stream: under autocast, without FSDP, it stays in the parameters' type."""
+    """In the residual stream; without FSDP, autocast leaves it in the parameters' type."""
     product: int
-    """In and out of matrix products."""
+    """In inputs and outputs of matrix products."""
     reduced: int
-    """In reductions of gradients."""
+    """In gradient reductions."""
 
     @classmethod
-    def of(cls, config: JobConfig, layout: Layout) -> "Types":
+    def of(cls, config: JobConfig, layout: ParallelLayout) -> "Types":
         t = config.training
         sizes = {name: TORCH_DTYPE_MAP[getattr(t, name)].itemsize for name in ("dtype", "mixed_precision_param")}
         product = sizes["mixed_precision_param"]
@@ -133,7 +135,7 @@ class Types:
         return cls(product if layout.sharded else sizes["dtype"], product, reduced)
 
 
-def local_tokens(config: JobConfig, layout: Layout) -> int:
+def local_tokens(config: JobConfig, layout: ParallelLayout) -> int:
     """Tokens of a micro-batch that a context-parallel rank holds."""
     return layout.rows * config.training.seq_len // layout.cp
 
@@ -158,20 +160,20 @@ class Weight:
         return math.prod(self.shape)
 
     def shard(self, ranks: int) -> int:
-        """Numbers on the first of so many FSDP ranks, which cut rows into equal parts, the last ones shorter."""
+        """Numbers on the first of `ranks` FSDP ranks: rows are split into equal parts, of which the last may be shorter."""
         return -(-self.shape[0] // ranks) * math.prod(self.shape[1:])
 
 
 @cache
 def weights(model: ModelConfig, tp: int) -> tuple[Weight, ...]:
-    """The model's parameters as a tensor-parallel rank holds them, from the model itself on the meta device."""
+    """The model's parameters as a tensor-parallel rank holds them, read off the model on the meta device."""
     with torch.device("meta"):
         parameters = [(name, tuple(p.shape)) for name, p in build_model(model).named_parameters()]
     return tuple(Weight(name, _divided(name, shape, tp)) for name, shape in parameters)
 
 
 def _divided(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
-    """As `parallel.tensor` divides: norms whole, `wo` and `w2` by their inputs, all others by their rows."""
+    """A parameter's shape on a tensor-parallel rank: norms are whole, `wo` and `w2` split by inputs, all others by rows."""
     if name.endswith("norm.weight"):
         return shape
     if name.endswith(("wo.weight", "w2.weight")):
@@ -179,24 +181,26 @@ def _divided(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
     return shape[0] // tp, *shape[1:]
 
 
-def offloads(config: JobConfig, layout: Layout) -> bool:
-    """Whether parameters, gradients and moments are in the host's memory: FSDP moves them, and one process has none."""
+def offloads(config: JobConfig, layout: ParallelLayout) -> bool:
+    """Whether parameters, gradients and moments are in host memory: FSDP moves them there, so it has to wrap the model."""
     return config.training.enable_cpu_offload and layout.sharded
 
 
 def stays_gathered(config: JobConfig) -> bool:
-    """Whether FSDP keeps blocks whole from the forward to the backward pass: by option, and in a pipeline."""
+    """Whether FSDP keeps blocks gathered from the forward to the backward pass: if set so, and by default in pipelines."""
     policy = config.parallelism.fsdp_reshard_after_forward
     return policy == "never" or (policy == "default" and config.parallelism.pipeline_parallel_degree > 1)
 
 
 def is_trained(name: str, trained: Sequence[int] | None) -> bool:
+    """Whether the parameter of this name trains, if only the layers `trained` do (None: all parameters)."""
     layer = Weight(name, ()).layer
     return trained is None or layer in trained
 
 
-def _gathered(config: JobConfig, layout: Layout, own: Sequence[Weight], largest: Weight) -> int:
-    """FSDP: a block's parameters, the next one's and the buffer they come in; its gradients, and their reduction's."""
+def _gathered(config: JobConfig, layout: ParallelLayout, own: Sequence[Weight], largest: Weight) -> int:
+    """Bytes of `RankMemory.gathered`; under FSDP, a block's parameters, the next one's and their receive buffer, and the block's
+    gradients before and in their reduction."""
     types = Types.of(config, layout)
     block = sum(w.numel for w in own if w.layer == largest.layer)
     everything = sum(w.numel for w in own)
@@ -205,7 +209,7 @@ def _gathered(config: JobConfig, layout: Layout, own: Sequence[Weight], largest:
         return cast + (4 * everything if layout.dp_replicate > 1 else 0)
     reduction = (types.product + types.reduced) * block
     if stays_gathered(config):
-        # Gathered once a pass, and gradients of its micro-batches added up whole.
+        # Gathered once per pass; gradients of its micro-batches are summed unsharded.
         added_up = types.reduced * everything if layout.microbatches > 1 else 0
         return types.product * everything + added_up + reduction
     tied = config.architecture.tie_embeddings * config.architecture.vocab_size * config.architecture.dim // layout.tp
@@ -215,11 +219,11 @@ def _gathered(config: JobConfig, layout: Layout, own: Sequence[Weight], largest:
 # Activations
 
 
-def saved_activations(config: JobConfig, layout: Layout, stage: Stage, fused_norms: bool = True) -> int:
-    """What a stage keeps of a micro-batch between its forward and its backward pass, the loss's gradients aside.
+def saved_activations(config: JobConfig, layout: ParallelLayout, stage: PipelineStage, fused_norms: bool = True) -> int:
+    """Bytes that a stage keeps for a micro-batch between its forward and backward pass, without the loss's gradients.
 
     Args:
-        fused_norms: RMSNorm keeps its input and a scale, as on GPUs; on CPUs its normalised input too.
+        fused_norms: RMSNorm keeps only its input and a scale, as on GPUs; on CPUs it keeps its normalised input too.
     """
     layers = layers_of(ModelConfig.from_job(config))
     trained, a, types = trained_layers(config), config.architecture, Types.of(config, layout)
@@ -228,7 +232,7 @@ def saved_activations(config: JobConfig, layout: Layout, stage: Stage, fused_nor
     ac, saved = config.activation_checkpoint, 0
     for number in stage.layers:
         if number < lowest:
-            continue  # no gradient passes here
+            continue  # no gradients pass here
         again = ac.mode == "full" or (ac.mode == "selective" and recomputes(ac.selective_ac_option, number))
         if not again:
             saved += _block_bytes(config, layout, number, layers[number], fused_norms)
@@ -241,36 +245,47 @@ def saved_activations(config: JobConfig, layout: Layout, stage: Stage, fused_nor
     return saved
 
 
-def last_norm_bytes(config: JobConfig, layout: Layout, types: Types, fused_norms: bool = True) -> int:
-    """What the norm before the head keeps: its input and a scale."""
+def last_norm_bytes(config: JobConfig, layout: ParallelLayout, types: Types, fused_norms: bool = True) -> int:
+    """Bytes that the norm before the head keeps: its input and a scale."""
     tokens = local_tokens(config, layout) // layout.tp
     return tokens * ((1 if fused_norms else 2) * config.architecture.dim * types.stream + 4)
 
 
 def rope_tables_bytes(head_dim: int, tokens: int, kinds: int) -> int:
-    """Two fp32 tables for each way in which layers rotate, of every token's position."""
+    """Bytes of the RoPE tables: two in fp32 over all tokens for each of `kinds` distinct rotations."""
     return 8 * head_dim * tokens * kinds
 
 
 def recomputes(option: str, layer: int) -> bool:
-    """Every n-th block, counted from 1, or each where operators are chosen."""
+    """Whether selective checkpointing recomputes in this layer: every n-th block, counted from 1, or all blocks for "op"."""
     return option == "op" or not int(option) or (layer + 1) % int(option) == 0
 
 
 def _block_bytes(
-    config: JobConfig, layout: Layout, number: int, position: LayerPosition, fused_norms: bool = True
+    config: JobConfig, layout: ParallelLayout, number: int, position: LayerPosition, fused_norms: bool = True
 ) -> int:
-    """What autograd keeps of one block."""
+    """Bytes that autograd keeps for one block in pre-training."""
     a, types, trained = config.architecture, Types.of(config, layout), trained_layers(config)
-    # What the linear layers read is kept for their weights' gradients: whole sequences, also where TP divides the stream.
+    # Linear layers' inputs are kept for weight gradients: whole sequences, even where TP divides the stream.
     read = 2 * a.dim + a.ffn_dim // layout.tp if trained is None or number in trained else 0
     return block_bytes(config, layout, types, position, read * types.product, fused_norms)
 
 
 def block_bytes(
-    config: JobConfig, layout: Layout, types: Types, position: LayerPosition, read: int, fused_norms: bool = True
+    config: JobConfig,
+    layout: ParallelLayout,
+    types: Types,
+    position: LayerPosition,
+    read: int,
+    fused_norms: bool = True,
 ) -> int:
-    """What autograd keeps of a block beside `read` bytes of each token, its linear layers' inputs."""
+    """Bytes that autograd keeps for one block.
+
+    Args:
+        position: the layer's scopes and rotation.
+        read: bytes per token of its linear layers' inputs.
+        fused_norms: see `saved_activations`.
+    """
     a, tokens = config.architecture, local_tokens(config, layout)
     heads, kv_heads = a.n_heads // layout.tp * a.head_dim, a.n_kv_heads // layout.tp * a.head_dim
     stream = tokens // layout.tp * (2 * a.dim * types.stream + 2 * 4)  # before both norms, with the norms' scales
@@ -287,10 +302,10 @@ def block_bytes(
     return stream + unfused + tokens * (read + hidden * types.product + attention) + keys
 
 
-def _kept_results(config: JobConfig, layout: Layout) -> int:
-    """What operator-wise checkpointing keeps beside a block's input: attention, and every second matrix product.
+def _kept_results(config: JobConfig, layout: ParallelLayout) -> int:
+    """Bytes that operator-wise checkpointing keeps besides a block's input: attention, and every second matrix product.
 
-    In the order of the forward pass these are wk, wq, w1 and w2, of wk, wv, wq, wo, w1, w3 and w2.
+    In the order of the forward pass (wk, wv, wq, wo, w1, w3, w2) these are wk, wq, w1 and w2.
     """
     a, types = config.architecture, Types.of(config, layout)
     heads, kv_heads = a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim
@@ -298,19 +313,22 @@ def _kept_results(config: JobConfig, layout: Layout) -> int:
     return local_tokens(config, layout) * ((products + heads) * types.product + 4 * a.n_heads) // layout.tp
 
 
-def block_gradients(config: JobConfig, layout: Layout, types: Types) -> int:
-    """Gradients that exist at once in a block's backward pass: of three hidden vectors and two of the stream."""
+def block_gradients(config: JobConfig, layout: ParallelLayout, types: Types) -> int:
+    """Bytes of gradients that exist at once in a block's backward pass: three hidden vectors and two stream vectors per token."""
     a = config.architecture
     return local_tokens(config, layout) * (3 * a.ffn_dim * types.product + 2 * a.dim * types.stream) // layout.tp
 
 
-def loss_bytes(config: JobConfig, layout: Layout, types: Types, head_trained: bool) -> tuple[int, int]:
-    """`kernels.chunked_loss`: a chunk's logits twice in fp32, gradients by hidden states and head; and FSDP's copies."""
+def loss_bytes(config: JobConfig, layout: ParallelLayout, types: Types, head_trained: bool) -> tuple[int, int]:
+    """Bytes that `kernels.chunked_loss` holds, and FSDP's copy of the head.
+
+    The loss holds a chunk's logits twice in fp32, and gradients with respect to hidden states and, if trained, the head.
+    """
     a, tokens = config.architecture, local_tokens(config, layout)
     vocabulary = a.vocab_size // layout.tp
     chunk = min(tokens, config.loss.chunk_tokens or max(1, CHUNK_LOGITS // vocabulary))
     head = vocabulary * a.dim
-    # Below fp32 the logits' gradient is also made in the type of the products.
+    # Below fp32 the logits' gradient also exists in the type of the products.
     logits = (8 if types.product == 4 else 8 + types.product) * chunk * vocabulary + tokens * a.dim * types.product
     if head_trained:
         logits += head * (4 if types.product == 4 else 4 + 2 * types.product)

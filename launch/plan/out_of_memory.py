@@ -1,4 +1,4 @@
-"""What to say when a GPU's memory was not enough: which part grew against the estimate, and what to lower."""
+"""The message for an out-of-memory error in fine-tuning: which part exceeds its estimate, and what to lower."""
 
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.launch.plan.finetune_fit import Device, suggestions
@@ -8,18 +8,19 @@ from farsight.training.memory_recorder import MemoryMarks
 from farsight.units import gib
 
 SLACK = 1.1
-"""A part that takes less than this times its estimate has not grown."""
+"""A part counts as larger than estimated if it takes more than this times its estimate."""
 
 
 def explain_out_of_memory(
     error: BaseException, config: FinetuneConfig, marks: MemoryMarks, device: Device, ranks: int = 1
 ) -> str:
-    """What was expected and what was there by part, the part that grew most, and changes with what each would save.
+    """Compares estimated with actual memory by part, names the part that grew most, and lists changes with their savings.
 
     Args:
-        error: torch's; its first line says what was asked for.
-        marks: as a `MemoryRecorder` took them.
-        device: what the run had for itself.
+        error: torch's error; its first line says how much was requested.
+        marks: from the run's `MemoryRecorder`.
+        device: the device and the memory that the run could use.
+        ranks: processes of the run.
     """
     memory = finetune_memory(config, ranks, device.cpu)
     rows = _rows(memory, marks)
@@ -34,18 +35,18 @@ def explain_out_of_memory(
     lines.append(_what_grew(rows, memory, device))
     alone, enough = suggestions(config, device, ranks)
     if alone:
-        lines.append("To lower it, the mildest first:")
+        lines.append("Changes that save memory, mildest first:")
         lines += [
             f"  {gib(memory.peak - change.peak):>7} GiB  {as_options(change.options)}  ({change.why})"
             for change in alone
         ]
     if memory.peak > device.usable and enough is not None:
-        lines.append(f"By the estimate it fits with {as_options(enough)}")
+        lines.append(f"By the estimate it would fit with {as_options(enough)}")
     return "\n".join(lines)
 
 
 Row = tuple[str, int, int]
-"""A part, its estimate and what was held."""
+"""A part's name, its estimate and its actual size, in bytes."""
 
 
 def _rows(memory: FinetuneMemory, marks: MemoryMarks) -> list[Row]:
@@ -68,15 +69,15 @@ def _what_grew(rows: list[Row], memory: FinetuneMemory, device: Device) -> str:
         name, expected, held = max(grown, key=lambda row: row[2] - row[1])
         why = {
             "base and trained parameters": "the base is larger or less quantised than [base_model] says, or the device was not empty",
-            "gradients and optimizer": "more is trained than [lora] and [garfa] say",
+            "gradients and optimizer": "more parameters train than [lora] and [garfa] say",
             "activations, loss and transient": "rows are longer or more than training.seq_len and local_batch_size say, or "
-            "activations are kept that the estimate takes for recomputed",
+            "activations are kept that the estimate counts as recomputed",
         }[name]
         return f"{name}: {gib(held - expected)} GiB more than estimated; {why}."
     if memory.peak > device.usable:
-        return f"Nothing grew: the estimate's peak is {gib(memory.peak)} GiB, and the run had {gib(device.usable)} for itself."
+        return f"All as estimated: the peak is {gib(memory.peak)} GiB, and the run had {gib(device.usable)} GiB."
     return (
-        f"Nothing grew, and the estimate's peak of {gib(memory.peak)} GiB is within the {gib(device.usable)} that the run had: "
-        "other processes hold memory of this device (nvidia-smi), or it is in fragments "
+        f"All as estimated, and the peak of {gib(memory.peak)} GiB is within the {gib(device.usable)} GiB that the run had: "
+        "other processes use memory of this device (nvidia-smi), or it is fragmented "
         "(PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."
     )

@@ -13,7 +13,7 @@ from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.launch.plan.costs import StepTime, flops_per_token, step_time, tokens_per_step
 from farsight.launch.plan.hardware import Efficiency, Gpu, usable_bytes
 from farsight.launch.plan.heads import HeadLayoutCost, chosen_head_layout, compare_head_layouts, imbalance, layers_of
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import RankMemory, Types, rank_memory
 from farsight.launch.plan.suggest import Options, changed, suggest
 from farsight.model.build import ModelConfig, count_parameters
@@ -24,32 +24,33 @@ from farsight.training.tokenizer import chosen_tokenizer
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's plan on so many GPUs of a kind."""
+    """A training run's plan on a number of GPUs of one kind."""
 
     name: str
     config: JobConfig
     gpus: int
     gpu: Gpu
     efficiency: Efficiency
-    layout: Layout
+    layout: ParallelLayout
     memory: list[RankMemory]
-    """Of each pipeline rank."""
+    """Memory of each pipeline rank."""
     time: StepTime
     flops_per_token: float
     imbalance: tuple[float, float, float]
-    """Attention of the busiest rank over the mean: across TP, across CP, both."""
+    """Attention pairs of the busiest rank over the mean: across TP ranks, across CP ranks, across both."""
     pairs_ratio: float
-    """All causal pairs over those that heads see."""
+    """All causal pairs over the pairs that heads see."""
     parameters: int
     head_layouts: dict[HeadLayout, HeadLayoutCost]
     notes: list[str] = field(default_factory=list)
     changes: Options = field(default_factory=dict)
-    """Made to a config that can't be run as it is."""
+    """Changes made to a config that can't run as written."""
     suggestion: Options | None = None
-    """Where it does not fit."""
+    """Changes with which a plan that does not fit would fit."""
 
     @property
     def worst(self) -> RankMemory:
+        """The pipeline rank that takes most memory."""
         return max(self.memory, key=lambda memory: memory.peak)
 
     @property
@@ -70,6 +71,7 @@ class Plan:
 
     @property
     def mfu(self) -> float:
+        """Model FLOPs utilisation: a share of the GPUs' peak FLOP/s."""
         return self.flops_per_token * self.tokens_per_second / (self.gpus * self.gpu.bf16_flops)
 
     def as_dict(self) -> dict[str, Any]:
@@ -126,31 +128,31 @@ def _bytes(memory: RankMemory) -> dict[str, int]:
 
 
 def make_plan(name: str, config: JobConfig, gpus: int, gpu: Gpu, efficiency: Efficiency) -> Plan:
-    """Plans a run; one that can't be run as it is, with the nearest change with which it can and fits.
+    """Plans a training run. A config that can't run as written is planned with the first change with which it runs and fits.
 
     Raises:
-        ConfigError: the config can't be run on so many GPUs, and no change that was tried helps.
+        ConfigError: the config can't run on this number of GPUs, and no change that was tried helps.
     """
 
     def would_fit(other: JobConfig) -> bool:
-        return fits(_memory(other, Layout.of(other, gpus)), gpu, efficiency)
+        return fits(_memory(other, ParallelLayout.of(other, gpus)), gpu, efficiency)
 
     if config.engine == "deepspeed":
         raise ConfigError(
-            f'{name}: engine = "deepspeed" is not planned: memory and traffic are counted as FSDP has them. To plan the '
-            'same run under FSDP leave --engine out, or set it to "torchtitan".'
+            f'{name}: engine = "deepspeed" can\'t be planned: memory and traffic are those of FSDP. To plan the same run '
+            'under FSDP leave --engine out, or set it to "torchtitan".'
         )
     config, notes = _with_vocabulary(config)
     changes: Options = {}
     try:
-        layout = Layout.of(config, gpus)
+        layout = ParallelLayout.of(config, gpus)
     except ConfigError as error:
         found = suggest(config, gpus, would_fit)
         if found is None:
             raise ConfigError(f"{name}: {error}") from error
         changes, config = found, changed(config, found)
         notes.append(f"as written it can't run: {error}")
-        layout = Layout.of(config, gpus)
+        layout = ParallelLayout.of(config, gpus)
 
     model, length = ModelConfig.from_job(config), config.training.seq_len
     scopes, cut = [layer.scopes for layer in layers_of(model)], config.parallelism.context_parallel_load_balancer
@@ -171,16 +173,16 @@ def make_plan(name: str, config: JobConfig, gpus: int, gpu: Gpu, efficiency: Eff
 
 
 def fits(memory: Sequence[RankMemory], gpu: Gpu, efficiency: Efficiency) -> bool:
-    """Whether every pipeline rank does."""
+    """Whether every pipeline rank fits into the GPU's usable memory."""
     return max(rank.peak for rank in memory) <= usable_bytes(gpu, efficiency)
 
 
-def _memory(config: JobConfig, layout: Layout) -> list[RankMemory]:
+def _memory(config: JobConfig, layout: ParallelLayout) -> list[RankMemory]:
     return [rank_memory(config, layout, rank) for rank in range(layout.pp)]
 
 
 def _with_vocabulary(config: JobConfig) -> tuple[JobConfig, list[str]]:
-    """The embedding's size where the config leaves it to the tokenizer."""
+    """Fills in the embedding's size if the config leaves it to the tokenizer; returns the config and notes on it."""
     if config.architecture.vocab_size:
         return config, []
     t = chosen_tokenizer(config)
@@ -189,20 +191,18 @@ def _with_vocabulary(config: JobConfig) -> tuple[JobConfig, list[str]]:
     size = t.vocab_size if trained else load_tokenizer(t).vocab_size
     rounded = -(-size // 64) * 64  # as train.py does
     config = dataclasses.replace(config, architecture=dataclasses.replace(config.architecture, vocab_size=rounded))
-    return config, [
-        f"vocabulary of {rounded:,}: tokenizer.vocab_size, of a tokenizer that is not trained yet"
-    ] * trained
+    return config, [f"vocabulary of {rounded:,}: tokenizer.vocab_size, as the tokenizer is not trained yet"] * trained
 
 
 def read_configs(path: Path, options: list[str], stage: str | None) -> tuple[int, dict[str, JobConfig]]:
-    """The GPUs that a recipe names (1 for a config), and configs by name: a recipe's stages, or the config alone.
+    """Reads a config or recipe; returns the recipe's number of GPUs (1 for a config), and the configs by name.
 
     Raises:
         ConfigError: settings that can't be used, or no such stage.
     """
     if "stages" not in read_toml(path):
         if stage is not None:
-            raise ConfigError(f"{path} is no recipe: it has no stage {stage!r}.")
+            raise ConfigError(f"{path} is not a recipe: it has no stage {stage!r}.")
         return 1, {path.stem: load_config(["--job.config_file", str(path), *options])}
     recipe, stages = load_recipe(path, parse_options(options))
     names = [s.name for s in stages]

@@ -1,4 +1,4 @@
-"""What to change where a run does not fit: a few changes are tried, the mildest first."""
+"""Finds changes with which a run fits: tries a list of them, mildest first."""
 
 import copy
 import dataclasses
@@ -14,16 +14,17 @@ Options = dict[str, Any]
 """Values by `section.key`, as on the command line."""
 
 DEGREES = (2, 4, 8, 16, 32)
+"""Degrees of parallelism to try."""
 
 
 def changed(config: C, options: Options) -> C:
-    """A copy with these options set.
+    """A copy of the config with these options set.
 
     Raises:
-        ConfigError: they contradict the others.
+        ConfigError: they contradict other settings.
     """
     new = copy.deepcopy(config)
-    # Validation's is training's where neither file nor options name it.
+    # Validation uses training's batch size unless it is set.
     follows = new.validation.local_batch_size == new.training.local_batch_size
     for name, value in options.items():
         section, key = name.split(".")
@@ -35,10 +36,10 @@ def changed(config: C, options: Options) -> C:
 
 
 def suggest(config: JobConfig, gpus: int, fits: Callable[[JobConfig], bool]) -> Options | None:
-    """The first change of those tried with which the run fits; None where none of them helps.
+    """The first change with which the run fits; None if none of those tried helps.
 
     Args:
-        fits: whether a config's plan fits; may raise ConfigError for one that can't be run.
+        fits: whether a config's plan fits; may raise ConfigError for one that can't run.
     """
     for options in _candidates(config, gpus):
         try:
@@ -50,13 +51,14 @@ def suggest(config: JobConfig, gpus: int, fits: Callable[[JobConfig], bool]) -> 
 
 
 def as_options(options: Options) -> str:
+    """The options as command-line arguments."""
     return " ".join(
         f"--{name} {str(value).lower() if isinstance(value, bool) else value}" for name, value in options.items()
     )
 
 
 def _candidates(config: JobConfig, gpus: int) -> Iterator[Options]:
-    """One change alone, then what costs little speed together, and the rest on top of that."""
+    """Single changes, then all that cost little speed together, then those combined with the others."""
     checkpointing: list[Options] = []
     if config.activation_checkpoint.mode != "full":
         checkpointing.append({"activation_checkpoint.mode": "full"})
@@ -100,7 +102,7 @@ def _degrees(config: JobConfig, name: str, gpus: int) -> Iterator[Options]:
 
 
 def _pipelined(config: JobConfig, options: Options, gpus: int) -> Options:
-    """With as many micro-batches as the global batch has for each pipeline: fewer leave ranks waiting."""
+    """Adds as many micro-batches as the global batch has for each pipeline, as fewer would leave ranks waiting."""
     now = config.parallelism.pipeline_parallel_degree
     others = model_parallel_ranks(config) // now
     copies = gpus // (others * options.get("parallelism.pipeline_parallel_degree", now))

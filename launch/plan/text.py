@@ -1,4 +1,4 @@
-"""A plan as text, for a terminal."""
+"""A training run's plan as text for a terminal."""
 
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ WIDTH = 110
 
 
 def plan_text(plan: "Plan", kind: str) -> str:
-    """A block of a plan: what it is, memory, work, traffic, time, heads, and whether it fits."""
+    """One plan: header, memory, work, traffic, time, orders of heads, and whether it fits."""
     lines = [*_head(plan, kind), "", *_memory(plan), "", *_work(plan), "", *_time(plan)]
     if plan.head_layouts:
         lines += ["", *_head_layouts(plan)]
@@ -58,7 +58,7 @@ def _memory(plan: "Plan") -> list[str]:
     for label, memory in zip(labels, plan.memory, strict=True):
         lines.append(f"{'  ' + label:<{width}}{_memory_row(memory)}")
     mode = plan.config.activation_checkpoint.mode
-    lines.append(f"  saved: activations, checkpointing {mode!r}; of block and loss the larger counts")
+    lines.append(f"  saved: activations, checkpointing {mode!r}; the peak has the larger of block and loss")
     return lines
 
 
@@ -73,9 +73,9 @@ def _memory_row(memory: RankMemory) -> str:
 
 def _work(plan: "Plan") -> list[str]:
     by_tp, by_cp, both = plan.imbalance
-    seen = "all heads see all tokens before them"
+    seen = "all heads see all earlier tokens"
     if plan.pairs_ratio > 1:
-        seen = f"heads see 1/{plan.pairs_ratio:.2f} of the pairs of dense ones"
+        seen = f"heads see 1/{plan.pairs_ratio:.2f} of the pairs that dense heads see"
     lines = [f"{count(plan.flops_per_token, 'G')} FLOP a token; {seen}"]
     if plan.layout.tp * plan.layout.cp > 1:
         lines.append(f"attention of the busiest rank over the mean: {both:.2f} (tp {by_tp:.2f}, cp {by_cp:.2f})")
@@ -147,16 +147,16 @@ def _verdict(plan: "Plan", kind: str) -> list[str]:
             )
         return lines
     if plan.suggestion is None:
-        return [f"does not fit: {usable}; nothing that was tried helps: more GPUs, or larger ones"]
+        return [f"does not fit: {usable}; no change that was tried helps: use more GPUs, or larger ones"]
     return [f"does not fit: {usable}", f"would fit with {as_options(plan.suggestion)}"]
 
 
 def assumptions_text(gpu: Gpu, e: Efficiency, kind: str) -> str:
-    """What a plan's seconds rest on."""
+    """The assumptions behind a plan's times."""
     return (
-        f"assumed of {kind}: {gpu.bf16_flops / 1e12:.0f} TFLOP/s, memory {gpu.hbm / 1e12:.2f} TB/s, "
+        f"assumed for {kind}: {gpu.bf16_flops / 1e12:.0f} TFLOP/s, memory {gpu.hbm / 1e12:.2f} TB/s, "
         f"NVLink {gpu.nvlink / 1e9:.0f} GB/s, network {gpu.network / 1e9:.0f} GB/s;\n"
-        f"reached: matmul {e.matmul:.2f}, attention {e.attention:.2f} (× {e.windows:.2f} in heads that see less than all), "
+        f"reached: matmul {e.matmul:.2f}, attention {e.attention:.2f} (× {e.windows:.2f} in heads with shorter scopes), "
         f"memory {e.hbm:.2f}, links {e.links:.2f};\n"
         f"data-parallel traffic hides behind {e.overlap:.2f} of the computation; each row is one document"
     )

@@ -1,16 +1,16 @@
-"""Runs a recipe: training stages in order, each from the last one's weights.
+"""Runs a recipe: training stages in order, each from the weights of the one before.
 
-    farsight recipe X.toml              run it, or go on where it stopped
+    farsight recipe X.toml              run it, or continue where it stopped
     farsight recipe X.toml --dry-run    check every stage and print the plan
     farsight recipe X.toml --nproc 8    every stage under torchrun with 8 processes
     farsight recipe scope_llama3_8b --tiny      a shipped recipe by name, in its small form
     farsight recipe X.toml --torchrun "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500"
                                         on each of several nodes with a shared file system
 
-A recipe is a config file with `[recipe]` and `[[stages]]`: the sections outside the stages are shared, and a stage
-holds what it sets differently. Every stage is a run folder `runs/<recipe>/<stage>/` that ends with a `model/`
-directory. A finished stage is skipped; one that was interrupted goes on from its newest checkpoint. Options of the
-form --section.key value change all stages, and --recipe.key value the recipe.
+A recipe is a config file with `[recipe]` and `[[stages]]`: sections outside the stages are shared, and a stage has only
+the settings that differ. Every stage has a run folder `runs/<recipe>/<stage>/`, which ends with a `model/` directory. A
+finished stage is skipped; an interrupted one continues from its newest checkpoint. Options of the form --section.key
+value change all stages, and --recipe.key value changes the recipe.
 """
 
 import argparse
@@ -31,8 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         prog="farsight recipe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", type=Path, help="TOML file with [[stages]], or a shipped recipe's name")
-    parser.add_argument("--tiny", action="store_true", help="its small form, which trains on a CPU in a minute")
-    parser.add_argument("--dry-run", action="store_true", help="check every stage and print the plan, run nothing")
+    parser.add_argument("--tiny", action="store_true", help="train its small form, a minute on a CPU")
+    parser.add_argument("--dry-run", action="store_true", help="check every stage and print the plan, but run nothing")
     parser.add_argument(
         "--nproc",
         type=positive,
@@ -40,7 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")
     parser.add_argument(
-        "--launcher", metavar="COMMAND", help="start ranks with this before train.py, instead; launch/slurm.sh does"
+        "--launcher",
+        metavar="COMMAND",
+        help="command to start ranks with, before train.py, instead; launch/slurm.sh uses it",
     )
     options, rest = parser.parse_known_args(arguments)
     if not logging.getLogger().handlers:

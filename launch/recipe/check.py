@@ -1,4 +1,4 @@
-"""Checks made before a recipe runs: that its layouts are possible, and its files and folders exist."""
+"""Checks before a recipe runs: that its layouts are possible, and that its files and folders exist."""
 
 import dataclasses
 import shutil
@@ -17,11 +17,12 @@ from farsight.model.build import ModelConfig, trained_layers
 from farsight.training.run_folder import check_run_folder, is_run
 from farsight.training.stages import Recipe, Stage, no_start
 
-CONFIGS = Path(__file__).parent.parent / "configs"
-
 
 def check_stages(stages: Sequence[Stage], processes: int | None) -> None:
-    """Refuses layers that a stage's model lacks, and batches that do not divide over the processes, where known.
+    """Refuses layers that a stage's model does not have, and batches that do not divide over the processes.
+
+    Args:
+        processes: of each stage; None if not known.
 
     Raises:
         ConfigError: naming the stage and what is wrong.
@@ -37,10 +38,10 @@ def check_stages(stages: Sequence[Stage], processes: int | None) -> None:
 
 
 def missing(recipe: Recipe, stages: Sequence[Stage]) -> list[str]:
-    """Lists what would stop the recipe later, one sentence for each thing that is missing."""
+    """Lists what would stop the recipe later, one sentence for each problem."""
     root, wrong = stages[0].folder.parent, []
     if is_run(root):
-        wrong.append(f"{root} is a run itself: set another recipe.name or recipe.folder.")
+        wrong.append(f"{root} is itself a run: set another recipe.name or recipe.folder.")
     if recipe.perplexity_lengths and recipe.perplexity_data and not Path(recipe.perplexity_data).is_file():
         wrong.append(f"recipe.perplexity_data = {recipe.perplexity_data!r} is not a file.")
     if recipe.start and not stages[0].finished:
@@ -57,7 +58,7 @@ def _wrong_start(start: Path, first: Stage) -> list[str]:
         return [no_start(str(start))]
     try:
         theirs, ours = read_model_config(start), ModelConfig.from_job(first.config)
-        if not ours.architecture.vocab_size:  # the tokenizer's
+        if not ours.architecture.vocab_size:  # it will be the tokenizer's
             size = theirs.architecture.vocab_size
             ours = dataclasses.replace(ours, architecture=dataclasses.replace(ours.architecture, vocab_size=size))
         refuse_another_model(theirs, ours, f"recipe.start = {start}")
@@ -83,7 +84,7 @@ def _missing_of(stage: Stage, trained_here: Path) -> Iterator[str]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free on the disk on which a folder is, or will be."""
+    """Free bytes on the disk that holds a folder, or will hold it."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free

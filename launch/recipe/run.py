@@ -1,4 +1,4 @@
-"""Runs the stages of a recipe in order, each from the last one's weights, and reports on them."""
+"""Runs the stages of a recipe in order, each from the weights of the one before, and reports on them."""
 
 import logging
 from pathlib import Path
@@ -17,16 +17,26 @@ logger = logging.getLogger("farsight")
 
 
 def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
-    """Runs the stages that are not finished and reports on all; returns the first exit status that is not 0."""
+    """Runs the stages that are not finished, and reports on all.
+
+    Args:
+        launcher: command that runs Python, alone or under torchrun; `train.py` and its options are appended.
+
+    Returns:
+        The exit status: 0, or that of the stage that failed.
+
+    Raises:
+        ConfigError: settings that can't be used, or finished stages that no longer fit.
+    """
     root = stages[0].folder.parent
     _refuse_stale(stages)
     prepare_tokenizer(stages[0].config, root / "tokenizer")
-    load_tokenizer(stages[0].config.tokenizer)  # refused here, before data are read
+    load_tokenizer(stages[0].config.tokenizer)  # refuse a bad one before data is read
     data = Path(recipe.perplexity_data) if recipe.perplexity_data else None
     if recipe.perplexity_lengths and data is None:
         if not recipe.perplexity_tokens:
             raise ConfigError(
-                "recipe.perplexity_tokens = 0 needs recipe.perplexity_data; held-out documents have no end."
+                "recipe.perplexity_tokens = 0 needs recipe.perplexity_data, as held-out documents are endless."
             )
         data = write_held_out(stages[0].config, root / "held_out.txt", recipe.perplexity_tokens)
     for number, stage in enumerate(stages):
@@ -49,10 +59,10 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
 
 
 def _refuse_stale(stages: list[Stage]) -> None:
-    """Refuses a stage to train whose followers are finished: they started from weights that are no longer there.
+    """Refuses to train a stage if later ones are finished: these started from weights that no longer exist.
 
     Raises:
-        ConfigError: naming them.
+        ConfigError: naming the later stages.
     """
     first = next((number for number, stage in enumerate(stages) if not stage.finished), len(stages))
     if stale := [stage for stage in stages[first:] if stage.finished]:
@@ -60,8 +70,8 @@ def _refuse_stale(stages: list[Stage]) -> None:
             ", ".join(str(what) for what in found) for found in zip(*((s.name, s.folder) for s in stale), strict=True)
         )
         raise ConfigError(
-            f"stage {stages[first].name} is not finished, but {names} after it started from an earlier one: remove {folders} "
-            "to train all of them, or put the earlier stage back."
+            f"stage {stages[first].name} is not finished, but later ones are ({names}), from weights that are gone: remove "
+            f"{folders} to train them again, or restore the earlier stage."
         )
 
 
@@ -73,13 +83,13 @@ def _run(stage: Stage, launcher: list[str]) -> int:
 
 
 def _stopped(status: int, label: str, stage: Stage) -> int:
-    """Says how a stage ended that is not finished; returns the exit status, of a signal 128 and its number."""
+    """Reports how a stage ended early; returns the exit status, which is 128 plus the number for most signals."""
     steps = complete_steps(stage.folder / stage.config.checkpoint.folder)
-    goes_on = f"the same command goes on from {f'step {steps[-1]}' if steps else 'its start'}"
+    rest = f"the same command continues from {f'step {steps[-1]}' if steps else 'its start'}"
     if status == process.EXIT_INTERRUPTED:
-        return status  # it has said so itself
+        return status  # the stage has reported it
     if status > 0:
-        logger.error(f"{label} ended with status {status}, for the reason above; once that is put right, {goes_on}")
+        logger.error(f"{label} ended with status {status}, for the reason above; once that is fixed, {rest}")
         return status
-    logger.error(f"{label} {process.killed_by(-status)}; {goes_on}")
+    logger.error(f"{label} {process.killed_by(-status)}; {rest}")
     return process.EXIT_INTERRUPTED if -status in process.TO_STOP else 128 - status

@@ -1,4 +1,4 @@
-"""What a recipe leaves for a person: `summary.json`, a table, and a picture of its loss curves."""
+"""Summarises a recipe: `summary.json`, a table, and a picture of its loss curves."""
 
 import json
 import logging
@@ -24,18 +24,23 @@ logger = logging.getLogger("farsight")
 
 
 def write_held_out(config: JobConfig, path: Path, tokens: int) -> Path:
-    """Writes held-out documents of the data into one file, at least `tokens` tokens of them where there are so many."""
+    """Writes held-out documents of the data to one file, with at least `tokens` tokens if there are enough; returns its path."""
     if path.is_file():
         return path
-    # No tokenizer takes more than a few bytes a token for long.
+    # Five bytes per token are enough for any common tokenizer.
     write_text(path, "\n".join(sample_texts(config.data, 5 * tokens, "validation")))
     return path
 
 
 def report(recipe: Recipe, stages: Sequence[Stage], root: Path, data: Path | None) -> None:
-    """Writes `summary.json` and `loss.png` for the stages that are finished, and prints the table.
+    """Writes `summary.json` and `loss.png` for the finished stages, and prints the table.
 
-    Perplexities are measured for the last of them; the earlier ones' are taken from the summary.
+    Perplexities of earlier stages are reused from the existing summary if they still apply, and measured otherwise.
+
+    Args:
+        stages: the finished stages.
+        root: the recipe's run folder.
+        data: text file to measure perplexity on; None measures none.
     """
     path = root / "summary.json"
     known = json.loads(path.read_text(encoding="utf-8"))["stages"] if path.is_file() else []
@@ -70,14 +75,14 @@ def _perplexity(recipe: Recipe, stage: Stage, data: Path) -> dict[str, Any]:
     asked = [multiple * stage.config.training.seq_len for multiple in recipe.perplexity_lengths]
     lengths = [length for length in asked if length <= longest]
     if len(lengths) < len(asked):
-        logger.warning(f"{data} has {longest:,} tokens in one document: perplexity at {max(asked):,} is left out")
+        logger.warning(f"{data} has {longest:,} tokens in one document: perplexity at {max(asked):,} is skipped")
     figures = perplexity_by_length(model, config, documents, lengths)
     grown = figures.get("lengths_scope_length")
     return {"perplexity": figures["lengths"]} | ({"perplexity_scope_length": grown} if grown else {})
 
 
 def summary_table(entries: Sequence[dict[str, Any]]) -> str:
-    """The stages side by side: losses, speed, and perplexity at each length."""
+    """A table of the stages: losses, speed, and perplexity at each length."""
     lines = ["", f"{'stage':<16}{'steps':>7}{'train loss':>18}{'val loss':>18}{'tok/s':>9}   perplexity by length"]
     for e in entries:
         losses = [f"{v[0]:.3f} → {v[1]:.3f}" if v else "–" for v in (e["train_loss"], e["val_loss"])]
@@ -89,7 +94,7 @@ def summary_table(entries: Sequence[dict[str, Any]]) -> str:
 
 
 def draw_losses(stages: Sequence[Stage], path: Path) -> None:
-    """Training and validation loss over tokens, one panel for all stages."""
+    """Draws training and validation loss against tokens, with all stages in one panel."""
     import matplotlib
 
     matplotlib.use("Agg")

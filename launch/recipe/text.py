@@ -12,7 +12,7 @@ from farsight.units import gib
 
 
 def plan_text(stages: Sequence[Stage], processes: int) -> str:
-    """The table, parameters, disk and positions of a recipe on so many processes."""
+    """Describes a recipe on a number of processes: a table of stages, parameters, disk space, and positions."""
     return "\n".join([*_table(stages, processes), *_totals(stages), "", *_positions(stages)])
 
 
@@ -38,7 +38,7 @@ def _table(stages: Sequence[Stage], processes: int) -> list[str]:
             f"{start} ({stage.optimizer} optimizer)"
         )
     model = ModelConfig.from_job(stages[-1].config)
-    embedding = "" if model.architecture.vocab_size else " and the embedding of the tokenizer's size"
+    embedding = "" if model.architecture.vocab_size else " plus the embedding, whose size the tokenizer sets"
     lines.append(
         f"{count_parameters(model):,} parameters{embedding}, {total:.3g} tokens, {processes} GPU{'s' * (processes > 1)}"
     )
@@ -47,12 +47,12 @@ def _table(stages: Sequence[Stage], processes: int) -> list[str]:
 
 def _totals(stages: Sequence[Stage]) -> list[str]:
     lines = [
-        f"{stage.name} trains layers {stage.config.training.layers} alone"
+        f"{stage.name} trains only layers {stage.config.training.layers}"
         for stage in stages
         if stage.config.training.layers
     ]
     root, kept = stages[0].folder.parent, stages[0].config.checkpoint.keep_latest_k
-    # fp32 weights and Adam's two moments; the older one goes when the new one is complete.
+    # fp32 weights and Adam's two moments; an old checkpoint is deleted once the new one is complete.
     size = 12 * count_parameters(ModelConfig.from_job(stages[-1].config))
     lines.append(
         f"run folder {root}: checkpoints of {gib(size)} GiB, up to {f'{kept + 1} of them' if kept else 'one a save'} in each "
@@ -62,7 +62,7 @@ def _totals(stages: Sequence[Stage]) -> list[str]:
 
 
 def _layout(config: JobConfig, processes: int) -> str:
-    """Data-parallel ranks and what else a model is divided over: "dp 2 × tp 8 × pp 4"."""
+    """The degrees of parallelism, such as "dp 2 × tp 8 × pp 4"."""
     degrees = {"dp": processes // model_parallel_ranks(config)}
     for name, short in zip(MODEL_PARALLEL, ("tp", "pp", "cp"), strict=True):
         degrees[short] = getattr(config.parallelism, f"{name}_parallel_degree")
@@ -70,7 +70,7 @@ def _layout(config: JobConfig, processes: int) -> str:
 
 
 def _positions(stages: Sequence[Stage]) -> list[str]:
-    """The first stage's layers in full; of the others what changes, column by column."""
+    """Describes the first stage's layers in full, and for later stages only what changes, column by column."""
     lines: list[str] = []
     last: list[list[str]] = []
     for stage in stages:

@@ -79,7 +79,7 @@ def test_it_reads_recipes_and_refuses_what_is_none(tmp_path, capsys):
         ([str(tmp_path)], "no config.json"),
         ([str(tmp_path / "x.toml")], "no config file"),
         ([str(recipe), "--length", "0"], "--length: 0 must be at least 1"),
-        ([str(ROOT / "configs" / "tiny.toml"), "--stage", "x"], "is no recipe"),
+        ([str(ROOT / "configs" / "tiny.toml"), "--stage", "x"], "is not a recipe"),
         ([str(recipe), "--picture", str(tmp_path / "p.txt")], "must end with .png"),
         ([str(recipe), "--picture", str(tmp_path)], "is a folder; name a file"),
     ]:

@@ -171,7 +171,7 @@ def test_what_is_read_is_what_was_written(folder):
 PLACES = {
     "above": ({"relative_path": "../other/__0_0.distcp"}, "lies outside"),
     "absolute": ({"relative_path": "/etc/passwd"}, "lies outside"),
-    "no name": ({"relative_path": 3}, "is no file name"),
+    "no name": ({"relative_path": 3}, "is not a file name"),
     "before the start": ({"offset": -5}, "is impossible"),
     "of negative length": ({"length": -1}, "is impossible"),
     "not a number": ({"offset": 1.5}, "is impossible"),

@@ -1,4 +1,4 @@
-"""The config loader: what it accepts, what it refuses, and what it says then."""
+"""The config loader: what it accepts and refuses, and its messages."""
 
 import tomllib
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every number of the config is checked against the range that its field declares, wherever it comes from."""
+"""Every number in the config is checked against its field's declared range, wherever it comes from."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ from farsight.ranges import Range
 
 
 def numbers(cls, path=""):
-    """(option, type, declared range or None) of every number in a config class and its sections."""
+    """Yields (option, type, declared range or None) for every number in a config class and its sections."""
     for field in dataclasses.fields(cls):
         hint = typing.get_type_hints(cls, include_extras=True)[field.name]
         name = f"{path}{field.name}"

@@ -1,4 +1,4 @@
-"""How tools end: one sentence and status 2 for bad input, a file and status 1 for a fault of ours."""
+"""How tools end: one sentence and status 2 for bad input, a traceback file and status 1 for our own faults."""
 
 import argparse
 import math

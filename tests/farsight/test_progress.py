@@ -1,4 +1,4 @@
-"""Progress without a terminal: lines that say how far the work is, at intervals."""
+"""Progress without a terminal: lines at intervals."""
 
 import sys
 
@@ -11,7 +11,7 @@ from farsight.progress import progress
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that pass when they are told to."""
+    """A clock that tests advance."""
     now = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])

@@ -332,7 +332,7 @@ def test_folders_above_a_model_lead_to_it(run_folder, capsys):
 def test_options_that_cannot_be_used(run_folder, capsys):
     model = str(run_folder / "run" / "model")
     for option, value, says in (
-        ("--device", "gpu", "'gpu' is no device; write cpu, cuda"),
+        ("--device", "gpu", "'gpu' is not a device; write cpu, cuda"),
         ("--temperature", "nan", "nan must be a finite number"),
         ("--top-p", "0", "0 must be more than 0 and at most 1"),
         ("--top-p", "0.9", "--top-p goes with a --temperature above 0"),
@@ -344,7 +344,7 @@ def test_options_that_cannot_be_used(run_folder, capsys):
     ):
         assert says in ends_with_2(capsys, model, option, value), option
     if not torch.accelerator.is_available():
-        assert "cuda: this machine has no accelerator" in ends_with_2(capsys, model, "--device", "cuda")
+        assert "finds no accelerator on this machine" in ends_with_2(capsys, model, "--device", "cuda")
 
 
 def test_a_prompt_longer_than_the_training_is_said_to_be(run_folder, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Bytes that one rank of a recipe's layout really allocates, on the meta device; `test_plan.py` starts it.
+"""Prints the bytes that one rank of a recipe's layout allocates on the meta device; `test_plan.py` runs it.
 
     python -m tests.plan_layouts '[{"recipe": "lasp_llama3_8b", "gpus": 64, "options": {}}, …]'
 

@@ -1,4 +1,4 @@
-"""The ablation's command with runs and evaluations that are faked, and its tables against the paper's."""
+"""The ablation command with fake runs and evaluations, and its tables against the paper's."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ TABLE_4 = {
     "C": (67.18, 31.70, 60.37, 28.12, 39.78, 53.16),
     "D": (64.01, 26.56, 51.22, 22.87, 34.04, 52.65),
 }
-"""Of the GARFA paper, and its averages."""
+"""Scores of the GARFA paper, and their averages."""
 AVERAGES = {BASE: 51.18, "A": 49.85, "B": 47.85, "C": 46.72, "D": 41.89}
 TABLE_5 = {"HumanEval+": 15.8, "MGSM": 9.6, "GPQA": 8.3, "MATH": 6.1, "MMLU": 4.5, "ARC": 3.5}
 PAPERS = {label: dict(zip(NAMES, row, strict=True)) for label, row in TABLE_4.items()}
@@ -69,12 +69,12 @@ garfa = {**config["garfa"], "layers": [0]}
 entry = {**run, "steps": 5, "adapter": {**config["base_model"], "garfa": garfa}}
 (out / "farsight.json").write_text(json.dumps({"training": [{**run, "steps": 100}, entry]}))
 """
-"""The second validation is better, but by less than min_delta would have it: the first one's adapter was kept."""
+"""The second validation improves by less than min_delta: the first one's adapter was kept."""
 
 
 @pytest.fixture
 def faked(tmp_path, monkeypatch):
-    """Training, merging and evaluations that take no time; returns the command's arguments."""
+    """Fakes training, merging and evaluations; returns the command's arguments."""
     for name, code in {"train": TRAINING, "merge": MERGING, "evaluate": EVALUATION}.items():
         (tmp_path / f"{name}.py").write_text(code)
     training, merging = ablation.Experiment.training, ablation.Experiment.merging
@@ -118,7 +118,7 @@ def test_runs_measures_and_goes_on_after_failures(faked, tmp_path, monkeypatch, 
     assert rows["experiment B"] == ["-"] * 5
     assert rows["experiment C"] == ["2", "60.00", "60.00", "-", "-"]
 
-    # What is finished is not done again; what failed is.
+    # Finished work is not repeated; failed work is.
     monkeypatch.delenv("FAIL")
     (tmp_path / "evaluate.py").write_text(EVALUATION.replace('"broken"', '""'))
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/*/evaluations/plain.json")}
@@ -138,7 +138,7 @@ def test_runs_measures_and_goes_on_after_failures(faked, tmp_path, monkeypatch, 
 def test_a_run_that_is_stopped_ends_the_ablation(faked, tmp_path, caplog, monkeypatch):
     (tmp_path / "train.py").write_text("import sys; sys.exit(75)")
     assert main(faked) == 75
-    assert "the same command goes on from here" in caplog.text
+    assert "the same command continues from here" in caplog.text
     (tmp_path / "train.py").write_text(TRAINING)
     monkeypatch.setenv("KILL", str(int(signal.SIGTERM)))
     assert main(faked) == 75
@@ -170,7 +170,7 @@ def test_what_crashes_or_does_not_start_is_a_failure(faked, tmp_path, monkeypatc
 
 
 def test_a_base_that_garfa_has_changed_is_not_the_base(faked, tmp_path):
-    """With the paper's start, alpha is 9.012 before the first step: the base's loss is of the first run without it."""
+    """With the paper's init, alpha is 9.012 before the first step: the base's loss comes from the first run without it."""
     changed = tmp_path / "ablation_a.toml"
     changed.write_text(f'base = "{faked[0]}"\n[garfa]\ninit = "paper"\n')
     assert main([str(changed), "--tiny", "--out", str(tmp_path / "out")]) == 0
@@ -183,7 +183,7 @@ def test_a_base_that_garfa_has_changed_is_not_the_base(faked, tmp_path):
 
 
 def test_a_figure_is_of_these_weights_and_of_this_key(tmp_path):
-    """Another key reads the file anew; another command, other weights or no file run the command anew."""
+    """A changed key only rereads the file; a changed command, changed weights or a missing file rerun the command."""
     model, folder, script = tmp_path / "model", tmp_path / "measured", tmp_path / "count.py"
     model.mkdir()
     (model / "model.safetensors").write_bytes(b"1")
@@ -242,8 +242,8 @@ def test_what_cannot_be_used_is_said(faked, tmp_path, capsys, monkeypatch):
     entry = '[[evaluations]]\nname = "{}"\ncommand = "python x.py {{model}} {{json}}"\nvalue = "x"\n'
     for names, message in (
         (["mean"], "is the column of the evaluations' mean"),
-        (["a b", "A-b"], "'a b' and 'A-b' would write one file"),
-        (["held-out loss"], "would write one file"),
+        (["a b", "A-b"], "'a b' and 'A-b' would write the same file"),
+        (["held-out loss"], "would write the same file"),
     ):
         wrong.write_text("".join(map(entry.format, names)))
         with pytest.raises(ConfigError, match=message):
@@ -252,9 +252,9 @@ def test_what_cannot_be_used_is_said(faked, tmp_path, capsys, monkeypatch):
         said = refused(*faked, f"--job.{name}", str(other), "--dry-run")
         assert f"--job.{name} would be the same for all experiments" in said
     for text_, message in (
-        (None, "was not written"),
+        (None, "did not write"),
         ({"a": {"c": 1}}, "where 'b' should be there is c"),
-        ({"a": {"b": "x"}}, "is no number"),
+        ({"a": {"b": "x"}}, "'a.b' is 'x', not a number"),
     ):
         out = tmp_path / "r.json"
         if text_:

@@ -49,7 +49,7 @@ def test_a_sweep_runs_what_is_printed_and_stops_where_one_fails(tmp_path, monkey
 
 def test_a_depth_that_something_else_sets_is_refused(tmp_path):
     arguments = [str(CONFIGS["probe_rope"]), "--depths", "2", "--out", str(tmp_path), "--dry-run"]
-    with pytest.raises(SystemExit, match="3 layers where the sweep sets 2"):
+    with pytest.raises(SystemExit, match="3 layers, but the sweep sets 2"):
         main([*arguments, "--architecture.n_layers", "3"])
 
 

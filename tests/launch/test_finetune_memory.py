@@ -1,4 +1,4 @@
-"""The estimate of fine-tuning against modules, what autograd keeps of them, and the paper's figures."""
+"""The memory estimate of fine-tuning against real modules, what autograd saves, and the paper's figures."""
 
 import json
 import weakref
@@ -15,7 +15,7 @@ from farsight.configs.load import build_config, load_config
 from farsight.launch.plan.__main__ import main as plan
 from farsight.launch.plan.finetune_fit import Device, find_device, memory_text, suggestions
 from farsight.launch.plan.finetune_memory import adapter_parameters, base_weights, finetune_memory, is_linear
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.suggest import changed
 from farsight.model.adapt.garfa import train_garfa
 from farsight.model.adapt.layers import adapted
@@ -58,7 +58,7 @@ def small(**options):
 
 
 def built(config, device="cpu"):
-    """The model that a config describes, put together from `model/`, with weights on the CPU that mean nothing."""
+    """The model that a config describes, built from `model/`, with arbitrary weights on the CPU."""
     layers = adapted(config)
     with torch.device("meta"):
         model = build_model(ModelConfig.from_job(config))
@@ -134,7 +134,7 @@ def test_layers_of_the_ablation_are_the_papers(x):
 
 
 def held_by(module):
-    """Bytes of a quantised layer's weight and of all that it takes to read it, tables of values that all share aside."""
+    """Bytes of a quantised layer's weight and its quantisation state, without tables of values shared by all layers."""
     weight = module.weight
     if weight.dtype == torch.int8:
         return weight.numel() + module.state.SCB.numel() * 4
@@ -183,7 +183,7 @@ def test_gradients_and_moments_of_a_step():
 
 
 def test_moments_in_8_bits_are_bitsandbytes():
-    """Of tensors of 4,096 numbers and more; the state is made without a step, which takes a GPU."""
+    """8-bit moments are for tensors of 4,096 numbers or more; the state is made without a step, which needs a GPU."""
     import bitsandbytes as bnb
 
     config = small(garfa={"enable": True}, architecture={"ffn_dim": 700}, lora={"rank": 12})
@@ -198,7 +198,7 @@ def test_moments_in_8_bits_are_bitsandbytes():
 
 
 def test_moments_that_leave_the_gpu():
-    """bitsandbytes pages tensors of 100,000 numbers and more: all but the B of keys and values, 1,024 x 64."""
+    """bitsandbytes pages tensors of 100,000 numbers or more: all but the B of keys and values, 1,024 x 64."""
     config = paper("--garfa.enable=false")
     config.optimizer.name = "PagedAdamW"
     memory, stay = finetune_memory(config), 8 * 10 * 2 * 1024 * 64
@@ -214,7 +214,7 @@ class _Held:
 
 
 def kept_bytes(config):
-    """Bytes of distinct storages that are kept of a forward pass: by autograd, and by bitsandbytes beside it.
+    """Bytes of distinct storages kept after a forward pass, by autograd and by bitsandbytes.
 
     Parameters and their casts aside.
     """
@@ -263,7 +263,7 @@ def kept_bytes(config):
         ({"activation_checkpoint": {"mode": "full"}}, 1e-9),
         ({"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}, 1e-9),
         ({"activation_checkpoint": {"mode": "full"}, "base_model": {"quantization": "int8"}}, 0.05),
-        # The lowest layer keeps less than is counted where nothing before its up-projection is trained.
+        # The lowest layer keeps less than estimated if nothing before its up-projection is trained.
         ({"lora": {"enable": False}, "base_model": {"quantization": "none", "dtype": "float32"}, "training": {"layers": "1:"}}, 0.03),
     ],
 )  # fmt: skip
@@ -285,7 +285,7 @@ def test_recomputation_of_a_block_is_what_it_would_keep():
 
 
 def test_copies_in_bf16_are_those_that_autograd_keeps():
-    """Of the trained matrices, in the forward pass: all where blocks are kept, none where they run again."""
+    """Casts of the trained matrices in the forward pass: all if blocks are kept, none if they are recomputed."""
     for mode, expected in (("none", 1.0), ("full", 0.0)):
         config = small(activation_checkpoint={"mode": mode}, garfa={"enable": False})
         model, held = built(config), {}
@@ -379,10 +379,10 @@ def test_suggestions_save_what_they_say_and_fit():
 
 
 def test_a_batch_row_by_row_is_the_same_on_several_ranks():
-    """Where the global batch is that of all ranks: two copies of four shards, with four rows each."""
+    """The global batch is that of all ranks: two copies of four shards, with four rows each."""
     config = paper("--training.global_batch_size=-1", "--parallelism.data_parallel_replicate_degree=2")
-    before, first = Layout.of(config, 8), suggestions(config, Device("none", 2**20), ranks=8)[0][0]
-    after = Layout.of(changed(config, first.options), 8)
+    before, first = ParallelLayout.of(config, 8), suggestions(config, Device("none", 2**20), ranks=8)[0][0]
+    after = ParallelLayout.of(changed(config, first.options), 8)
     assert (before.rows, before.accumulation) == (4, 1)
     assert (after.rows, after.accumulation) == (1, 4)
 
@@ -427,7 +427,7 @@ def test_plan_of_a_fine_tuning_config(tmp_path, capsys):
     assert figures["step_seconds"] > 0
     assert "fits" in capsys.readouterr().out
     missing = ["--model.flavor=", "--base_model.path", "nowhere"]
-    with pytest.raises(SystemExit, match=r"base_model\.path = 'nowhere' is not here") as stop:
+    with pytest.raises(SystemExit, match=r"base_model\.path = 'nowhere' does not exist") as stop:
         plan([str(PAPER), *missing])
     assert stop.value.code == 2
 

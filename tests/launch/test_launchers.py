@@ -1,4 +1,4 @@
-"""The launch scripts, with a fake Slurm that starts the tasks of two nodes on this machine."""
+"""The launch scripts, under a fake Slurm that starts the tasks of two nodes on this machine."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ sys.exit(int((folder / "status").read_text()))
 
 @pytest.fixture
 def slurm(tmp_path):
-    """Starts launch/slurm.sh as a job that was queued in an empty folder."""
+    """Runs launch/slurm.sh as a job that was submitted from an empty folder."""
     programs = tmp_path / "programs"
     programs.mkdir()
     (tmp_path / "rank.py").write_text(RANK)
@@ -133,7 +133,7 @@ def test_a_recipe_starts_its_stages_with_srun(slurm, tmp_path):
 
 
 def test_ranks_train(slurm, tmp_path):
-    """All of it but Slurm: two real ranks, started by the fake srun."""
+    """Everything but Slurm is real: two ranks, started by the fake srun."""
     (tmp_path / "config.toml").write_text(TINY)
     options = ["--training.steps=2", "--training.local_batch_size=2", "--validation.enable=false"]
     arguments = ["--job.config_file", "config.toml", "--job.dump_folder", "run", *options]
@@ -144,7 +144,7 @@ def test_ranks_train(slurm, tmp_path):
 
 
 def torchrun(tmp_path, *arguments, **variables):
-    """What launch/torchrun.sh has Python do."""
+    """Returns the Python command that launch/torchrun.sh runs."""
     fake_python = tmp_path / "fake-python"
     fake_python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     fake_python.chmod(0o755)

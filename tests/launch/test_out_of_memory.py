@@ -1,4 +1,4 @@
-"""The message for a GPU that ran out of memory in fine-tuning: which part grew, when, and what to lower."""
+"""The out-of-memory message of fine-tuning: which part grew, when, and what to lower."""
 
 import pytest
 import torch
@@ -40,10 +40,10 @@ def test_where_nothing_grew_the_device_is_named():
     config, memory = paper(), finetune_memory(paper())
     base = memory.base + memory.adapters
     error, marks = torch.OutOfMemoryError("no"), MemoryMarks(base, 0, memory.peak, "forward")
-    assert "other processes hold memory" in explain_out_of_memory(error, config, marks, Device("large", 80 * GIB))
+    assert "other processes use memory" in explain_out_of_memory(error, config, marks, Device("large", 80 * GIB))
     text = explain_out_of_memory(error, config, marks, Device("less", 7 * GIB))
-    assert f"Nothing grew: the estimate's peak is {memory.peak / GIB:.2f} GiB, and the run had 7.00" in text
-    assert "By the estimate it fits with --training.local_batch_size 1" in text
+    assert f"All as estimated: the peak is {memory.peak / GIB:.2f} GiB, and the run had 7.00" in text
+    assert "By the estimate it would fit with --training.local_batch_size 1" in text
 
 
 def test_recorder_reads_where_it_failed(monkeypatch):

@@ -1,4 +1,4 @@
-"""Plans against what is really allocated, saved, scheduled and seen, and against the papers' step times."""
+"""Plans against real allocations, saved tensors, schedules and visible pairs, and against the papers' step times."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from farsight.launch.plan.__main__ import main
 from farsight.launch.plan.costs import bandwidth, flops_per_token, step_time, step_traffic
 from farsight.launch.plan.hardware import GPUS, Efficiency, find_gpu
 from farsight.launch.plan.heads import compare_head_layouts, imbalance, rank_pairs
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import rank_memory, saved_activations
 from farsight.launch.plan.plan import make_plan
 from farsight.launch.plan.suggest import as_options
@@ -61,7 +61,7 @@ def planned(recipe, stage, gpus, gpu="a100-80g", options=None):
 
 @pytest.fixture(scope="module")
 def allocated():
-    """Rows of what the first rank allocates, and the last of a pipeline; one process for all, since its process groups are fake."""
+    """What the first rank, and the last of a pipeline, allocates; one process for all, since its process groups are fake."""
     cases = [{"recipe": name, "gpus": gpus, "options": {}} for name, gpus in MAIN.items()]
     cases += OTHERS
     done = subprocess.run(
@@ -80,7 +80,7 @@ def test_parameters_and_optimizer_are_what_a_rank_allocates(allocated):
         p = config.parallelism
         if p.pipeline_parallel_schedule == "1F1B":  # asks for a micro-batch a stage
             config.training.local_batch_size = max(config.training.local_batch_size, p.pipeline_parallel_degree)
-        layout = Layout.of(config, row["gpus"])
+        layout = ParallelLayout.of(config, row["gpus"])
         memory = rank_memory(config, layout, row["rank"] * layout.pp // row["gpus"])
         if row["rank"] == 0:  # the first shard; FSDP's last may be shorter
             assert (memory.parameters, memory.optimizer) == (row["parameters"], row["optimizer"]), row
@@ -110,7 +110,7 @@ def small(mode="none", **options):
 
 
 def saved_bytes(config):
-    """Bytes of the distinct storages that autograd keeps of a forward pass, parameters aside."""
+    """Bytes of the distinct storages that autograd keeps after a forward pass, without parameters."""
     model = build_model(ModelConfig.from_job(config))
     model.init_weights(torch.device("cpu"))
     if config.activation_checkpoint.mode != "none":
@@ -143,7 +143,7 @@ def saved_bytes(config):
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_activations_are_what_autograd_saves(mode, options):
     config = small(mode, **options)
-    layout = Layout.of(config, 1)
+    layout = ParallelLayout.of(config, 1)
     memory = rank_memory(config, layout, 0)
     expected = saved_activations(config, layout, layout.stages[0][0], fused_norms=False)
     expected += memory.logits  # of a chunk of one token: the loss's gradients
@@ -154,7 +154,7 @@ def test_activations_are_what_autograd_saves(mode, options):
 
 def test_frozen_layers_have_no_gradients_and_save_less():
     whole, part = small(), small(training={"layers": "2:"})
-    layout = Layout.of(part, 1)
+    layout = ParallelLayout.of(part, 1)
     all_trained, one = (rank_memory(c, layout, 0) for c in (whole, part))
     layer = 2 * 64 * 16 * (4 + 2) + 3 * 64 * 224 + 2 * 64
     assert (one.parameters, one.gradients) == (all_trained.parameters, 4 * layer)
@@ -166,7 +166,7 @@ def test_offload_leaves_no_state_on_the_gpu():
     assert (plan.worst.parameters, plan.worst.gradients, plan.worst.optimizer) == (0, 0, 0)
     assert plan.time.optimizer > planned("scope_llama3_8b", "finetune-32k", 32).time.optimizer
     alone = small(training={"enable_cpu_offload": True})  # FSDP offloads, and one process has none
-    assert rank_memory(alone, Layout.of(alone, 1), 0).parameters > 0
+    assert rank_memory(alone, ParallelLayout.of(alone, 1), 0).parameters > 0
 
 
 # Work and its balance
@@ -186,7 +186,7 @@ def test_pairs_of_ranks_are_those_of_the_mask(cut):
 
 
 def test_imbalance_of_dense_attention_by_hand():
-    """Contiguous halves see (1 + 3) / 4 of the pairs each twice over; zigzag ones equally many, but for the diagonal."""
+    """Contiguous halves see 1/4 and 3/4 of the pairs; zigzag ones see equally many, except for the diagonal."""
     by_tp, by_cp, _ = imbalance([(2**31,) * 4], 4096, 2, 2, "contiguous")
     assert (by_tp, round(by_cp, 3)) == (1.0, 1.5)
     assert imbalance([(2**31,) * 4], 4096, 2, 2, "zigzag")[1] == 1.0
@@ -195,18 +195,18 @@ def test_imbalance_of_dense_attention_by_hand():
 def test_orders_of_heads_at_128k():
     """The table of model/position/scope.py, and received keys of docs/training/parallel.md (71 MiB a layer on four ranks, zigzag)."""
     config = stages_of("scope_llama3_8b")[2].config
-    costs = compare_head_layouts(config, Layout.of(config, 32), 2)
+    costs = compare_head_layouts(config, ParallelLayout.of(config, 32), 2)
     found = {name: [round(x, 2) for x in cost.imbalance.values()] for name, cost in costs.items()}
     assert found == {
         "sorted": [1.99, 3.71, 5.57], "interleaved": [1.11, 1.35, 1.94], "group_balanced": [1.40, 2.79, 5.57]
     }  # fmt: skip
     assert [round(costs[name].cache_share, 4) for name in ("sorted", "interleaved")] == [0.1622, 0.3845]
     four = stages_of("scope_llama3_8b", {"parallelism": {"context_parallel_degree": 4}})[2].config
-    assert compare_head_layouts(four, Layout.of(four, 32), 2)["sorted"].halo_bytes[4] // 32 // 2**20 == 71
+    assert compare_head_layouts(four, ParallelLayout.of(four, 32), 2)["sorted"].halo_bytes[4] // 32 // 2**20 == 71
 
 
 def test_flops_of_llama3_8b():
-    """6 for each weight of 32 layers and the head, 12 for each pair, head and dimension."""
+    """6 FLOPs for each weight of 32 layers and the head, 12 for each pair, head and dimension."""
     config = stages_of("rope_llama3_8b")[2].config
     weights = 32 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) + 4096 * 128256
     pairs = 32 * 32 * (131072 + 1) / 2
@@ -226,7 +226,7 @@ def test_traffic_of_each_dimension_by_hand():
         "architecture": {"n_layers": 4},
     }  # fmt: skip
     config = small("full", **options)
-    layout = Layout.of(config, 32)
+    layout = ParallelLayout.of(config, 32)
     assert (layout.microbatches, layout.accumulation) == (2, 2)
     assert [len(stages[0].layers) for stages in layout.stages] == [2, 2]
     traffic = step_traffic(config, layout, 0)
@@ -266,7 +266,7 @@ def test_fsdp_gathers_what_it_let_go_of(options, gathered, reduced):
         architecture={"tie_embeddings": options.get("tied", False)},
         training={"layers": options.get("layers", "")},
     )
-    layout = Layout.of(config, 4)
+    layout = ParallelLayout.of(config, 4)
     assert step_traffic(config, layout, 0)["dp_shard"] == 3 * 4 * (gathered + reduced) // 4
 
 
@@ -274,14 +274,14 @@ def test_fsdp_gathers_what_it_let_go_of(options, gathered, reduced):
 def test_fsdp_gathers_once_in_a_pass_of_a_pipeline(policy, gathers):
     p = {"pipeline_parallel_degree": 2, "fsdp_reshard_after_forward": policy}
     config = small(parallelism=p, architecture={"n_layers": 4}, training={"local_batch_size": 6})
-    layout = Layout.of(config, 4)
+    layout = ParallelLayout.of(config, 4)
     held = len(layout.stages[0][0].layers) * LAYER + TABLE
     assert step_traffic(config, layout, 0)["dp_shard"] == 4 * (gathers + 1) * held // 2
 
 
 def test_data_parallel_traffic_of_one_replica_group():
     config = small(parallelism={"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1})
-    layout = Layout.of(config, 4)
+    layout = ParallelLayout.of(config, 4)
     parameters = sum(p.numel() for p in build_model(ModelConfig.from_job(config)).parameters())
     assert step_traffic(config, layout, 0)["dp_replicate"] == 2 * 3 * 4 * parameters // 4
 
@@ -301,13 +301,13 @@ def test_data_parallel_traffic_of_one_replica_group():
     ],
 )
 def test_a_group_has_the_adapters_of_its_members(gpus, degrees, dimension, gigabytes):
-    layout = Layout.of(small(parallelism={f"{name}_degree": degree for name, degree in degrees.items()}), gpus)
+    layout = ParallelLayout.of(small(parallelism={f"{name}_degree": degree for name, degree in degrees.items()}), gpus)
     whole = Efficiency(links=1.0)
     assert bandwidth(layout, dimension, GPUS["a100-80g"], whole) == gigabytes * 1e9
 
 
 def test_adapters_are_no_faster_than_nvlink():
-    layout = Layout.of(small(), 32)
+    layout = ParallelLayout.of(small(), 32)
     fast = replace(GPUS["a100-80g"], network=60e9)
     assert bandwidth(layout, "dp_shard", fast, Efficiency(links=0.5)) == 0.5 * 300e9
 
@@ -336,7 +336,7 @@ def test_efficiency_of_windows_is_that_of_the_papers_prefill():
 
 def test_more_overlap_hides_more_traffic():
     config = stages_of("scope_llama3_8b", {"training": {"local_batch_size": 1, "seq_len": 2048}})[0].config
-    layout = Layout.of(config, 64)
+    layout = ParallelLayout.of(config, 64)
     exposed = [
         step_time(config, layout, GPUS["h100-80g"], Efficiency(overlap=overlap)).data_parallel for overlap in (0.0, 0.5)
     ]
@@ -378,7 +378,7 @@ def test_what_is_suggested_fits():
 
 
 def test_vocabulary_is_that_of_the_weights_a_run_starts_from(tmp_path):
-    """As train.py: the tokenizer beside them, its size rounded up to a multiple of 64."""
+    """As in train.py: the tokenizer in the weights' folder, with its size rounded up to a multiple of 64."""
     texts = [" ".join(f"{word}{number}" for word in ("line", "words", "other")) for number in range(200)]
     train_sentencepiece(texts, 330, tmp_path / "model" / "tokenizer")
     settings = {"architecture": {"vocab_size": 0}, "checkpoint": {"initial_load_path": str(tmp_path / "model")}}
@@ -400,7 +400,7 @@ def test_what_cannot_be_planned_is_said(capsys):
         ([recipe, "--stage", "none"], "has no stage 'none'"),
         ([tiny, "--gpus", "0"], "--gpus: 0 must be at least 1"),
         ([tiny, "--gpus", "-8"], "--gpus: -8 must be at least 1"),
-        ([tiny, "--engine", "deepspeed"], 'engine = "deepspeed" is not planned'),
+        ([tiny, "--engine", "deepspeed"], 'engine = "deepspeed" can\'t be planned'),
     ):
         with pytest.raises(SystemExit) as stop:
             main(arguments)

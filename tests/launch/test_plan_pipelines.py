@@ -1,4 +1,4 @@
-"""Plans of pipelines against the order in which PyTorch's schedules do things, and by hand."""
+"""Plans of pipelines against PyTorch's schedules, and against calculations by hand."""
 
 from types import SimpleNamespace
 
@@ -7,13 +7,13 @@ import torch
 from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
 
 from farsight.configs.load import ConfigError
-from farsight.launch.plan.layout import Layout
+from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import rank_memory
 from tests.launch.test_plan import small
 
 
 def schedule_orders(name, pp, stages_a_rank, microbatches):
-    """The actions of each rank, one a slot, as PyTorch's schedule orders them; None where the rank waits."""
+    """Each rank's actions in the order of PyTorch's schedule, one per slot; None while the rank waits."""
     orders = []
     for rank in range(pp):
         numbers = range(rank, pp * stages_a_rank, pp) if name != "ZBVZeroBubble" else (rank, 2 * pp - 1 - rank)
@@ -43,7 +43,7 @@ def most_in_flight(order):
 def interleaved(name, microbatches):
     p = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": name}
     config = small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": microbatches})
-    return Layout.of(config, 4)
+    return ParallelLayout.of(config, 4)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_micro_batches_in_flight_are_the_schedules(name, microbatches):
 @pytest.mark.parametrize("name", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 @pytest.mark.parametrize("microbatches", [4, 8, 16])
 def test_bubbles_of_split_backward_passes_are_the_schedules(name, microbatches):
-    """A forward pass and either part of a backward pass are one slot each; the first rank has no slot too many."""
+    """A forward pass and either part of a backward pass take one slot each; the first rank has no extra slots."""
     order = schedule_orders(name, 4, 2, microbatches)[0]
     assert interleaved(name, microbatches).bubble == pytest.approx(order.count(None) / len(order))
 
@@ -87,7 +87,7 @@ def test_a_folded_pipeline_with_few_micro_batches_holds_no_more_than_planned():
 def test_receive_buffers_of_a_pipeline(name, buffers):
     p = {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": name}
     config = small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": 8})
-    layout = Layout.of(config, 4)
+    layout = ParallelLayout.of(config, 4)
     one = 128 * 64 * 4  # a row of fp32
     received = [rank_memory(config, layout, rank).caches["pipeline"] for rank in range(4)]
     assert received == [count * 8 * one for count in buffers]
@@ -95,8 +95,8 @@ def test_receive_buffers_of_a_pipeline(name, buffers):
 
 def test_1f1b():
     p = {"pipeline_parallel_degree": 4}
-    layout = Layout.of(small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": 12}), 4)
+    layout = ParallelLayout.of(small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": 12}), 4)
     assert [layout.in_flight(rank) for rank in range(4)] == [4, 3, 2, 1]
     assert layout.bubble == pytest.approx(3 / 15)
     with pytest.raises(ConfigError, match="2 micro-batches, and 1F1B needs one for each of its 4 stages"):
-        Layout.of(small(parallelism=p, architecture={"n_layers": 8}), 4)
+        ParallelLayout.of(small(parallelism=p, architecture={"n_layers": 8}), 4)

@@ -1,4 +1,4 @@
-"""Recipes before they run: the plan, what is refused, what is missing, and what stages take over from one another."""
+"""Checks of recipes before they run: the plan, refusals, missing files, and what stages inherit from one another."""
 
 from pathlib import Path
 
@@ -28,17 +28,17 @@ def started(capsys, *arguments):
 def test_a_plan_states_tokens_steps_and_gpus(capsys):
     path = str(CONFIGS["yarn_500k_first8_llama3_8b"])
     status, plan, wrong = started(capsys, path, "--dry-run")
-    for part in ("1,622", "5e+09 tokens, 64 GPUs", "dp 2 × tp 8 × cp 4", "layers 0:8 alone", "yarn    500000"):
+    for part in ("1,622", "5e+09 tokens, 64 GPUs", "dp 2 × tp 8 × cp 4", "only layers 0:8", "yarn    500000"):
         assert part in plan
     # Weights that nobody can ship: the plan is printed, and says that it can't run yet.
     assert status == 2
     assert "recipe.start = 'assets/llama3' does not exist" in wrong
     status, _, wrong = started(capsys, path)
-    assert (status, "1 processes are not a multiple" in wrong) == (2, True)
+    assert (status, "The number of processes, 1, is not a multiple of" in wrong) == (2, True)
     pipeline = ["--parallelism.pipeline_parallel_degree", "4", "--training.local_batch_size", "4"]
     status, plan, wrong = started(capsys, path, "--dry-run", *pipeline)
     assert (status, plan) == (2, "")
-    assert "training.layers = '0:8' would leave stages that train nothing" in wrong
+    assert "training.layers = '0:8' would leave stages with nothing to train" in wrong
     data_parallel = ["--parallelism.tensor_parallel_degree", "1", "--parallelism.context_parallel_degree", "1"]
     assert "dp 32 " in started(capsys, path, "--dry-run", "--nproc", "32", *data_parallel)[1]
     for refused in (
@@ -104,7 +104,7 @@ def test_a_dry_run_finds_what_a_run_would_fail_on_later(tmp_path, monkeypatch, c
         assert (status, says in wrong) == (2, True), wrong
     (tmp_path / "runs" / "story").mkdir(parents=True)
     (tmp_path / "runs" / "story" / "metrics.jsonl").touch()
-    assert "runs/story is a run itself" in started(capsys, *good)[2]
+    assert "runs/story is itself a run" in started(capsys, *good)[2]
 
 
 def write_base(folder):
@@ -150,11 +150,11 @@ def test_theta_stays_unless_a_stage_names_another(tmp_path):
         ('[[stages]]\noptimizer_state = "keep"\n', "'keep'"),
         (
             '[[stages]]\n[stages.training]\nlayers = "0:1"\n[[stages]]\noptimizer_state = "carry"\n',
-            "the last stage's optimizer knows layers 0:1 alone",
+            "the optimizer of the stage before only has layers 0:1,",
         ),
         ("[[stages]]\n[stages.training]\nseq_len = 'x'\n", "stage 0 (unnamed): training.seq_len = 'x'"),
         ('[[stages]]\nname = "a/b"\n', "'a/b'"),
-        ('[[stages]]\nname = "a"\n[[stages]]\nname = "a"\n', "names of their own"),
+        ('[[stages]]\nname = "a"\n[[stages]]\nname = "a"\n', "need distinct names"),
         ("[recipe]\nlengths = [1]\n[[stages]]\n", "recipe.lengths"),
         ('[[stages]]\nname = ".."\n', "name = '..'"),
         ('[recipe]\nname = "../x"\n[[stages]]\n', "recipe.name = '../x'"),
@@ -209,7 +209,7 @@ def test_a_stage_that_dies_is_named(tmp_path, monkeypatch, caplog):
     stage.mkdir(parents=True)
     monkeypatch.setattr(recipes, "complete_steps", lambda folder: [20, 40] if folder == stage.parent else [])
     for ended, status, says in (
-        (-9, 137, "stage 1/2: short was killed by SIGKILL (the kernel's out-of-memory killer"),
+        (-9, 137, "stage 1/2: short was killed by SIGKILL (possibly by the kernel's out-of-memory killer"),
         (-15, 75, "stage 1/2: short was killed by SIGTERM"),
         (4, 4, "stage 1/2: short ended with status 4, for the reason above"),
     ):
@@ -217,11 +217,11 @@ def test_a_stage_that_dies_is_named(tmp_path, monkeypatch, caplog):
         monkeypatch.setattr(recipes, "wait_for", lambda command, ended=ended: ended)
         assert main([str(tmp_path / "r.toml"), *options]) == status
         assert says in caplog.text
-        assert "the same command goes on from step 40" in caplog.text
+        assert "the same command continues from step 40" in caplog.text
 
 
 def test_a_stage_is_not_trained_under_finished_ones(tmp_path):
-    """They started from weights that it would replace."""
+    """The later stages started from weights that it would replace."""
     (tmp_path / "r.toml").write_text(
         '[tokenizer]\nkind = "bytes"\n[[stages]]\nname = "a"\n[[stages]]\nname = "b"\n[[stages]]\nname = "c"\n'
     )
@@ -229,5 +229,7 @@ def test_a_stage_is_not_trained_under_finished_ones(tmp_path):
     for stage in stages[1:]:
         stage.model_dir.mkdir(parents=True)
         (stage.model_dir / "config.json").touch()
-    with pytest.raises(ConfigError, match="stage a is not finished, but b, c after it started from an earlier one"):
+    with pytest.raises(
+        ConfigError, match=r"stage a is not finished, but later ones are \(b, c\), from weights that are gone"
+    ):
         run_recipe(recipe, stages, ["no-launcher"])

@@ -155,7 +155,7 @@ def test_norms_do_not_lose_digits():
             {"parallelism": {"context_parallel_degree": 2}, "validation": {"seq_len": 62}},
             "validation.seq_len = 62 is not a multiple of 4",
         ),
-        ({"parallelism": {"enable_async_tensor_parallel": True}}, "is a pass of torch.compile"),
+        ({"parallelism": {"enable_async_tensor_parallel": True}}, "needs torch.compile and tensor parallelism"),
         ({"parallelism": {"pipeline_parallel_degree": 2}, "training": {"local_batch_size": 1}}, "gives a pipeline 1 micro-batches"),
         (
             {"parallelism": {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 3}, "training": {"local_batch_size": 4}},
@@ -171,11 +171,11 @@ def test_norms_do_not_lose_digits():
         ),
         (
             {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"local_batch_size": 4, "layers": "0"}},
-            "stages that train nothing",
+            "stages with nothing to train",
         ),
         (
             {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"local_batch_size": 4}, "validation": {"local_batch_size": 2}},
-            "have to be training's",
+            "have to equal training's",
         ),
         (
             {

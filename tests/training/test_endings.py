@@ -1,4 +1,4 @@
-"""How `train.py` refuses and ends: one sentence, a status of its own, on every rank, and no traceback."""
+"""How `train.py` ends on errors: one sentence and a distinct status on every rank, and no traceback."""
 
 import re
 import subprocess
@@ -41,7 +41,7 @@ def test_runs_do_not_lie_in_one_another(tmp_path):
     done = train(tmp_path / "outer" / "inner", check=False)
     assert (done.returncode, "would lie inside the run" in done.stderr) == (2, True)
     done = train(tmp_path, check=False)
-    assert (done.returncode, "holds the run" in done.stderr) == (2, True)
+    assert (done.returncode, "contains the run" in done.stderr) == (2, True)
     (tmp_path / "outer" / "inner").mkdir()
     (tmp_path / "outer" / "inner" / "metrics.jsonl").touch()
     with pytest.raises(ConfigError, match=r"holds metrics\.jsonl that no run wrote"):
@@ -107,7 +107,7 @@ trainer.Trainer.train_step = broken
 
 
 def patched(tmp_path, patch, *options):
-    """Two ranks of `train.py` in which something fails."""
+    """Runs two ranks of `train.py` with a patch that makes something fail."""
     script = tmp_path / "patched.py"
     script.write_text(PATCHED.format(root=str(ROOT), patch=patch))
     arguments = train_command(tmp_path / "run", *TWO, "--validation.no_enable", *options)[2:]
@@ -118,7 +118,7 @@ def test_a_disk_that_is_full_at_the_export(tmp_path):
     done = patched(tmp_path, FULL, "--training.steps", "3")
     assert done.returncode == 4
     assert "No space left on device" in done.stderr
-    assert "the same command goes on from the newest checkpoint" in done.stderr
+    assert "the same command continues from the newest checkpoint" in done.stderr
     assert "Traceback" not in done.stderr
     train(tmp_path / "run", "--validation.no_enable", "--training.steps", "3")
     assert (tmp_path / "run" / "model" / "config.json").is_file()
@@ -142,7 +142,7 @@ def test_a_fault_on_one_rank_ends_all_and_is_kept_in_the_run_folder(tmp_path):
 
 
 def test_the_theta_of_the_weights_counts(tmp_path, caplog):
-    """Llama 3's base has 500,000: a run that starts from it says when it turns with another, and fine-tuning keeps it."""
+    """Llama 3's RoPE base is 500,000: a run that starts from it reports a different one, and fine-tuning keeps it."""
     write_base(tmp_path / "base")
     caplog.set_level("INFO")
     yarn, named = ["--position.rotary.kind", "yarn"], ["--position.rotary.theta", "20000"]

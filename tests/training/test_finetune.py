@@ -1,4 +1,4 @@
-"""The adapted model: the base as it is kept, LoRA and GARFA on it, and what trains."""
+"""The adapted model: the stored base, LoRA and GARFA on it, and which parameters train."""
 
 import math
 import random
@@ -42,7 +42,7 @@ def base(tmp_path_factory):
 
 
 def gradients(model, config, x):
-    """Each trained tensor's gradient, and that of each block's input."""
+    """Gradients of each trained tensor and of each block's input."""
     inputs, hooks = {}, []
     for name, block in model.layers.items():
 

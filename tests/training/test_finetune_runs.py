@@ -1,4 +1,4 @@
-"""Whole runs of `train.py finetune`: layouts, resuming, early stopping, what a run leaves."""
+"""Complete runs of `train.py finetune`: layouts, resuming, early stopping, and the files they write."""
 
 import json
 import shutil
@@ -81,7 +81,7 @@ def finetune(config, folder, *options, ranks=1, check=True):
 
 @pytest.fixture(scope="module")
 def alone(config, tmp_path_factory):
-    """The run on one process that others are compared with."""
+    """The run on one process that the others are compared with."""
     folder = tmp_path_factory.mktemp("runs") / "alone"
     finetune(config, folder)
     return folder
@@ -138,7 +138,7 @@ def test_fsdp_trains_what_one_process_does(config, tmp_path, name):
 
 
 def test_deepspeed_computes_in_bf16(config, tmp_path, monkeypatch):
-    """On a GPU: DeepSpeed asks whether autocast is on there, which it never is on a CPU."""
+    """As on a GPU: DeepSpeed asks whether autocast is on there, which it never is on a CPU."""
     script = tmp_path / "as_on_a_gpu.py"
     script.write_text(
         "import runpy, torch\n"
@@ -203,7 +203,7 @@ def test_a_run_stops_early_and_keeps_the_best_adapter(config, tmp_path):
 
 
 def test_an_adapter_of_steps_that_run_again_is_not_kept(config, tmp_path):
-    """Killed between a validation that wrote the adapter and the checkpoint that would say so."""
+    """The run is killed between a validation that wrote the adapter and the checkpoint that would record it."""
     folder = tmp_path / "run"
     finetune(config, folder, "--validation.freq=1", "--checkpoint.keep_latest_k=4")
     for step in (4, 6):
@@ -289,25 +289,25 @@ def test_memory_that_runs_out_is_explained(config, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--parallelism.tensor_parallel_degree=2"], "PEFT's layers are not divided"),
-        (["--base_model.quantization=int8", "--lora.dora"], "lora.dora does not go with"),
-        (["--optimizer.name=PagedAdamW8bit"], "pages a GPU"),
+        (["--parallelism.tensor_parallel_degree=2"], "PEFT's layers can't be divided"),
+        (["--base_model.quantization=int8", "--lora.dora"], "lora.dora does not work with"),
+        (["--optimizer.name=PagedAdamW8bit"], "pages GPU memory"),
         (["--training.layers=0"], "lora.enable"),
         (["--base_model.path=nowhere"], "does not exist"),
         (["--lora.layers=sensitive:2"], "layer_profile"),
         (["--engine=deepspeed", "--deepspeed.zero_stage=3"], "zero_stage = 3"),
-        (["--engine=deepspeed", "--training.clip=group"], "knows one norm"),
+        (["--engine=deepspeed", "--training.clip=group"], "computes one norm"),
         (["--lora.rank=0"], "lora.rank = 0"),
         (["--training.enable_cpu_offload", "ranks=2"], "scales stay on the GPU"),
         (
             ["--base_model.quantization=int8", "--parallelism.context_parallel_degree=2",
              "--parallelism.data_parallel_shard_degree=1", "ranks=2"],
-            "FSDP does not share out",
+            "FSDP can't shard",
         ),
-        (["--base_model.quantization=int8", "ranks=2"], "FSDP does not share out"),
+        (["--base_model.quantization=int8", "ranks=2"], "FSDP can't shard"),
         (["--compile.enable", "ranks=2"], "under FSDP"),
         (["--inspect", "none"], "--inspect 3"),
-        (["--model.flavor=nano"], "not the base's"),
+        (["--model.flavor=nano"], "does not match the base"),
     ],
 )  # fmt: skip
 def test_what_is_refused(config, tmp_path, monkeypatch, options, said):

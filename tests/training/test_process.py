@@ -1,4 +1,4 @@
-"""How processes of a run start, are stopped, and end: without training, so that each takes a second."""
+"""How processes of a run start, are stopped, and end; without training, so that each test takes a second."""
 
 import signal
 import subprocess
@@ -94,7 +94,7 @@ def test_an_environment_that_no_launcher_made(monkeypatch, given, says):
 
 
 def test_torchrun_reads_the_note_of_a_rank(tmp_path, monkeypatch):
-    """PyTorch's own classes, as plain torchrun prints them."""
+    """Notes are read by PyTorch's own classes, as plain torchrun prints them."""
     path = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     monkeypatch.setenv("RANK", "3")
@@ -142,7 +142,11 @@ if cases == "stopped":
     [
         ("well", 0, ""),
         ("status", 3, "rank 1 ended with status 3: loss nan\n"),
-        ("killed", 137, "rank 1 was killed by SIGKILL (the kernel's out-of-memory killer does that: look in dmesg)\n"),
+        (
+            "killed",
+            137,
+            "rank 1 was killed by SIGKILL (possibly by the kernel's out-of-memory killer: look in dmesg)\n",
+        ),
         ("silent", 7, "ended with status 7\n"),
     ],
 )
@@ -203,7 +207,7 @@ def test_a_torchrun_that_is_killed_leaves_a_checkpoint(tmp_path):
     assert len(pids) == 2
     launcher.kill()
     said = launcher.stderr.read()
-    assert "the same command goes on from there" in said
+    assert "the same command continues from there" in said
     assert len(complete_steps(folder / "checkpoint")) == 1
     launcher.wait()
     deadline = time.monotonic() + 30
@@ -213,7 +217,7 @@ def test_a_torchrun_that_is_killed_leaves_a_checkpoint(tmp_path):
 
 
 def running(pid):
-    """Whether a process is there and not merely unreaped by whoever inherited it."""
+    """Whether a process is alive and not just a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -221,5 +225,5 @@ def running(pid):
 
 
 def test_what_a_child_was_ended_by_is_said():
-    assert process.killed_by(9).startswith("was killed by SIGKILL (the kernel's out-of-memory killer")
+    assert process.killed_by(9).startswith("was killed by SIGKILL (possibly by the kernel's out-of-memory killer")
     assert process.killed_by(signal.SIGUSR1) == "was killed by SIGUSR1"

@@ -1,4 +1,4 @@
-"""Figures on a disk that takes none: rows are whole or missing, they are counted, and training goes on."""
+"""Metrics on a full disk: rows are complete or missing, lost ones are counted, and training continues."""
 
 import json
 import resource
@@ -16,7 +16,7 @@ from tests.running import ROOT, environment, train_command
 
 @contextmanager
 def files_of_at_most(size):
-    """Linux writes up to the limit, then refuses: a full disk, for this process alone."""
+    """Simulates a full disk for this process: Linux writes up to the limit, then refuses."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -52,7 +52,7 @@ def test_a_file_that_can_never_be_written_is_said_once(tmp_path, caplog):
 
 
 def test_tensorboard_reads_what_is_written(tmp_path):
-    """Its own reader, after records that were lost; what an earlier start wrote of later steps is not shown."""
+    """TensorBoard's own reader reads on after lost records, and hides later steps of an earlier run."""
     first, then = scalars(tmp_path, 0), scalars(tmp_path, 3)
     assert first.path == then.path  # of one second and process: two in one file
     for step in range(1, 6):
@@ -100,7 +100,7 @@ def test_a_torn_row_between_others_costs_itself_alone(tmp_path):
 
 
 def test_a_run_goes_on_when_its_figures_cannot_be_written(tmp_path):
-    """No file may be longer than 16 kB: later rows are lost, and the run ends well."""
+    """With a limit of 16 kB per file, later rows are lost, and the run succeeds."""
     options = ["--checkpoint.no_enable", "--validation.no_enable", "--training.steps", "100"]
     command = train_command(tmp_path / "run", *options)
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))  # noqa: E731

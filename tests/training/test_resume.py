@@ -1,4 +1,4 @@
-"""Resuming: damaged bytes, others' files, weights that are not finite, other settings."""
+"""Resuming: damaged checkpoints, foreign files, non-finite weights, changed settings."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def test_a_checkpoint_of_an_earlier_version_is_used(start_run):
 
 
 def test_ranks_verify_together_and_fall_back_together(tmp_path):
-    """A byte in what rank 1 saved; then settings that every rank refuses. Neither hangs."""
+    """A damaged byte in rank 1's file, then settings that every rank refuses. Neither hangs."""
     options = ["--training.local_batch_size=2", "--validation.no_enable"]
     train(tmp_path / "run", *options, "--training.steps=6", ranks=2)
     shard = tmp_path / "run" / "checkpoint" / "step-6" / "__1_0.distcp"
@@ -182,7 +182,7 @@ def test_weights_that_are_not_finite_are_not_saved(start_run, value):
     ids=["tp", "fsdp", "zero"],
 )  # fmt: skip
 def test_no_rank_saves_weights_that_are_not_finite(tmp_path, layout):
-    """Such a weight decay makes weights infinite in one step."""
+    """This weight decay makes weights infinite in one step."""
     wrong = ["--optimizer.lr=1e10", "--optimizer.weight_decay=1e30", "--checkpoint.interval=1"]
     done = train(tmp_path / "run", *layout, *wrong, "--validation.no_enable", ranks=2, check=False)
     assert done.returncode == 3

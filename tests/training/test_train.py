@@ -1,4 +1,4 @@
-"""Whole runs: data parallelism, resuming, signals, and how a run refuses or stops."""
+"""Complete runs: data parallelism, resuming, signals, and how a run refuses or stops."""
 
 import re
 import shutil
@@ -94,8 +94,8 @@ def test_layers_that_do_not_train_stay_as_they_started(undisturbed, tmp_path, de
         same = torch.equal(value, start.get_parameter(str(from_hf_name(name))))
         assert same != name.startswith("model.layers.1."), name
     trained = sum(p.numel() for p in start.layers["1"].parameters())
-    assert f"training layers 1: alone: {trained:,} parameters" in done.stderr
-    # Two ranks, and one process that goes on from their checkpoint, whose optimizer knows some parameters only.
+    assert f"training only layers 1:: {trained:,} parameters" in done.stderr
+    # Two ranks, then one process that resumes from their checkpoint, whose optimizer has only some of the parameters.
     replicate, shard = map(str, degrees)
     layout = ["--parallelism.data_parallel_replicate_degree", replicate, "--training.local_batch_size", "2"]
     train(tmp_path / "two", *only, *layout, "--parallelism.data_parallel_shard_degree", shard, ranks=2)
@@ -152,7 +152,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, numb
     process.send_signal(number)
     _, printed = process.communicate()
     assert process.returncode == 75
-    assert "goes on from there" in printed
+    assert "continues from there" in printed
     (stopped,) = re.findall(r"stopped after step (\d+)", printed)
     assert complete_steps(folder / "checkpoint")[-1] == int(stopped)
     assert faults(folder / "checkpoint" / f"step-{stopped}") == []
@@ -211,7 +211,7 @@ def test_an_optimizer_can_be_carried_over(undisturbed, tmp_path):
 
 
 def test_a_carried_optimizer_keeps_the_new_learning_rate(undisturbed, tmp_path):
-    """With a learning rate of almost nothing, the first step must not move the weights, whatever the last run's was."""
+    """With a tiny learning rate the first step must not move the weights, whatever the rate of the previous run."""
     train(
         tmp_path / "cold", "--checkpoint.initial_load_path", str(undisturbed / "checkpoint" / "step-12"),
         "--checkpoint.no_initial_load_model_only", "--checkpoint.exclude_from_loading", "dataloader,lr_scheduler,train_state",
@@ -223,7 +223,7 @@ def test_a_carried_optimizer_keeps_the_new_learning_rate(undisturbed, tmp_path):
 
 
 def test_bf16_under_fsdp_and_autocast_stay_near_fp32(undisturbed, tmp_path):
-    """The GPU default. Losses near fp32's; RoPE tables, which bf16 would ruin at long range, stay fp32."""
+    """The GPU default: losses are close to fp32's, and RoPE tables, which bf16 would ruin at long range, stay fp32."""
     for name, options in {
         "autocast": [
             "--parallelism.data_parallel_replicate_degree",

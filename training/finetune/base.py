@@ -1,4 +1,4 @@
-"""What a fine-tuning config takes from its base."""
+"""Completes a fine-tuning config from its base."""
 
 from dataclasses import replace
 
@@ -8,10 +8,13 @@ from farsight.model.build import ModelConfig
 
 
 def take_base(config: FinetuneConfig, base: ModelConfig, names_theta: bool) -> None:
-    """Fills in the base's shapes, and its positions and trained length where the config has none of its own.
+    """Fills in the base's shapes, and its positions and trained length if the config has none of its own.
 
-    GARFA that the base has learned belongs to its weights: other positions keep it, unless they say
-    `[position.garfa] layers = []`. So does the RoPE base, unless the config names one.
+    GARFA factors that the base has learned belong to its weights: new positions keep them, unless they set
+    `[position.garfa] layers = []`. They also keep the RoPE base, unless the config sets one.
+
+    Args:
+        names_theta: whether the config sets position.rotary.theta.
     """
     position, theirs = config.position or base.position, base.position.rotary
     if not (names_theta or isinstance(position.rotary, NoRotary) or isinstance(theirs, NoRotary)):

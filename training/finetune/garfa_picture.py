@@ -1,4 +1,4 @@
-"""A heat map of what GARFA learned: alpha of each key/value head, layer by layer."""
+"""A heat map of GARFA's factors: alpha of each key/value head in each layer."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ def draw_alphas(path: Path, alphas: Mapping[int, Sequence[float]]) -> None:
 
     Args:
         path: PNG, SVG or PDF file.
-        alphas: by layer, from `model.garfa.alphas`.
+        alphas: alpha of each key/value head, by layer; see `model.adapt.garfa.alphas`.
     """
     import matplotlib
 
@@ -27,7 +27,7 @@ def draw_alphas(path: Path, alphas: Mapping[int, Sequence[float]]) -> None:
 
 
 def draw_alphas_on(axes: Any, alphas: Mapping[int, Sequence[float]]) -> None:
-    """White is alpha = 1, which changes nothing; colours go by the logarithm, as far either way as the farthest head."""
+    """Draws the heat map on `axes`: a symmetric logarithmic scale whose white is alpha = 1, which changes nothing."""
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 

@@ -1,4 +1,4 @@
-"""Fine-tuning's optimizer, one of two groups, and their learning rates."""
+"""Fine-tuning's optimizer, with separate groups for adapters and GARFA, and their learning-rate schedules."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,16 +16,16 @@ from farsight.model.llama import unwrapped
 from farsight.parallel.zero import ZeroOptimizer
 
 GARFA = "garfa.raw"
-"""How the names of GARFA's parameters end."""
+"""Suffix of GARFA's parameter names."""
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that train, by their names in the model as it was built."""
+    """The trained parameters, by their names in the model as it was built, without wrappers."""
     return {unwrapped(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def parameter_groups(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """LoRA's parameters, or whole layers', are the group "adapter" and GARFA's "garfa"; either may be the only one."""
+    """Trained parameters by group: "adapter" (LoRA's, or whole layers') and "garfa". An empty group is left out."""
     groups: dict[str, list[nn.Parameter]] = {"adapter": [], "garfa": []}
     for name, parameter in trained_parameters(model).items():
         groups["garfa" if name.endswith(GARFA) else "adapter"].append(parameter)
@@ -49,10 +49,10 @@ class FinetuneOptimizers(OptimizersContainer):
 
 
 class BitsandbytesOptimizers(FinetuneOptimizers):
-    """bitsandbytes' optimizers, whose own state dicts torch cannot read back: moments of 8 bits are nested there."""
+    """bitsandbytes' optimizers, with flat state dicts: torch can't load their own, in which 8-bit moments are nested."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments, with what it takes to read them, and the groups' settings, by parameter."""
+        """Moments, their quantisation state, and the groups' settings, by parameter."""
         found: dict[str, Any] = {}
         for name, parameter, group in self._parameters():
             found |= {f"state.{name}.{key}": value for key, value in self.optimizers[0].state[parameter].items()}
@@ -60,14 +60,14 @@ class BitsandbytesOptimizers(FinetuneOptimizers):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Tensors were loaded in place; takes the numbers."""
+        """Sets the values that are not tensors; tensors were loaded in place."""
         for name, parameter, group in self._parameters():
             own = self.optimizers[0].state[parameter]
             own.update({key: state_dict[f"state.{name}.{key}"] for key in own})
             group.update({key: state_dict[f"param_groups.{name}.{key}"] for key in group if key != "params"})
 
     def _parameters(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
-        """Each parameter with its group, and with the state that a first step makes."""
+        """Yields each parameter with its name and group, after making the state that a first step would make."""
         optimizer: Any = self.optimizers[0]
         if not optimizer.initialized:
             optimizer.check_overrides()
@@ -81,6 +81,7 @@ class BitsandbytesOptimizers(FinetuneOptimizers):
 
 
 def build_optimizers(config: FinetuneConfig, model: nn.Module) -> OptimizersContainer:
+    """Builds the optimizer that `optimizer.name` and `engine` ask for."""
     if config.optimizer.name not in ("AdamW", "Adam"):
         return BitsandbytesOptimizers(config, model)
     plain = FinetuneOptimizers(config, model)
@@ -97,7 +98,7 @@ def _optimizer_class(config: FinetuneConfig) -> Callable[..., torch.optim.Optimi
 
 
 def _implementation(config: FinetuneConfig) -> dict[str, Any]:
-    """Options that torch's optimizers have and bitsandbytes' lack."""
+    """Options of torch's optimizers that bitsandbytes' lack."""
     if config.optimizer.name not in ("AdamW", "Adam"):
         return {}
     kind = config.optimizer.implementation
@@ -105,7 +106,7 @@ def _implementation(config: FinetuneConfig) -> dict[str, Any]:
 
 
 def build_schedules(config: FinetuneConfig, optimizers: OptimizersContainer) -> LRSchedulersContainer:
-    """Warm-up and decay of each group."""
+    """Builds the learning-rate schedule of each parameter group."""
     s, g, steps = config.lr_scheduler, config.garfa, config.training.steps
     adapter = partial(rate, steps=steps, warmup=config.warmup_steps, decay=s.decay_type, least=s.min_lr_factor)
     garfa = partial(rate, steps=steps, warmup=round(g.warmup_ratio * steps), decay="cosine", least=g.min_lr_factor)
@@ -115,7 +116,14 @@ def build_schedules(config: FinetuneConfig, optimizers: OptimizersContainer) -> 
 
 
 def rate(step: int, *, steps: int, warmup: int, decay: str, least: float) -> float:
-    """Learning rate over its peak in step `step`, counted from 0: linear to 1 over the warm-up, then down to `least`."""
+    """Learning rate as a share of its peak: rises linearly to 1 over the warm-up, then decays to `least`.
+
+    Args:
+        step: the step, from 0.
+        steps, warmup: steps of the run, and of the warm-up.
+        decay: shape of the decay: "linear", "sqrt" or "cosine".
+        least: value at the end of the run.
+    """
     if step < warmup:
         return (step + 1) / warmup
     left = 1 - (step - warmup) / max(1, steps - warmup)

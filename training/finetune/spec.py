@@ -1,6 +1,7 @@
-"""What fine-tuning builds in place of pre-training: the base with adapters on it, two optimizer groups, conversations.
+"""The TrainSpec of fine-tuning: the base with adapters, an optimizer of two groups, and instruction data.
 
-`train.py` has the loop. Read here: config and base → `with_base`; the model → `build_adapted`; its weights → `BaseWeights`.
+`with_base` completes the config from the base, `build_adapted` builds the model, and `BaseWeights` fills its weights.
+`training/trainer.py` has the loop.
 """
 
 import logging
@@ -51,10 +52,10 @@ logger = logging.getLogger("farsight")
 
 
 def load_finetune_config(arguments: Sequence[str]) -> FinetuneConfig:
-    """Reads config file and options, and from the base's directory what it says of itself.
+    """Reads the config file and options, and completes them from the base's directory.
 
     Raises:
-        ConfigError: settings that can't be used, or a base that can't.
+        ConfigError: the settings or the base can't be used.
     """
     return with_base(load_config(arguments, FinetuneConfig), names_theta(arguments))
 
@@ -63,24 +64,24 @@ def with_base(config: FinetuneConfig, theta_named: bool = True) -> FinetuneConfi
     """Fills in the base's shapes, positions, trained length and tokenizer.
 
     Args:
-        theta_named: whether somebody set position.rotary.theta; otherwise other positions keep the base's.
+        theta_named: whether position.rotary.theta was set explicitly; if not, it is the base's even under new positions.
 
     Raises:
-        ConfigError: no model directory, or settings that contradict it.
+        ConfigError: the base is not a model directory, or settings contradict it.
     """
     if not config.base_model.path:
         raise ConfigError("base_model.path is empty: set it to the model directory to fine-tune.")
     directory = Path(config.base_model.path).expanduser()
     if not directory.is_dir():
         raise ConfigError(
-            f"base_model.path = {config.base_model.path!r} does not exist. It is a directory with config.json and *.safetensors: the "
+            f"base_model.path = {config.base_model.path!r} does not exist. Name a directory with config.json and *.safetensors: the "
             "model/ of a run (`make quickstart` makes runs/quickstart/context-2048/model), or a downloaded model "
             "(`hf download ORG/NAME --local-dir DIR`)."
         )
     base = read_model_config(directory)
     if config.architecture not in (Architecture(), base.architecture):
         raise ConfigError(
-            f"[architecture] and model.flavor are not the base's:\n  config: {config.architecture}\n"
+            f"[architecture] or model.flavor does not match the base:\n  config: {config.architecture}\n"
             f"  {directory}: {base.architecture}\nLeave them out to take the base's."
         )
     take_base(config, base, theta_named)
@@ -90,8 +91,8 @@ def with_base(config: FinetuneConfig, theta_named: bool = True) -> FinetuneConfi
             raise ConfigError(f"{directory} has no tokenizer files: name them in tokenizer.path.")
         config.tokenizer = replace(config.tokenizer, path=str(found))
     check_base(config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    layers = adapted(config)  # refuses layers that are not there
-    by_linear(config.lora.rank_pattern, config.lora, layers.lora)  # and these, patterns that fit none
+    layers = adapted(config)  # refuses layers that do not exist
+    by_linear(config.lora.rank_pattern, config.lora, layers.lora)  # refuses patterns that match nothing
     by_linear(config.lora.alpha_pattern, config.lora, layers.lora)
     return config
 
@@ -100,9 +101,12 @@ def with_base(config: FinetuneConfig, theta_named: bool = True) -> FinetuneConfi
 
 
 def build_adapted(config: FinetuneConfig) -> Llama:
-    """The base with its adapters, on the meta device; `init_weights` then reads the base.
+    """Builds the base with its adapters on the meta device; `init_weights` then reads the base.
 
-    What trains is fp32: adapters, and the layers that `training.layers` names. All else is in `base_model.dtype` or quantised.
+    Trained parameters, those of adapters and of `training.layers`, are fp32. All others are in `base_model.dtype` or quantised.
+
+    Raises:
+        ConfigError: LoRA or GARFA can't be added to a layer.
     """
     layers = adapted(config)
     model = build_model(ModelConfig.from_job(config))
@@ -129,8 +133,8 @@ def build_adapted(config: FinetuneConfig) -> Llama:
 
 
 def _trained_alone(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Takes the base out of a state dict: torchtitan makes one as it builds, and bitsandbytes' layers add what is no
-    parameter to theirs."""
+    """Removes the base from a state dict, including the non-parameters that bitsandbytes' layers add; torchtitan makes one
+    while it builds."""
     trained = {prefix + name for name in trained_parameters(model)}
     for name in [*state]:
         if unwrapped(name) not in trained:
@@ -138,8 +142,8 @@ def _trained_alone(model: nn.Module, state: dict[str, Any], prefix: str, metadat
 
 
 class BaseWeights:
-    """Fills an adapted model's parameters, one after the other: the base's from its directory, quantised where they are
-    kept so, and the adapters' with what they start from."""
+    """Fills an adapted model's parameters one by one: the base's from its directory, quantised if the layer is, and the
+    adapters' with their initial values."""
 
     def __init__(self, model: Llama, config: FinetuneConfig) -> None:
         self.model, self.config = model, config
@@ -149,7 +153,7 @@ class BaseWeights:
 
     def __call__(self, name: str, parameter: nn.Parameter) -> None:
         seed, base = self.config.debug.seed or 0, self.config.base_model
-        if not self.modules:  # now that recomputation and compilation have wrapped them
+        if not self.modules:  # only now: recomputation and compilation have wrapped them
             self.modules = {unwrapped(f"{path}."): module for path, module in self.model.named_modules()}
             total = sum(1 for _ in self.model.parameters())
             self.bar = progress(total=total, desc="load base", unit="tensor")
@@ -177,7 +181,7 @@ def _quiet() -> bool:
 
 
 class TrainedWeights:
-    """The trained parameters as a checkpoint sees them; the base is in its own directory."""
+    """The trained parameters, as the state that a checkpoint saves; the base stays in its own directory."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -186,17 +190,17 @@ class TrainedWeights:
         return {name: parameter.detach() for name, parameter in trained_parameters(self.model).items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """They were loaded in place."""
+        """Does nothing: the tensors were loaded in place."""
 
 
 def adapters_of(config: FinetuneConfig, model: nn.Module) -> Adapters:
-    """What the FLOPs of a step depend on."""
+    """The model's adapters as the FLOP count needs them."""
     matrices = sum(p.numel() for name, p in trained_parameters(model).items() if is_lora(name))
     return Adapters(adapted(config).lowest, matrices)
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The trained parameters, each whole and on the CPU, on rank 0; every rank has to call it."""
+    """The trained parameters by name, unsharded and on the CPU; empty on all ranks but 0. Every rank has to call it."""
     weights = {}
     for name, parameter in trained_parameters(model).items():
         value = parameter.detach()
@@ -211,7 +215,7 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
 
 @dataclass
 class FinetuneModelArgs(ModelArgs):
-    """As pre-training's, and the adapters."""
+    """Pre-training's model arguments, with adapters."""
 
     job: FinetuneConfig | None = None
 
@@ -224,7 +228,7 @@ class FinetuneModelArgs(ModelArgs):
         return build_adapted(self.job)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Of the base's parameters as numbers, however they are kept."""
+        """Returns the number of parameters, however they are stored, and FLOPs per token."""
         assert self.config is not None
         assert self.job is not None
         trained, a, layers = trained_parameters(model), self.config.architecture, self.config.layers()
@@ -235,7 +239,7 @@ class FinetuneModelArgs(ModelArgs):
 
 
 def register_finetuning(config: FinetuneConfig) -> None:
-    """Makes `model.name = "farsight"` known to torchtitan, as fine-tuning builds it."""
+    """Registers fine-tuning's TrainSpec with torchtitan as `model.name = "farsight"`."""
     _extra_train_specs.pop("farsight", None)
     register_train_spec(
         "farsight",
@@ -258,12 +262,16 @@ def register_finetuning(config: FinetuneConfig) -> None:
 
 
 def _multiple(config: FinetuneConfig) -> int:
-    """What lengths of rows are multiples of: of 8 for the matrix units, and of the parts into which ranks cut them."""
+    """The number that row lengths are padded to a multiple of: 8 for the matrix units, and the context-parallel spans."""
     return math.lcm(8, 2 * config.parallelism.context_parallel_degree)
 
 
 def _build_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: FinetuneConfig) -> Any:
-    """The loader; settles how many steps the epochs are, which the schedules are told afterwards."""
+    """Builds the loader, and sets `training.steps` from the epochs; schedules are built later and use it.
+
+    Raises:
+        ConfigError: the warm-up is longer than the run.
+    """
     loader = build_instruction_loader(job_config, tokenizer, dp_rank, dp_world_size, _multiple(job_config))
     if not job_config.training.steps:
         job_config.training.steps = loader.steps_for(job_config.training.epochs)

@@ -1,4 +1,4 @@
-"""The trainer of `train.py finetune`: what it does otherwise than pre-training's."""
+"""The fine-tuning trainer."""
 
 import json
 import logging
@@ -36,11 +36,11 @@ logger = logging.getLogger("farsight")
 
 
 STOPPING = ("best", "best_step", "to_beat", "no_better")
-"""What a checkpoint keeps of the validations so far."""
+"""Attributes on early stopping that a checkpoint keeps."""
 
 
 class Finetuner(Trainer):
-    """Trains adapters beside a base that stays as it is, keeps the best ones, and stops when they get no better."""
+    """Trains adapters on a frozen base, keeps the best adapter, and stops when validation stops improving."""
 
     job_config: FinetuneConfig  # type: ignore[assignment]
     register = staticmethod(register_finetuning)
@@ -57,11 +57,12 @@ class Finetuner(Trainer):
         )
         self.checkpointer.base = self.base["fingerprint"]
         self.before = len(self.checkpointer.history)
+        """Training runs in the base's history."""
         self.adapters = adapters_of(config, model)
         self.best, self.best_step = math.inf, 0
-        """The loss of the adapter that is kept, and its step."""
+        """Validation loss of the adapter that is kept, and its step."""
         self.to_beat, self.no_better = math.inf, 0
-        """The loss that counts for early stopping, and validations since that were not better by min_delta."""
+        """The loss that early stopping compares with, and the validations since that did not improve on it by min_delta."""
         self.memory = MemoryRecorder(self.device)
         self.memory.loaded()
 
@@ -71,7 +72,7 @@ class Finetuner(Trainer):
     def _precision(self) -> Any:
         if self.job_config.base_model.dtype == "float32":
             return nullcontext()
-        # Each weight is used once a pass: kept copies would be held until its end.
+        # Each weight is used once per pass, so cached casts would only hold memory until its end.
         return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +84,7 @@ class Finetuner(Trainer):
             setattr(self, key, state_dict[key])
         self.enough = self._patience_spent()
         if self.best_step and on_rank_zero(self._step_of_adapter) != self.best_step:
-            # It was written after this checkpoint, by steps that run again: the next validation writes it anew.
+            # It was written after this checkpoint, by steps that run again: have the next validation rewrite it.
             self.best = math.inf
 
     def _step_of_adapter(self) -> int | None:
@@ -94,7 +95,7 @@ class Finetuner(Trainer):
         return sum(entry["steps"] for entry in entries[self.before :])
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
-        # Dropout depends on the step and the rank alone, so that a resumed run goes on as it would have.
+        # Dropout depends only on the step and the rank, so that a resumed run is the same as an uninterrupted one.
         torch.manual_seed(name_seed(self.job_config.debug.seed or 0, f"step {self.step}, rank {dist.get_rank()}"))
         lr_garfa = self.lr_schedulers.schedulers[0].get_last_lr()[-1]
         super().train_step(data_iterator)
@@ -130,14 +131,14 @@ class Finetuner(Trainer):
         return 0 < patience <= self.no_better
 
     def _write_adapter(self) -> None:
-        """Writes `adapter/` from the weights as they are."""
+        """Writes `adapter/` from the current weights."""
         weights = whole_weights(self.model_parts[0])
         history = self.checkpointer.training_so_far(self.step)
         adapter = self._folder() / "adapter"
         self._on_rank_zero(lambda: write_adapter(adapter, self.job_config, weights, self.base, history))
 
     def _export(self) -> None:
-        """`adapter/` is of the step with the best validation loss, or of the last one without validation."""
+        """Finishes the run; `adapter/` holds the step with the best validation loss, or the last step without validation."""
         if not self.job_config.validation.enable:
             self.best_step = self.step
             self._write_adapter()
@@ -145,14 +146,14 @@ class Finetuner(Trainer):
         self._on_rank_zero(self._finish)
 
     def _finish(self) -> None:
-        """Draws alpha of the adapter that was kept, and merges it where that is asked for."""
+        """Draws alpha of the adapter that was kept, and merges it if `merge` is set."""
         out = self._folder() / "adapter"
         learned = out / FILES["garfa"]
         garfa = garfa_of_tensors(load_file(learned)) if learned.is_file() else None
         if garfa is not None:
             draw_alphas(self._folder() / "garfa.png", alphas(garfa))
         if self.job_config.merge:
-            # On the device that trained: bitsandbytes may round a weight otherwise on another.
+            # On the device that trained: bitsandbytes may round weights differently on another.
             merge_adapter(out, self._folder() / "model", device=self.device)
             logger.info(f"merged: {self._folder() / 'model'}")
 
