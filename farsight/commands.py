@@ -49,8 +49,8 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "generate and evaluate": {
         "generate": Command("inference.generate", "continue a prompt, caching only what heads can still see"),
-        "perplexity": Command("evals.perplexity", "perplexity by context length"),
-        "needle": Command("evals.needle", "passkey and RULER tasks, by length and depth"),
+        "perplexity": Command("evals.perplexity", "measure perplexity by context length"),
+        "needle": Command("evals.needle", "run passkey and RULER tasks, by length and depth"),
         "harness": Command("evals.harness.__main__", "run lm-evaluation-harness, with the papers' suites by name"),
         "loft": Command("evals.loft", "answer LOFT's prompts"),
         "external": Command("evals.external", "show results of HELMET, LOFT, L-Eval and LongBench-Pro in one table"),
