@@ -49,8 +49,8 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "generate and evaluate": {
         "generate": Command("inference.generate.__main__", "continue a prompt, caching only what heads can still see"),
-        "perplexity": Command("evals.perplexity.__main__", "perplexity by context length"),
-        "needle": Command("evals.needle.__main__", "passkey and RULER tasks, by length and depth"),
+        "perplexity": Command("evals.perplexity.__main__", "measure perplexity by context length"),
+        "needle": Command("evals.needle.__main__", "run passkey and RULER tasks, by length and depth"),
         "harness": Command("evals.harness.__main__", "run lm-evaluation-harness, with the papers' suites by name"),
         "loft": Command("evals.loft", "answer LOFT's prompts"),
         "external": Command("evals.external", "show results of HELMET, LOFT, L-Eval and LongBench-Pro in one table"),

@@ -23,7 +23,7 @@ def check_layout(config: JobConfig, processes: int) -> None:
         if needed == processes:
             raise
         raise ConfigError(
-            f"{error} Start {needed}{' or a multiple' * (p.data_parallel_shard_degree == -1)} with "
+            f"{error} This run has {processes}; start {needed}{' or a multiple' * (p.data_parallel_shard_degree == -1)} with "
             f"torchrun --nproc_per_node {needed} train.py …, or farsight recipe … --nproc {needed}."
         ) from error
 
