@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from farsight.kernels.scoped_attention import RollingCache, scoped_decode, scoped_prefill
+from farsight.kernels.scoped_attention import DECODE_BACKENDS, RollingCache, scoped_decode, scoped_prefill
 from farsight.model.attention import Attention, PendingKV
 from farsight.model.llama import Llama
 
@@ -91,7 +91,7 @@ class RollingLayer:
         # A padding token sees itself, as in `scoped_prefill`.
         starts_B = None if self.starts_B is None else self.starts_B.clamp_max(self.tokens - 1)
         # Training backends that cannot decode leave the choice to the kernels.
-        decode = backend if backend in ("auto", "banded", "triton") else "auto"
+        decode = backend if backend in DECODE_BACKENDS else "auto"
         o_BNH = scoped_decode(q_BLNH[:, 0], self.cache, scopes_N, starts_B, alibi_slopes_N, backend=decode)
         return o_BNH[:, None]
 

@@ -3,20 +3,12 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from farsight.configs.json_files import fields_of, read_object
 from farsight.configs.load import ConfigError
-from farsight.inference.decoder import Usage
 from farsight.training.runs import ReportedModel
-
-FOLDER = "evals"
-"""Folder in a run or model with its results."""
-
-Kind = Literal["perplexity", "needle", "harness", "generate"]
-"""The command that wrote a result."""
 
 VARIANTS = {"task": "{}", "extend": "{}", "stride": "sliding by {:,}"}
 """Keys that tell how a model was read, with the format for showing them where they differ between files."""
@@ -28,6 +20,7 @@ class Result:
 
     model: ReportedModel
     kind: str
+    """The command that wrote it."""
     file: Path
     values: Mapping[str, Any]
 
@@ -42,19 +35,6 @@ class Source:
     """Returns the kind of a result by its keys, None for other files."""
     tools: str
     """Names of the tools, for messages."""
-
-
-def collect(models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Result]:
-    """The results in the models' `evals` folders and in the named files; failing these, perplexities that a recipe measured itself.
-
-    Raises:
-        ConfigError: a file that cannot be read, or a named file without a result of these models.
-    """
-    results = collect_from(EVALS, models, named)
-    for model in models:
-        if not any(result.model is model and result.kind == "perplexity" for result in results):
-            results += _recipe_summary(model)
-    return results
 
 
 def collect_from(source: Source, models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Result]:
@@ -167,40 +147,6 @@ def _entries(file: Path, source: Source) -> Iterator[tuple[Path | None, str | No
             yield Path(named) if named and isinstance(named, str) else None, source.kind_of(values), values
 
 
-def _kind(values: Mapping[str, Any]) -> Kind | None:
-    match values:
-        case {"lengths": dict(lengths)} if lengths and all(n.isdecimal() and _is_number(x) for n, x in lengths.items()):
-            return "perplexity"
-        case {"cells": list(cells), "mean": float() | int()} if cells and all(_is_cell(cell) for cell in cells):
-            return "needle"
-        case {"results": dict(tasks)} if all(_is_score(task) for task in tasks.values()):
-            return "harness"
-        case {"usage": dict(usage)} if all(_is_number(usage.get(field.name)) for field in fields(Usage)):
-            return "generate"
-    return None
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float)
-
-
-def _is_cell(value: Any) -> bool:
-    match value:
-        case {"length": int(), "depth": None | int() | float(), "accuracy": int() | float()}:
-            return True
-    return False
-
-
-def _is_score(value: Any) -> bool:
-    match value:
-        case {"value": None | int() | float()}:
-            return True
-    return False
-
-
-EVALS = Source(FOLDER, _kind, "farsight perplexity, farsight needle, farsight harness or farsight generate")
-
-
 def _resolved(model: ReportedModel) -> list[Path]:
     return [place.resolve() for place in model.places]
 
@@ -209,21 +155,3 @@ def _ends_in(path: Path, model: ReportedModel) -> bool:
     """Whether a relative path of at least two parts is the end of one of the model's paths."""
     parts = () if path.is_absolute() else path.parts
     return len(parts) > 1 and any(place.parts[-len(parts) :] == parts for place in _resolved(model))
-
-
-def _recipe_summary(model: ReportedModel) -> list[Result]:
-    """Perplexities that a recipe measured after its last stage."""
-    file = model.path / "summary.json"
-    if not file.is_file() or not model.runs:
-        return []
-    stages = read_object(file).get("stages")
-    with fields_of(file):
-        last: dict[str, Any] = next((stage for stage in stages or () if stage["name"] == model.runs[-1].name), {})
-        if not last.get("perplexity"):
-            return []
-        data, _, tokens = last["perplexity_of"]
-        text = f"the first {tokens:,} tokens of {data}" if tokens else data
-        values = {"lengths": last["perplexity"], "data": [text], "trained_length": last["seq_len"]}
-        if "perplexity_scope_length" in last:
-            values["lengths_scope_length"] = last["perplexity_scope_length"]
-    return [Result(model, "perplexity", file, values)]

@@ -2,21 +2,18 @@
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 from farsight.commands import run
 from farsight.reports.results import Result, of_kind
 from farsight.training.runs import ReportedModel
 
-K = TypeVar("K", bound=str)
-
 
 def run_missing(
     folder: str,
     model: ReportedModel,
-    kinds: Sequence[K],
+    kinds: Sequence[str],
     results: Sequence[Result],
-    arguments: Callable[[K], list[str]],
+    arguments: Callable[[str], list[str]],
 ) -> None:
     """Runs the tools whose results a model lacks. A tool that fails prints why, and its result stays missing.
 

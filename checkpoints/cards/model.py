@@ -79,7 +79,7 @@ def _source(source: Source) -> str:
         case HubSource():
             name = _hub_name(source)
         case _:
-            name = source.path
+            name = getattr(source, "path", source.kind)
     if source.min_tokens:
         name += f", documents of {source.min_tokens:,} tokens or more"
     if source.max_tokens:

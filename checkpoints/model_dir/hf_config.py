@@ -142,12 +142,11 @@ def _resolved_rotary(rotary: Rotary, head_dim: int, length: int) -> dict[str, An
 
 
 def uniform_rotary(position: Position) -> Rotary | None:
-    """The rotation of all layers if they are otherwise like a Llama's, else None."""
+    """The rotation of all layers if it is one that `transformers` has and the layers are otherwise like a Llama's, else None."""
     plain = position.embedding == "none" and isinstance(position.bias, NoBias) and isinstance(position.heads, Dense)
     same = position.lasp is None and not position.rules and (position.garfa is None or not position.garfa.layers)
-    if not plain or not same or isinstance(position.rotary, NoRotary):
-        return None
-    return position.rotary
+    known = type(position.rotary) in (NtkRope, *_TYPES.values())
+    return position.rotary if plain and same and known else None
 
 
 def from_hf_config(values: dict[str, Any], path: Path = Path("config.json")) -> ModelConfig:

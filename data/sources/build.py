@@ -1,13 +1,12 @@
 """Opens the data sources of a config and checks them."""
 
 import math
-from pathlib import Path
 from typing import Any, Literal
 
 from farsight.configs import schema
 from farsight.data.order import hash64
 from farsight.data.sources.documents import DataError, DocumentSource, Split
-from farsight.data.sources.files import JsonLines, ParquetRows, TextFiles, match_files, stdlib_files
+from farsight.data.sources.files import open_files
 from farsight.data.sources.streamed import StreamedDataset, place_of
 
 __all__ = ["DataError", "DocumentSource", "Split", "open_source", "open_sources"]
@@ -57,22 +56,8 @@ def open_source(
     name = f"{config.kind} source" + (f" '{place}'" if place else "")
     shared: dict[str, Any] = {"name": name, "held_out": held_out, "split": split, "on_bad_row": on_bad_row}
     try:
-        return _reader(config, name, seed, shared)
+        if isinstance(config, schema.HubSource):
+            return StreamedDataset(config, seed, **(shared | {"name": f"huggingface source '{place_of(config)}'"}))
+        return open_files(config, name, seed, shared)
     except OSError as error:
         raise DataError(f"{name}: {error}. Correct the source's path, or its permissions.") from error
-
-
-def _reader(config: schema.Source, name: str, seed: int, shared: dict[str, Any]) -> DocumentSource:
-    match config:
-        case schema.StdlibSource():
-            return TextFiles(stdlib_files(), seed, **shared)
-        case schema.TextSource():
-            paths = match_files(name, config.path, directory_suffixes=(".txt", ".md"))
-            return TextFiles([(path, Path(path)) for path in paths], seed, **shared)
-        case schema.JsonlSource():
-            return JsonLines(match_files(name, config.path), config.field, seed, **shared)
-        case schema.ParquetSource():
-            return ParquetRows(match_files(name, config.path), config.field, seed, **shared)
-        case schema.HubSource():
-            return StreamedDataset(config, seed, **(shared | {"name": f"huggingface source '{place_of(config)}'"}))
-    raise AssertionError(f"no reader for {config}")

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from farsight.configs import schema
 from farsight.data.order import EpochOrder
 from farsight.data.sources.documents import DataError, Document, DocumentSource, text_of
 from farsight.data.sources.identity import identify
@@ -132,6 +133,29 @@ class ParquetRows(LocalSource):
     def _read(self, row: int) -> Document | None:
         found = self._rows.read(row)
         return text_of(self, found.value, self._field, found.key, found.file)
+
+
+def open_files(config: schema.Source, name: str, seed: int, shared: dict[str, Any]) -> LocalSource:
+    """Opens a source in local files.
+
+    Args:
+        name: of the source, for errors.
+        shared: the other arguments of every source.
+
+    Raises:
+        DataError: there is nothing to read.
+    """
+    match config:
+        case schema.StdlibSource():
+            return TextFiles(stdlib_files(), seed, **shared)
+        case schema.TextSource():
+            paths = match_files(name, config.path, directory_suffixes=(".txt", ".md"))
+            return TextFiles([(path, Path(path)) for path in paths], seed, **shared)
+        case schema.JsonlSource():
+            return JsonLines(match_files(name, config.path), config.field, seed, **shared)
+        case schema.ParquetSource():
+            return ParquetRows(match_files(name, config.path), config.field, seed, **shared)
+    raise AssertionError(f"no reader for {config}")
 
 
 @cache

@@ -1,11 +1,18 @@
 """Attention in which every head sees its own number of tokens, at a cost in proportion to what it sees."""
 
-from farsight.kernels.scoped_attention.api import BACKENDS, scoped_attention, scoped_decode, scoped_prefill
+from farsight.kernels.scoped_attention.api import (
+    BACKENDS,
+    DECODE_BACKENDS,
+    scoped_attention,
+    scoped_decode,
+    scoped_prefill,
+)
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 from farsight.kernels.scoped_attention.semantics import visible_pairs, visible_pairs_in_documents
 
 __all__ = [
     "BACKENDS",
+    "DECODE_BACKENDS",
     "RollingCache",
     "scoped_attention",
     "scoped_decode",

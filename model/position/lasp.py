@@ -10,7 +10,6 @@ unless `attention_factor` fixes it.
 """
 
 from dataclasses import replace
-from typing import assert_never
 
 from farsight.configs.schema import (
     DynamicNtkRope,
@@ -78,7 +77,10 @@ def apply_lasp(rotary: Rotary, lasp: Lasp, layer: int, n_layers: int) -> Rotary:
                 "layer in [[position.rules]], and set position.lasp.schedule = 'base' or leave [position.lasp] out"
             )
         case _:
-            assert_never(rotary)
+            raise ValueError(
+                f"position.lasp.schedule is '{lasp.schedule}' on RoPE of kind '{rotary.kind}', which has no factor that S(l) "
+                "could replace; set position.lasp.schedule = 'base' or leave [position.lasp] out"
+            )
 
 
 def _check(lasp: Lasp, n_layers: int | None = None) -> None:

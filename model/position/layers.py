@@ -10,7 +10,7 @@ from typing import assert_never
 
 import torch
 
-from farsight.configs.schema import Alibi, LayerRule, LongRope, NoBias, NoRotary, Position, Rope, Rotary, Scope
+from farsight.configs.schema import Alibi, LayerRule, LongRope, NoBias, NoRotary, Position, Rotary, Scope
 from farsight.model.position.alibi import alibi_slopes
 from farsight.model.position.garfa import LayerGarfa, alpha, layer_garfas
 from farsight.model.position.lasp import apply_lasp
@@ -169,12 +169,11 @@ def _rotary_columns(rotary: Rotary) -> tuple[str, str, str]:
     match rotary:
         case NoRotary():
             return rotary.kind, "-", "-"
-        case Rope():
-            return rotary.kind, _number(rotary.theta), "-"
         case LongRope():
             return rotary.kind, _number(rotary.theta), "by dimension"
         case _:
-            return rotary.kind, _number(rotary.theta), _number(rotary.factor)
+            factor = getattr(rotary, "factor", None)
+            return rotary.kind, _number(rotary.theta), "-" if factor is None else _number(factor)
 
 
 def _scopes(layer: LayerPosition) -> str:

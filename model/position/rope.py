@@ -179,8 +179,8 @@ def _check(rotary: Rotating, head_dim: int) -> None:
 
     if not rotary.theta > 1:
         raise refuse("theta", rotary.theta, "a base above 1, for example 10000.0")
-    if not isinstance(rotary, Rope) and not rotary.factor > 0:
-        raise refuse("factor", rotary.factor, "a number above 0; 1.0 leaves RoPE as it is")
+    if not (factor := getattr(rotary, "factor", 1.0)) > 0:
+        raise refuse("factor", factor, "a number above 0; 1.0 leaves RoPE as it is")
     if isinstance(rotary, DynamicNtkRope | YarnRope | Llama3Rope | LongRope) and rotary.original_length < 2:
         raise refuse("original_length", rotary.original_length, "the length in tokens trained with unscaled RoPE")
 

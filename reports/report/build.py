@@ -12,13 +12,14 @@ from xml.etree.ElementTree import Element
 from farsight.files import write_text
 from farsight.model.build import count_parameters
 from farsight.reports.page import Part, command, missing, note, page, section, table, tag
+from farsight.reports.report.collect import collect
 from farsight.reports.report.measure import command_line, measure
-from farsight.reports.results import Kind, Result, collect, of_kind
-from farsight.reports.sections.benchmarks import harness_section
+from farsight.reports.report.sections import SECTIONS
+from farsight.reports.results import Result, of_kind
 from farsight.reports.sections.cost import DEFAULT_LENGTHS, ModelCost, bytes_text, cost_section, model_costs, percent
-from farsight.reports.sections.needles import needle_section
-from farsight.reports.sections.perplexity import perplexity_section, perplexity_text
+from farsight.reports.sections.perplexity import perplexity_text
 from farsight.reports.sections.training import losses_section, models_section, named, stages, trained_tokens
+from farsight.reports.tool_section import ToolSection
 from farsight.training.runs import ReportedModel, find_models
 
 PASSKEY = "passkey"
@@ -40,11 +41,13 @@ def report(
         data, lengths: used in commands for missing figures.
     """
 
-    def absent(kind: Kind) -> list[Element]:
-        measured = {result.model.number for result in of_kind(results, kind)}
+    def shown(tool: ToolSection) -> Element:
+        found = of_kind(results, tool.command)
+        measured = {result.model.number for result in found}
         without = [model for model in models if model.number not in measured and model.weights is not None]
-        commands = [command_line(kind, model, data, lengths) for model in without]
-        return [missing(f"Not measured: {', '.join(model.name for model in without)}.", commands)] * bool(without)
+        commands = [command_line(tool, model, data, lengths) for model in without]
+        absent = [missing(f"Not measured: {', '.join(model.name for model in without)}.", commands)] * bool(without)
+        return cost_section(costs, found, absent) if tool.render is None else tool.render(found, absent)
 
     weightless = [model.name for model in models if model.weights is None]
     return page(
@@ -52,10 +55,7 @@ def report(
         note(f"{len(models)} model{'s' * (len(models) > 1)}, side by side. Made on {datetime.now():%d %B %Y, %H:%M}."),
         section("At a glance", _glance(models, results, costs)),
         losses_section(models),
-        perplexity_section(of_kind(results, "perplexity"), absent("perplexity")),
-        needle_section(of_kind(results, "needle"), absent("needle")),
-        cost_section(costs, of_kind(results, "generate"), absent("generate")),
-        harness_section(of_kind(results, "harness"), absent("harness")),
+        *map(shown, SECTIONS),
         models_section(models),
         tag(
             "footer",

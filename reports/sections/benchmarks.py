@@ -1,12 +1,13 @@
 """The report's section on benchmarks, from `farsight harness`."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
 from farsight.reports.page import Part, section, table, tag
 from farsight.reports.results import Result, names
+from farsight.reports.tool_section import ToolSection
 
 
 def harness_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
@@ -44,3 +45,25 @@ def _score(entry: dict[str, Any] | None) -> str:
 
 def _mean(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
+
+
+def _is_harness(values: Mapping[str, Any]) -> bool:
+    match values:
+        case {"results": dict(tasks)}:
+            return all(map(_is_score, tasks.values()))
+    return False
+
+
+def _is_score(value: Any) -> bool:
+    match value:
+        case {"value": None | int() | float()}:
+            return True
+    return False
+
+
+HARNESS = ToolSection(
+    command="harness",
+    is_result=_is_harness,
+    arguments=lambda _texts, _lengths: ["--tasks", "scope_nlu"],
+    render=harness_section,
+)

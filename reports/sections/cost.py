@@ -1,16 +1,19 @@
 """The report's section on the cost of serving: calculated from configs, and measured by `farsight generate`."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from xml.etree.ElementTree import Element
 
+from farsight.inference.decoder import Usage
 from farsight.inference.scope_growth import with_growing_scopes
 from farsight.reports.page import Part, figure, note, section, table, tag
 from farsight.reports.results import Result, names
 from farsight.reports.serving_cost import ServingCost, serving_costs
 from farsight.reports.svg_axes import length_axis, log_axis
 from farsight.reports.svg_charts import Series, legend, line_chart
+from farsight.reports.tool_section import ToolSection, is_number
 from farsight.training.runs import ReportedModel
 
 DEFAULT_LENGTHS = tuple(1024 << power for power in range(8))
@@ -200,3 +203,18 @@ def _with_unit(number: float, step: int, units: Sequence[str]) -> str:
         number, power = number / step, power + 1
     digits = f"{number:.0f}" if number >= 100 else f"{number:.3g}"
     return f"{digits} {units[power]}"
+
+
+def _is_generate(values: Mapping[str, Any]) -> bool:
+    match values:
+        case {"usage": dict(usage)}:
+            return all(is_number(usage.get(field.name)) for field in dataclasses.fields(Usage))
+    return False
+
+
+GENERATE = ToolSection(
+    command="generate",
+    is_result=_is_generate,
+    arguments=lambda texts, _: ["--prompt-file", texts[0]],
+    render=None,
+)

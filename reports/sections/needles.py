@@ -1,6 +1,6 @@
 """The report's section on retrieval from the context, from `farsight needle`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -9,6 +9,7 @@ from farsight.reports.page import Part, figure, folded, note, section, table, ta
 from farsight.reports.results import Result, line_numbers, names
 from farsight.reports.svg_axes import length_axis, linear_axis, short_tokens
 from farsight.reports.svg_charts import Mark, Series, heat_map, heat_map_scale, legend, line_chart
+from farsight.reports.tool_section import ToolSection
 
 
 @dataclass(frozen=True)
@@ -156,3 +157,26 @@ def _percent_of(cell: dict[str, Any] | None) -> str:
 
 def _found(cell: dict[str, Any] | None) -> str:
     return "not measured" if cell is None else f"{_percent(cell['accuracy'])} of {cell['trials']:,} trials"
+
+
+def _is_needle(values: Mapping[str, Any]) -> bool:
+    match values:
+        case {"cells": list(cells), "mean": float() | int()} if cells:
+            return all(map(_is_cell, cells))
+    return False
+
+
+def _is_cell(value: Any) -> bool:
+    match value:
+        case {"length": int(), "depth": None | int() | float(), "accuracy": int() | float()}:
+            return True
+    return False
+
+
+NEEDLE = ToolSection(
+    command="needle",
+    is_result=_is_needle,
+    arguments=lambda _, lengths: ["--lengths", *lengths, "--depths", "10"],
+    render=needle_section,
+    measured=True,
+)

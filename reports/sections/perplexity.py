@@ -2,8 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from xml.etree.ElementTree import Element
 
 from farsight.evals.windows import Windows
@@ -11,6 +12,7 @@ from farsight.reports.page import Part, figure, folded, note, section, table, ta
 from farsight.reports.results import Result, line_numbers, names
 from farsight.reports.svg_axes import length_axis, log_axis, short_tokens, value_axis
 from farsight.reports.svg_charts import Mark, Series, legend, line_chart
+from farsight.reports.tool_section import ToolSection, is_number
 
 GROWN = "lengths_scope_length"
 
@@ -168,3 +170,19 @@ def _position_tables(curves: Sequence[PositionCurve]) -> list[Element]:
         )
         for group in groups.values()
     ]
+
+
+def _is_perplexity(values: Mapping[str, Any]) -> bool:
+    match values:
+        case {"lengths": dict(lengths)} if lengths:
+            return all(length.isdecimal() and is_number(value) for length, value in lengths.items())
+    return False
+
+
+PERPLEXITY = ToolSection(
+    command="perplexity",
+    is_result=_is_perplexity,
+    arguments=lambda texts, lengths: ["--data", *texts, "--lengths", *lengths, "--buckets", "8"],
+    render=perplexity_section,
+    measured=True,
+)

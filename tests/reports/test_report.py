@@ -18,7 +18,8 @@ from farsight.evals.needle import __main__ as needle
 from farsight.model.build import ModelConfig, build_model
 from farsight.reports import run_tools
 from farsight.reports.report.__main__ import main
-from farsight.reports.results import collect, line_numbers, names, of_kind
+from farsight.reports.report.collect import collect
+from farsight.reports.results import line_numbers, names, of_kind
 from farsight.reports.sections.training import thin
 from farsight.training.runs import find_models
 
