@@ -7,7 +7,7 @@
 # sbatch's own options (--gpus-per-node, --ntasks-per-node, --time, --partition, …) override those below. Ten minutes
 # before the time limit, and on preemption, ranks get SIGTERM: they save and end with status 75, and the job is requeued
 # and continues from there. `scancel` has them save too, but does not requeue. The folder must be visible to all nodes.
-# PYTHON is the interpreter (default: .venv/bin/python in that folder). Ranks write to runs/slurm/JOB/rank-N.log.
+# PYTHON is the interpreter (default: .venv/bin/python in that folder, or python without one). Ranks write to runs/slurm/JOB/rank-N.log.
 #
 #SBATCH --job-name=farsight
 #SBATCH --ntasks-per-node=8
@@ -21,7 +21,13 @@ set -uo pipefail
 
 usage="usage: sbatch launch/slurm.sh train|recipe … (see the comments at the top of this file)"
 cd "${SLURM_SUBMIT_DIR:?is not set: $usage}" || exit 2
-python=${PYTHON:-.venv/bin/python}
+python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
+train=(train.py)
+rank=(launch/rank.sh)
+if [[ ! -f train.py ]]; then # no checkout: the installed package has both
+    train=(-m farsight.train)
+    rank=(bash "$("$python" -c 'import farsight; print(farsight.__path__[0])')/launch/rank.sh")
+fi
 logs=runs/slurm/$SLURM_JOB_ID
 mkdir -p "$logs"
 
@@ -32,10 +38,10 @@ export MASTER_ADDR MASTER_PORT
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
 # --wait: once a rank ends, with or without an error, the others have five minutes.
-ranks=(srun --wait=300 --open-mode=append "--output=$logs/rank-%t.log" launch/rank.sh "$python")
+ranks=(srun --wait=300 --open-mode=append "--output=$logs/rank-%t.log" "${rank[@]}" "$python")
 case ${1:-} in
     train)
-        command=("${ranks[@]}" train.py "${@:2}")
+        command=("${ranks[@]}" "${train[@]}" "${@:2}")
         ;;
     recipe)
         command=("$python" -m farsight recipe --launcher "${ranks[*]@Q}" "${@:2}")

@@ -6,12 +6,17 @@
 #     NODES=4 HEAD=node0:29500 launch/torchrun.sh train …         run this on each of four machines
 #
 # PROCESSES is the number of ranks per machine (default: its GPUs, or 1 if it has none), PYTHON the interpreter (default:
-# .venv/bin/python). Several machines need a shared folder, and meet at HEAD, a port of one of them.
+# .venv/bin/python, or python without one). Several machines need a shared folder, and meet at HEAD, a port of one of them.
 set -euo pipefail
 
 usage="usage: launch/torchrun.sh train|recipe … (see the comments at the top of this file)"
-cd "$(dirname "$0")/.."
-python=${PYTHON:-.venv/bin/python}
+root=$(cd "$(dirname "$0")/.." && pwd)
+train=(-m farsight.train)
+if [[ -f $root/pyproject.toml ]]; then # a checkout; an installed package runs in the folder where it is called
+    cd "$root"
+    train=(train.py)
+fi
+python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
 nodes=${NODES:-1}
 gpus=$(nvidia-smi --list-gpus 2> /dev/null | wc -l || true)
 processes=${PROCESSES:-$((gpus > 0 ? gpus : 1))}
@@ -27,7 +32,7 @@ fi
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-3600}
 
 case ${1:-} in
-    train) exec "$python" -m farsight torchrun "${arguments[@]}" train.py "${@:2}" ;;
+    train) exec "$python" -m farsight torchrun "${arguments[@]}" "${train[@]}" "${@:2}" ;;
     recipe) exec "$python" -m farsight recipe --torchrun "${arguments[*]}" "${@:2}" ;;
     *)
         echo "$usage" >&2

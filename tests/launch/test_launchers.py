@@ -1,6 +1,7 @@
 """The launch scripts, under a fake Slurm that starts the tasks of two nodes on this machine."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,3 +164,17 @@ def test_torchrun(tmp_path):
     done = torchrun(tmp_path, "train", NODES="4")
     assert done.returncode != 0
     assert "HEAD" in done.stderr
+
+
+def test_torchrun_of_an_installed_package(tmp_path):
+    """Without a checkout around it the script runs the package's module, in the folder where it is called."""
+    shutil.copytree(ROOT / "launch", tmp_path / "farsight" / "launch")
+    fake_python = tmp_path / "fake-python"
+    fake_python.write_text('#!/bin/sh\npwd\nprintf "%s\\n" "$@"\n')
+    fake_python.chmod(0o755)
+    command = ["bash", str(tmp_path / "farsight" / "launch" / "torchrun.sh"), "train", "--job.config_file", "tiny"]
+    given = environment() | {"PYTHON": str(fake_python), "PROCESSES": "2"}
+    done = subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, check=True)
+    where, *arguments = done.stdout.splitlines()
+    assert where == str(tmp_path)
+    assert arguments[-4:] == ["-m", "farsight.train", "--job.config_file", "tiny"]
