@@ -15,7 +15,7 @@ quickstart: .venv/installed
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2
 
-# Only the tests that start no process and take less than a few seconds.
+# The fast tests that start no process.
 test-quick: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 -m "not processes and not slow"
 

@@ -27,6 +27,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker("processes")
 
 
+@pytest.fixture(autouse=True)
+def no_rank_variables():
+    """Removes the rank variables that a trainer sets in this process: Accelerate would start a process group by them."""
+    yield
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+
+
 @pytest.fixture
 def unreadable(monkeypatch):
     """Makes a file raise an error when it is opened, as a network file system may for a while."""

@@ -46,6 +46,8 @@ LORAS = {
     ),
 }
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory):

@@ -35,6 +35,8 @@ HISTORY = [
     }
 ]  # fmt: skip
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):

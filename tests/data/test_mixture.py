@@ -54,6 +54,7 @@ def test_shares_of_tokens_converge_to_the_weights(three):
         assert tokens[letter] / total == pytest.approx(weight, abs=0.01)
 
 
+@pytest.mark.slow
 def test_the_first_tokens_of_the_lanes_are_mixed_like_all(three):
     """Lanes start with different sources, and follow the weights from the start."""
     tokens: Counter = Counter()

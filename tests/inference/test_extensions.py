@@ -417,6 +417,7 @@ def test_a_context_within_the_window_is_left_as_it_is(text):
     assert_close(decoded, expected[:, -4:], atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", REMAPPED)
 def test_rows_and_chunks_change_nothing(text):
     """Rows of a batch, some within the window and some past it, come out as they would alone, whatever the chunk size."""

@@ -46,6 +46,7 @@ def assert_steps_equal_reference(q, k, v, scopes, chunks, backend, starts_B=None
     return cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunks", [[1] * 12, [40, 1, 1, 7, 1], [5, 60, 1]])
 def test_prefill_and_steps(backend, chunks):
@@ -53,6 +54,7 @@ def test_prefill_and_steps(backend, chunks):
     assert_steps_equal_reference(q, k, v, [1, 2, 9, 4, INT32_MAX, 20], chunks, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ratio", [1, 3, 4, 8, 17])
 def test_many_parts_and_grouped_query_ratios(backend, ratio):
@@ -62,6 +64,7 @@ def test_many_parts_and_grouped_query_ratios(backend, ratio):
     assert_steps_equal_reference(q, k, v, scopes, [600, 99, 1], backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("H", [8, 24, 64, 80, 128])
 def test_dtypes_and_head_dims(dtype, H):
@@ -88,6 +91,7 @@ def test_padding_on_the_left_and_slopes(backend):
         torch.testing.assert_close(o[row : row + 1], single, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_steps(data):
@@ -252,6 +256,7 @@ class TestChoice:
         with pytest.raises(RuntimeError, match=r'are off by .* set the attention backend to "banded"'):
             scoped_attention(q, k, v, torch.tensor([3, 4, 5, 6]))
 
+    @pytest.mark.slow
     def test_inside_compilation_and_checkpointing(self):
         """The trial's own operators must not be recorded as the caller's."""
         qkv, do = draw(Lq=20, H=16, dtype=torch.float32)

@@ -134,7 +134,7 @@ def assert_equals_reference(qkv, do, scopes, **options):
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("kind", SCOPES)
-@pytest.mark.parametrize("L", [1, 63, 65, 127, 129, 1000])
+@pytest.mark.parametrize("L", [1, 63, 65, 127, 129, pytest.param(1000, marks=pytest.mark.slow)])
 def test_lengths_and_scopes(L, kind):
     assert_equals_reference(*draw(B=2, Lq=L, N=12, K=3), (SCOPES[kind](L) * 12)[:12])
 

@@ -19,6 +19,8 @@ BLOCK = flex.BLOCK
 MIXED = [1, 40, 150, INT32_MAX]
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0])
 
+pytestmark = pytest.mark.slow  # most of it compiles
+
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch):

@@ -177,6 +177,7 @@ def test_offset_rows_equal_rows_of_the_whole():
     torch.testing.assert_close(scoped_attention(q[:, 150:], k, v, scopes, q_offset=150), whole[:, 150:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [2, 3, 8])
 @pytest.mark.parametrize("kind", ["plain", "offset", "documents", "alibi"])
 def test_few_heads_on_many_threads(threads, kind):
@@ -358,6 +359,7 @@ def test_selective_checkpointing_saves_the_op(monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("banded_path")
 @pytest.mark.parametrize("kind", ["plain", "documents", "alibi"])
 def test_memory_is_linear_in_tokens(kind):

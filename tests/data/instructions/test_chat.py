@@ -229,6 +229,7 @@ class TestTemplate:
         with pytest.raises(UnusableRow, match="unsafe"):
             template.mark(Conversation(tuple(TURNS), (None,) * 5), "all")
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("source", "why"),
         [

@@ -231,6 +231,7 @@ class TestOrder:
         """A run that resumes with a later version must find the same order."""
         assert permutation(10, 7).tolist() == [8, 4, 3, 2, 0, 5, 7, 9, 1, 6]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("resumed_on", [1, 2, 4])
     @pytest.mark.parametrize("packing", [True, False])
     def test_resumed_equals_undisturbed(self, data, packing, resumed_on):
@@ -389,6 +390,7 @@ class TestHeldOut:
         copied = build_instruction_loader(job(copy), BYTES, 0, 1).conversations.keys
         assert [key.rsplit(":")[-1] for key in copied] == [key.rsplit(":")[-1] for key in train if ".jsonl" in key]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("packing", [True, False])
     @pytest.mark.parametrize("steps", [-1, 1])
     def test_the_same_rows_on_any_number_of_ranks(self, data, packing, steps):
@@ -449,6 +451,7 @@ class TestPackingDoesNotLeak:
             assert torch.equal(logits[~own], other[~own])
             assert not torch.equal(logits[own], other[own])
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("position", [{"rotary": {"kind": "rope"}}, {"heads": {"kind": "scope"}}])
     def test_packed_and_not_packed_have_the_same_loss_and_gradients(self, data, position):
         found = []
