@@ -144,12 +144,9 @@ class ActivationCheckpoint:
     """Record what is recomputed; slow."""
 
 
-AttentionBackend = Literal["auto", "reference", "banded", "triton", "flex", "flash"]
-
-
 @dataclass(frozen=True)
 class Attention:
-    backend: AttentionBackend = "auto"
+    backend: Literal["auto", "reference", "banded", "triton", "flex", "flash"] = "auto"
     """Kernel for scoped attention; "auto" picks by device and says which it took. "triton" needs a GPU, "flex" (PyTorch's
     FlexAttention) a GPU to train, "flash" a GPU, bf16 or fp16, and the package flash-attn."""
 

@@ -3,24 +3,21 @@
 Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
 """
 
-import importlib
 import importlib.util
-from collections.abc import Callable
 from functools import partial
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from farsight.configs.training import AttentionBackend
+from farsight.kernels.scoped_attention.banded.banded import banded_attention
 from farsight.kernels.scoped_attention.choice import pick_backend
 from farsight.kernels.scoped_attention.decode import ring_attention
 from farsight.kernels.scoped_attention.prefill import chunk_attention
+from farsight.kernels.scoped_attention.reference import reference_attention
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 
-BACKENDS = tuple(name for name in get_args(AttentionBackend) if name != "auto")
-"""Values of `backend`, besides "auto". Each is a function `<name>_attention` in the module `<name>`, or where MODULES says."""
-MODULES = {"banded": "banded.banded", "triton": "triton.attention"}
+BACKENDS = ("reference", "banded", "triton", "flex", "flash")
+"""Values of `backend`, besides "auto"; `configs.training.Attention` lists the same."""
 DECODE_BACKENDS = ("banded", "triton")
 """Values of `backend` in `scoped_decode`, besides "auto"."""
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -65,8 +62,20 @@ def scoped_attention(
     scale = q_BLNH.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "auto":
         backend = pick_backend(q_BLNH.device.type, str(q_BLNH.dtype), q_BLNH.shape[-1])
-    _load(backend)
-    attention = _LOADED[backend]
+    match backend:
+        case "reference":
+            attention = reference_attention
+        case "banded":
+            attention = banded_attention
+        case "triton":
+            _require_triton()
+            from farsight.kernels.scoped_attention.triton.attention import triton_attention as attention
+        case "flex":
+            from farsight.kernels.scoped_attention.flex import flex_attention as attention
+        case "flash":
+            from farsight.kernels.scoped_attention.flash import flash_attention as attention
+        case _:
+            raise ValueError(f'backend is "{backend}": set it to "auto" or one of {", ".join(BACKENDS)}')
     return attention(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)
 
 
@@ -147,26 +156,6 @@ def scoped_prefill(
     attend = partial(scoped_attention, backend=backend)
     seen = int(cache.tokens) if seen is None else seen
     return chunk_attention(attend, q_BLNH, k_BLKH, v_BLKH, cache, scopes_N, document_starts_B, alibi_slopes_N, seen)
-
-
-_LOADED: dict[str, Callable[..., Tensor]] = {}
-"""The functions of the backends that have been used."""
-
-
-@torch.compiler.assume_constant_result
-def _load(backend: str) -> None:
-    """Imports a backend's function, on first use: most backends need packages that not every machine has.
-
-    torch.compile, which cannot trace imports by name, calls it while compiling.
-    """
-    if backend in _LOADED:
-        return
-    if backend not in BACKENDS:
-        raise ValueError(f'backend is "{backend}": set it to "auto" or one of {", ".join(BACKENDS)}')
-    if backend == "triton":
-        _require_triton()
-    module = importlib.import_module(f"farsight.kernels.scoped_attention.{MODULES.get(backend, backend)}")
-    _LOADED[backend] = getattr(module, f"{backend}_attention")
 
 
 @torch.compiler.assume_constant_result

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from farsight.reports.report.collect import FOLDER
@@ -40,8 +41,10 @@ def measure(
     """Runs the tools for missing results, model by model; each writes its file into the model's folder. A tool that fails prints
     why, and its result stays missing."""
     tools = {tool.command: tool for tool in SECTIONS if tool.measured}
+
+    def arguments(model: ReportedModel, command: str) -> list[str]:
+        return tool_arguments(tools[command], model, data, lengths)
+
     for model in models:
-        kinds = list(tools) if model.weights is not None else []
-        run_missing(
-            FOLDER, model, kinds, results, lambda kind, model=model: tool_arguments(tools[kind], model, data, lengths)
-        )
+        commands = list(tools) if model.weights is not None else []
+        run_missing(FOLDER, model, commands, results, partial(arguments, model))

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import typing
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from farsight.benchmarks.attention_rows import extra_bytes
-from farsight.kernels.scoped_attention import choice, scoped_attention, semantics, visible_pairs
+from farsight.configs.training import Attention
+from farsight.kernels.scoped_attention import BACKENDS, choice, scoped_attention, semantics, visible_pairs
 from farsight.kernels.scoped_attention import visible_pairs_in_documents as pairs_in_documents
 from farsight.kernels.scoped_attention.banded import banded, masks
 
@@ -425,3 +427,8 @@ def test_refuses(change, message, backend):
     scoped_attention(**arguments)
     with pytest.raises(ValueError, match=message):
         scoped_attention(**(arguments | change))
+
+
+def test_the_config_names_the_backends_of_the_kernels():
+    named = typing.get_args(typing.get_type_hints(Attention)["backend"])
+    assert named == ("auto", *BACKENDS)
