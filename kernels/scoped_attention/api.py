@@ -13,14 +13,16 @@ import torch
 from torch import Tensor
 
 from farsight.configs.training import AttentionBackend
+from farsight.kernels.scoped_attention.banded.banded import banded_attention
 from farsight.kernels.scoped_attention.choice import pick_backend
 from farsight.kernels.scoped_attention.decode import ring_attention
 from farsight.kernels.scoped_attention.prefill import chunk_attention
+from farsight.kernels.scoped_attention.reference import reference_attention
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 
 BACKENDS = tuple(name for name in get_args(AttentionBackend) if name != "auto")
 """Values of `backend`, besides "auto". Each is a function `<name>_attention` in the module `<name>`, or where MODULES says."""
-MODULES = {"banded": "banded.banded", "triton": "triton.attention"}
+MODULES = {"triton": "triton.attention"}
 DECODE_BACKENDS = ("banded", "triton")
 """Values of `backend` in `scoped_decode`, besides "auto"."""
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -149,13 +151,13 @@ def scoped_prefill(
     return chunk_attention(attend, q_BLNH, k_BLKH, v_BLKH, cache, scopes_N, document_starts_B, alibi_slopes_N, seen)
 
 
-_LOADED: dict[str, Callable[..., Tensor]] = {}
-"""The functions of the backends that have been used."""
+_LOADED: dict[str, Callable[..., Tensor]] = {"reference": reference_attention, "banded": banded_attention}
+"""Functions of backends: of those that run anywhere, and of others once they have been used."""
 
 
 @torch.compiler.assume_constant_result
 def _load(backend: str) -> None:
-    """Imports a backend's function, on first use: most backends need packages that not every machine has.
+    """Imports a backend's function on first use: it may need packages that not every machine has.
 
     torch.compile, which cannot trace imports by name, calls it while compiling.
     """

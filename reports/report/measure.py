@@ -39,9 +39,7 @@ def measure(
 ) -> None:
     """Runs the tools for missing results, model by model; each writes its file into the model's folder. A tool that fails prints
     why, and its result stays missing."""
-    tools = {tool.command: tool for tool in SECTIONS if tool.measured}
     for model in models:
-        kinds = list(tools) if model.weights is not None else []
-        run_missing(
-            FOLDER, model, kinds, results, lambda kind, model=model: tool_arguments(tools[kind], model, data, lengths)
-        )
+        tools = [tool for tool in SECTIONS if tool.measured and model.weights is not None]
+        arguments = {tool.command: tool_arguments(tool, model, data, lengths) for tool in tools}
+        run_missing(FOLDER, model, arguments, results)
