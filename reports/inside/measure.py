@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,4 +67,4 @@ def measure(models: Sequence[ReportedModel], results: Sequence[Result], data: Pa
     """Runs the tools for missing results, model by model; a tool that fails prints why and its result stays missing."""
     for model in models:
         kinds = [kind for kind in MEASURED if can_be_measured(kind, model)]
-        run_missing(FOLDER, model, kinds, results, partial(tool_arguments, model=model, data=data, more=more))
+        run_missing(FOLDER, model, {kind: tool_arguments(kind, model, data, more) for kind in kinds}, results)
