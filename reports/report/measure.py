@@ -2,7 +2,6 @@
 
 import shlex
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from farsight.reports.report.collect import FOLDER
@@ -40,11 +39,7 @@ def measure(
 ) -> None:
     """Runs the tools for missing results, model by model; each writes its file into the model's folder. A tool that fails prints
     why, and its result stays missing."""
-    tools = {tool.command: tool for tool in SECTIONS if tool.measured}
-
-    def arguments(model: ReportedModel, command: str) -> list[str]:
-        return tool_arguments(tools[command], model, data, lengths)
-
     for model in models:
-        commands = list(tools) if model.weights is not None else []
-        run_missing(FOLDER, model, commands, results, partial(arguments, model))
+        tools = [tool for tool in SECTIONS if tool.measured and model.weights is not None]
+        arguments = {tool.command: tool_arguments(tool, model, data, lengths) for tool in tools}
+        run_missing(FOLDER, model, arguments, results)
