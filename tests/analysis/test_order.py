@@ -140,6 +140,7 @@ def test_the_state_is_that_of_the_last_block():
         )
 
 
+@pytest.mark.slow
 def test_horizon(tmp_path):
     """None for one layer without positions; everything for RoPE and for more such layers; the reach for windows.
 

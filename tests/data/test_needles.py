@@ -63,6 +63,7 @@ def depth_of(sample, span, needles):
     return (span[0] - start - before) / (len(haystack) - others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "sentencepiece", "byte_level"])
 @pytest.mark.parametrize("length", [300, 512, 1023, 4096])
 def test_prompts_fill_their_length_and_no_more(tokenizers, kind, length):
@@ -172,6 +173,7 @@ def test_named_and_multiple_passkeys(tokenizers):
             assert segment / 4 - 0.01 <= at <= (segment + 1) / 4 + 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [None, TEXT + " 12345 is no passkey."])
 def test_a_passkey_stands_in_its_needle_alone(tokenizers, text):
     for seed in range(10):

@@ -17,6 +17,8 @@ from tests.kernels.test_triton_attention import DEVICE, on_device
 
 BACKENDS = ("banded", "triton")
 
+pytestmark = pytest.mark.slow
+
 
 def cache_for(k, scopes, most_tokens):
     return RollingCache(scopes, k.shape[2], most_tokens, k.shape[0], k.shape[3], k.dtype, k.device)
@@ -46,7 +48,6 @@ def assert_steps_equal_reference(q, k, v, scopes, chunks, backend, starts_B=None
     return cache
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("chunks", [[1] * 12, [40, 1, 1, 7, 1], [5, 60, 1]])
 def test_prefill_and_steps(backend, chunks):
@@ -54,7 +55,6 @@ def test_prefill_and_steps(backend, chunks):
     assert_steps_equal_reference(q, k, v, [1, 2, 9, 4, INT32_MAX, 20], chunks, backend)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("ratio", [1, 3, 4, 8, 17])
 def test_many_parts_and_grouped_query_ratios(backend, ratio):
@@ -64,7 +64,6 @@ def test_many_parts_and_grouped_query_ratios(backend, ratio):
     assert_steps_equal_reference(q, k, v, scopes, [600, 99, 1], backend)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("H", [8, 24, 64, 80, 128])
 def test_dtypes_and_head_dims(dtype, H):
@@ -91,7 +90,6 @@ def test_padding_on_the_left_and_slopes(backend):
         torch.testing.assert_close(o[row : row + 1], single, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_steps(data):
@@ -256,7 +254,6 @@ class TestChoice:
         with pytest.raises(RuntimeError, match=r'are off by .* set the attention backend to "banded"'):
             scoped_attention(q, k, v, torch.tensor([3, 4, 5, 6]))
 
-    @pytest.mark.slow
     def test_inside_compilation_and_checkpointing(self):
         """The trial's own operators must not be recorded as the caller's."""
         qkv, do = draw(Lq=20, H=16, dtype=torch.float32)

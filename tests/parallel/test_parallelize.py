@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-import farsight.kernels.scoped_attention  # noqa: F401  registers the operators
+import farsight.kernels.scoped_attention.banded.banded  # noqa: F401  registers the operator
 from farsight.configs.load import build_config
 from farsight.parallel.parallelize import saved_ops
 

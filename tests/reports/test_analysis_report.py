@@ -16,6 +16,8 @@ from farsight.training.runs import find_models
 from tests.checkpoints.test_convert import write_with_transformers
 from tests.reports.test_report import Page
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
