@@ -35,7 +35,7 @@ CHECKOUTS = {"position", "backend", "source", "evaluation"}
 BEFORE = {"extend": ["from_scratch"], "finetune": ["from_scratch"]}
 """Pages that use what another page made."""
 FENCE = re.compile(r"^```(\w*) *([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-LIMIT = 120.0
+LIMIT = 300.0
 """Seconds that a command may take."""
 
 FORKS = """

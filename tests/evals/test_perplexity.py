@@ -300,7 +300,7 @@ def test_missing_and_broken_files(tmp_path, tokenizer_dir):
             encode_file(tmp_path / name, tokenizer)
     os.mkfifo(tmp_path / "pipe")
     for place in (tmp_path, tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(ConfigError, match="no regular file"):
+        with pytest.raises(ConfigError, match="not a regular file"):
             encode_file(Path(place), tokenizer)
     for both in ("--documents", "--buckets=2"):
         with pytest.raises(SystemExit):

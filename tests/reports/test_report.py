@@ -392,7 +392,7 @@ def test_results_of_no_model_are_refused(content, message, tmp_path):
 
 
 def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(SystemExit, match="There is no"):
+    with pytest.raises(SystemExit, match="does not exist"):
         make(tmp_path, tmp_path / "nothing")
     with pytest.raises(SystemExit, match=r"no config\.json\. Nor is it a run folder"):
         make(tmp_path, tmp_path)
