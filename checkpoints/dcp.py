@@ -88,15 +88,25 @@ _KNOWN = {
 """The classes allowed in `.metadata`, besides `torch.Size` and dtypes."""
 
 
+def _enum_member(kind: Any, name: Any) -> _Record:
+    """Stands for `getattr`, with which Python 3.11.0 to 3.11.3 pickles members of an enum; for no other use of it."""
+    if kind is not _KNOWN["torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"]:
+        raise pickle.UnpicklingError(f"it asks for builtins.getattr, {_ANY_CODE}")
+    return kind()
+
+
+_ANY_CODE = "which no checkpoint needs and which could run arbitrary code"
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         value = vars(torch).get(name) if module == "torch" else None
         if value is torch.Size or isinstance(value, torch.dtype):
             return value
         if (module, name) not in _KNOWN:
-            raise pickle.UnpicklingError(
-                f"it asks for {module}.{name}, which no checkpoint needs and which could run arbitrary code"
-            )
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, {_ANY_CODE}")
         return _KNOWN[module, name]
 
 

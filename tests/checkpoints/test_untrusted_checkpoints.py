@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex, TensorProperties
 
 from farsight.checkpoints.checkpoint_tensors import parameter_shapes
 from farsight.checkpoints.checksums import sums_of, write_manifest
@@ -129,7 +129,7 @@ def test_tensors_are_not_run(folder, mark):
 
 
 GLOBALS = [
-    "builtins eval", "builtins getattr", "builtins __import__", "os system", "torch load", "torch hub",
+    "builtins eval", "builtins setattr", "builtins __import__", "os system", "torch load", "torch hub",
     "torch serialization.load", "torch.serialization load", "torch.distributed.checkpoint.metadata os",
     "torch.distributed.checkpoint.metadata torch.load", "torch.distributed.checkpoint.filesystem FileSystem",
     "torch.distributed.checkpoint.filesystem pickle.loads", "pathlib Path.write_text", "numpy load", "collections deque",
@@ -230,3 +230,38 @@ def test_a_run_that_resumes_runs_nothing(start_run, mark, monkeypatch):
     with pytest.raises(ConfigError, match=r"initial_load_path = .* is damaged: .* asks for posix\.system"):
         start_run(folder="third", initial_load_path=str(saved.folder / "damaged-6")).load()
     assert not mark.exists()
+
+
+class Getattr:
+    """Pickled as a call of `getattr`."""
+
+    def __init__(self, *arguments) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return getattr, self.arguments
+
+
+def test_enum_members_as_python_3_11_2_writes_them(folder, monkeypatch):
+    """Python 3.11.0 to 3.11.3 pickles a member of an enum as `getattr(class, name)`."""
+    before = read_metadata(folder)
+    kind = _MEM_FORMAT_ENCODING
+    monkeypatch.setattr(kind, "__reduce_ex__", lambda self, protocol: (getattr, (kind, self.name)))
+    with (folder / ".metadata").open("rb") as file:
+        write_metadata(folder, pickle.load(file))  # our own, written above
+    monkeypatch.undo()
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert read_metadata(folder).state_dict_metadata == before.state_dict_metadata
+
+
+@pytest.mark.parametrize("arguments", [(torch.Size, "__base__"), (Metadata, "__init__")])
+def test_getattr_serves_nothing_else(folder, arguments):
+    write_metadata(folder, Getattr(*arguments))
+    with pytest.raises(ConfigError, match=r"builtins\.getattr"):
+        read_metadata(folder)
+
+
+def test_getattr_itself_is_no_metadata(folder):
+    write_metadata(folder, getattr)
+    with pytest.raises(ConfigError, match="stands where a Metadata is expected"):
+        read_metadata(folder)
