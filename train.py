@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any
 from farsight import cli, process
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.help import help_text
-from farsight.configs.load import CONFIGS, ConfigError, load_config
+from farsight.configs.load import load_config
 from farsight.configs.schema import JobConfig
-from farsight.errors import Interrupted, NonFiniteError, SaveError
+from farsight.configs.shipped import CONFIGS
+from farsight.errors import ConfigError, Interrupted, NonFiniteError, SaveError
 
 if TYPE_CHECKING:
     from farsight.training.trainer import Trainer

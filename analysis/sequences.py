@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from farsight.cli import bounded, positive
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor

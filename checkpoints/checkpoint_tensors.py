@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from farsight.checkpoints.cards.model import CONFIG
 from farsight.checkpoints.dcp import Reader, load
 from farsight.checkpoints.intact.check import refuse_damaged
-from farsight.configs.load import ConfigError
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, build_model
 
 

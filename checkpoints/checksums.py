@@ -16,7 +16,7 @@ from typing import IO, Any
 
 import xxhash
 
-from farsight.configs.load import ConfigError
+from farsight.errors import ConfigError
 from farsight.files import inside
 from farsight.progress import progress
 

@@ -41,8 +41,7 @@ from torch.futures import Future
 
 from farsight.checkpoints.cards.model import CONFIG
 from farsight.checkpoints.checksums import MANIFEST, FileSums, SummedFile, sums_of, write_manifest
-from farsight.configs.load import ConfigError
-from farsight.errors import UserError
+from farsight.errors import ConfigError, UserError
 from farsight.files import inside
 
 COMPLETE = ".metadata"

@@ -18,7 +18,7 @@ from farsight.checkpoints.checkpoint_tensors import checkpoint_tensors, read_ten
 from farsight.checkpoints.intact.check import is_complete
 from farsight.checkpoints.model_dir.api import check_tensors, is_adapter, read_config
 from farsight.checkpoints.model_dir.safetensors_files import TensorReader
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.llama import Llama, copy_whole
 from farsight.progress import progress

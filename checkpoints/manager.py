@@ -48,9 +48,9 @@ from farsight.checkpoints.steps import (
     retire,
     set_aside,
 )
-from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import JobConfig
-from farsight.errors import SaveError
+from farsight.configs.typed import to_toml
+from farsight.errors import ConfigError, SaveError
 from farsight.model.build import ModelConfig
 from farsight.parallel.ranks import on_every_rank, on_rank_zero
 from farsight.units import GIB

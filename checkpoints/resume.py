@@ -12,9 +12,10 @@ from typing import Any
 from farsight.checkpoints.cards.model import CONFIG, adapter_entry, read_history
 from farsight.checkpoints.dcp import load
 from farsight.configs.finetuning import FinetuneConfig
-from farsight.configs.load import ConfigError, to_dict
 from farsight.configs.schema import JobConfig
+from farsight.configs.typed import to_dict
 from farsight.data.loader import ORDER_KEY
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.model.position.layers import select_layers
 

@@ -7,11 +7,7 @@ from pathlib import Path
 
 from farsight.configs.metrics import check_plasticity
 from farsight.configs.schema import JobConfig
-from farsight.errors import UserError
-
-
-class ConfigError(UserError):
-    """A configuration that cannot be used; the message names the option, its value and what to set instead."""
+from farsight.errors import ConfigError
 
 
 def check(config: JobConfig) -> None:

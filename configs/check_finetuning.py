@@ -2,9 +2,10 @@
 
 from operator import attrgetter
 
-from farsight.configs.check import ConfigError, model_parallel_ranks
+from farsight.configs.check import model_parallel_ranks
 from farsight.configs.finetuning import PROJECTIONS, FinetuneConfig
 from farsight.configs.schema import JobConfig
+from farsight.errors import ConfigError
 
 # Pre-training's options that have no effect in fine-tuning, with what to set instead.
 _UNSUPPORTED = {

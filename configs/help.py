@@ -11,9 +11,9 @@ import typing
 from collections.abc import Sequence
 from typing import get_args, get_origin
 
-from farsight.configs.load import ConfigError, default_of, field_names
 from farsight.configs.schema import JobConfig
-from farsight.errors import nearest
+from farsight.configs.typed import default_of, field_names
+from farsight.errors import ConfigError, nearest
 from farsight.ranges import Range
 
 

@@ -7,7 +7,7 @@ from farsight.ranges import Count, Positive, Size
 
 @dataclass
 class Metrics:
-    """What a run reports, and how often."""
+    """Metrics, how often they are logged, and where to."""
 
     log_freq: Size = 10
     """Log every this many steps."""

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from farsight.configs.check import ConfigError
 from farsight.data.sources.rows import is_utf16
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import ConfigError
 from farsight.progress import progress
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from farsight.cli import command
-from farsight.configs.check import ConfigError
-from farsight.configs.json_files import fields_of, read_object
+from farsight.errors import ConfigError
 from farsight.evals.harness.table import table
 from farsight.files import write_text
+from farsight.json_files import fields_of, read_object
 from farsight.outputs import check_outputs
 
 logger = logging.getLogger("farsight")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from farsight.cli import command, positive
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import check_outputs

@@ -8,6 +8,10 @@ class UserError(ValueError):
     """Input that can't be used. The message names the place, its value, and what to do instead."""
 
 
+class ConfigError(UserError):
+    """A configuration that cannot be used; the message names the option, its value and what to set instead."""
+
+
 class NonFiniteError(RuntimeError):
     """A loss, gradient norm or weights that are infinite or NaN."""
 

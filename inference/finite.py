@@ -4,7 +4,7 @@ from torch import Tensor
 
 from farsight.checkpoints.model_dir.names import readable_name
 from farsight.checkpoints.model_dir.safetensors_files import is_finite
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.model.llama import Llama
 
 

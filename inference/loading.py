@@ -9,11 +9,11 @@ from pathlib import Path
 import torch
 
 from farsight.checkpoints.load import load_model, read_model_config
-from farsight.configs.check import ConfigError
-from farsight.configs.json_files import read_object
 from farsight.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.extend import parse_extension
+from farsight.json_files import read_object
 from farsight.model.build import ModelConfig
 from farsight.model.llama import Llama
 from farsight.parallel.device import default_device

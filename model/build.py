@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from farsight.configs.json_files import fields_of, read_object
-from farsight.configs.load import ConfigError, from_dict, to_dict
 from farsight.configs.schema import Architecture, Attention, JobConfig, Loss, Position
+from farsight.configs.typed import from_dict, to_dict
+from farsight.errors import ConfigError
+from farsight.json_files import fields_of, read_object
 from farsight.model.llama import Llama
 from farsight.model.position.layers import LayerPosition, resolve_layers, select_layers
 

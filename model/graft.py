@@ -11,8 +11,8 @@ from dataclasses import fields, replace
 
 import torch
 
-from farsight.configs.load import ConfigError
 from farsight.configs.schema import Garfa, Heads, LayerRule, Position, Scope
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.llama import Llama
 from farsight.model.position.lasp import apply_lasp

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torchtitan.tools import utils as titan_utils
 
-from farsight.configs.check import ConfigError
 from farsight.configs.schema import JobConfig
+from farsight.errors import ConfigError
 from farsight.units import GIB
 
 A100_FLOPS = 312e12
-"""What torchtitan returns for a device that it does not know."""
+"""The peak FLOP/s that torchtitan returns for a device that it does not know."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""

@@ -22,8 +22,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule, pipeline_module_split
 from torchtitan.protocols.train_spec import ParallelizeFunction
 
-from farsight.configs.check import ConfigError
 from farsight.configs.schema import JobConfig
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
 from farsight.parallel.stages import layers_of_stages, stage_costs
 

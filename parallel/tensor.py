@@ -24,8 +24,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 
-from farsight.configs.check import ConfigError, check_tensor_parallel
+from farsight.configs.check import check_tensor_parallel
 from farsight.configs.schema import Architecture, JobConfig
+from farsight.errors import ConfigError
 from farsight.model.attention import Attention
 from farsight.model.llama import Llama
 

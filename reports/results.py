@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farsight.configs.load import ConfigError
+from farsight.errors import ConfigError
 from farsight.training.runs import ReportedModel
 
 VARIANTS = {"task": "{}", "extend": "{}", "stride": "sliding by {:,}"}

@@ -16,8 +16,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.utils import NoColor
 from tqdm import tqdm
 
-from farsight.configs.check import ConfigError
 from farsight.configs.schema import JobConfig
+from farsight.errors import ConfigError
 from farsight.parallel.device import peak_flops, peak_memory_gib, prepare_device
 from farsight.training.metrics_file import row_of
 from farsight.training.records import Records, scalar_event, scalars

@@ -5,8 +5,8 @@ import os
 import torch.distributed as dist
 
 from farsight.configs.check import check_processes, model_parallel_ranks
-from farsight.configs.load import ConfigError
 from farsight.configs.schema import JobConfig
+from farsight.errors import ConfigError
 
 
 def check_layout(config: JobConfig, processes: int) -> None:

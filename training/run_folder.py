@@ -7,7 +7,7 @@ import socket
 import time
 from pathlib import Path
 
-from farsight.configs.load import ConfigError
+from farsight.errors import ConfigError
 
 logger = logging.getLogger("farsight")
 

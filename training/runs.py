@@ -7,7 +7,9 @@ from pathlib import Path
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.model_dir.api import is_adapter
 from farsight.checkpoints.steps import complete_steps
-from farsight.configs.load import ConfigError, find_config, load_config, read_toml, shipped_configs
+from farsight.configs.load import load_config, read_toml
+from farsight.configs.shipped import find_config, shipped_configs
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
 from farsight.outputs import short_names
 from farsight.training.metrics_file import read_metrics

@@ -12,10 +12,10 @@ from torchtitan.components.optimizer import build_optimizers
 from torchtitan.protocols.model import BaseModelArgs
 from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
 
-from farsight.configs.load import ConfigError
 from farsight.configs.schema import JobConfig
 from farsight.data.loader import build_loader
 from farsight.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from farsight.model.flops import batch_flops
 from farsight.parallel.parallelize import parallelize

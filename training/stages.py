@@ -9,18 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from farsight.checkpoints.load import read_model_config
-from farsight.configs.load import (
-    CONFIGS,
-    ConfigError,
-    build_config,
-    find_config,
-    from_dict,
-    load_config,
-    merge,
-    pop_tiny,
-    read_toml,
-)
+from farsight.configs.load import build_config, load_config, merge, pop_tiny, read_toml
 from farsight.configs.schema import JobConfig, NoRotary, Rotary
+from farsight.configs.shipped import CONFIGS, find_config
+from farsight.configs.typed import from_dict
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.ranges import Count, Size
 from farsight.training.start import other_theta, rotary_of, theta_of

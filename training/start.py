@@ -9,8 +9,9 @@ from typing import Any
 
 from farsight import process
 from farsight.checkpoints.load import read_model_config
-from farsight.configs.load import ConfigError, read_arguments
+from farsight.configs.load import read_arguments
 from farsight.configs.schema import JobConfig, NoRotary
+from farsight.errors import ConfigError
 
 logger = logging.getLogger("farsight")
 

@@ -7,10 +7,10 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-from farsight.configs.load import ConfigError
 from farsight.configs.schema import JobConfig, Tokenizer
 from farsight.data.mixture import sample_texts
 from farsight.data.tokenizers.tokenizer import find_tokenizer_dir, train_sentencepiece
+from farsight.errors import ConfigError
 
 logger = logging.getLogger("farsight")
 

@@ -26,9 +26,9 @@ from farsight import process
 from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.manager import RunCheckpoints
 from farsight.checkpoints.model_dir.api import TOKENIZER_FILES, check_model_out
-from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import JobConfig
-from farsight.errors import Interrupted, NonFiniteError, SaveError
+from farsight.configs.typed import to_toml
+from farsight.errors import ConfigError, Interrupted, NonFiniteError, SaveError
 from farsight.files import write_text
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.model.flops import Adapters, batch_flops

@@ -9,7 +9,7 @@ from farsight.analysis.capture.options import BUCKETS, HEADS, SEQUENCES, is_capt
 from farsight.analysis.capture.samples import Samples, read_capture, read_manifest
 from farsight.analysis.capture.sampling import CaptureSettings, capture
 from farsight.analysis.sequences import read_sequences
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.inference.decoder import CHUNK
 from farsight.inference.loading import load
 

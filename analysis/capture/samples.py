@@ -14,7 +14,7 @@ from torch import Tensor
 
 from farsight.analysis.capture.heads import Head, key_rows
 from farsight.analysis.capture.options import MANIFEST
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 
 
 class Samples:

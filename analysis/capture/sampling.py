@@ -15,7 +15,7 @@ from farsight.analysis.capture.heads import Head, distinct_key_heads, draw_heads
 from farsight.analysis.capture.options import BUCKETS, HEADS, MANIFEST
 from farsight.analysis.capture.recorder import Recorder
 from farsight.analysis.capture.samples import Samples, read_capture
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel

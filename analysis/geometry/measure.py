@@ -9,7 +9,7 @@ from typing import Any
 from farsight.analysis.capture.samples import Samples
 from farsight.analysis.geometry.pca import CLASSES, PAPER_CLASSES, head_class, paper_class, principal_components
 from farsight.analysis.geometry.rotation import planar_rotation
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.progress import progress
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from farsight.checkpoints.graft.tokenizer import common_tokenizer
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.model_dir.api import is_adapter
-from farsight.configs.check import ConfigError
 from farsight.data.retrieval.tasks import parse_task
 from farsight.data.texts import encode_file
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import ConfigError
 from farsight.evals.needle.measure import Grid, parse_depths
 from farsight.evals.needle.measure import measure as find_needles
 from farsight.evals.perplexity.measure import perplexity_by_length

@@ -1,4 +1,4 @@
-"""What a model loses when a single layer loses its positions, their resolution, or its precision (LASP, sections 4.1 and A.2).
+"""The loss of quality when a single layer loses its positions, their resolution, or its precision (LASP, sections 4.1 and A.2).
 
     farsight layer-probes MODEL_DIR --data FILE --probe mask --json F --picture F.png
     farsight layer-probes MODEL_DIR --data FILE --probe coarsen --factors 2 8 64 512 --picture F.png

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from farsight.configs.check import ConfigError
 from farsight.configs.schema import NoRotary, Rotating
+from farsight.errors import ConfigError
 from farsight.evals.perplexity.measure import window_nll
 from farsight.inference.decoder import Decoder
 from farsight.inference.kv_cache import Batch, LayerCache, RollingLayer, rolling_layers

@@ -15,7 +15,7 @@ from farsight.analysis.layers.agreement import Overlap, spearman
 from farsight.analysis.layers.rankings import usual_top
 from farsight.analysis.layers.sensitivity import OWN_PAIRS, over_domains, read_pairs, sensitivity
 from farsight.analysis.sequences import read_sequences
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import load
 from farsight.model.adapt.layers import largest

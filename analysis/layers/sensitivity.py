@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farsight.configs.check import ConfigError
 from farsight.data.texts import read_texts
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.generate.completions import encode_prompt
 from farsight.progress import progress

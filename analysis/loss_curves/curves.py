@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.training.metrics_file import loss_points
 from farsight.training.runs import ReportedModel
 

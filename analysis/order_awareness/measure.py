@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from farsight.analysis.order_awareness.options import PERMUTATIONS, TOLERANCE
 from farsight.analysis.order_awareness.permutations import oldest_exchanged, reordered, spans
 from farsight.analysis.sequences import read_sequences
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel, load
 from farsight.model.llama import Llama

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.progress import progress
 
 MOST = 2**63 - 1

@@ -12,7 +12,8 @@ from farsight.analysis.capture.options import is_capture
 from farsight.analysis.capture.samples import Samples
 from farsight.analysis.geometry.rotation import planar_rotation
 from farsight.checkpoints.steps import complete_steps
-from farsight.configs.load import ConfigError, read_toml
+from farsight.configs.load import read_toml
+from farsight.errors import ConfigError
 from farsight.progress import progress
 from farsight.training.metrics_file import read_metrics
 from farsight.training.runs import Run, find_models

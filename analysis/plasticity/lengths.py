@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from farsight.analysis.plasticity.summary import Profile
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 
 Figure = tuple[str, dict[int, float]]
 """The name of a figure, and its value at each length."""

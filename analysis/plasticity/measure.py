@@ -12,7 +12,7 @@ from farsight.analysis.plasticity.heads import head_profile, midpoint
 from farsight.analysis.plasticity.lengths import by_length, read_lengths
 from farsight.analysis.plasticity.options import DRAWS, Covariance, Pairs
 from farsight.analysis.plasticity.summary import DistanceMap, check_buckets, head_figures, model_figures
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.progress import progress
 
 

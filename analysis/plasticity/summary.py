@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farsight.analysis.capture.heads import Head
 from farsight.analysis.plasticity.heads import HeadProfile, midpoint
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 
 LEAST_BUCKETS = 8
 """With fewer, only the first bucket, which is skipped, has its middle in the first 20 % of positions."""

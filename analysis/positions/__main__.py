@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from farsight.cli import bounded, command
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.files import prepare_file, write_text
 
 

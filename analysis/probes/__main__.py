@@ -20,7 +20,7 @@ from typing import Any, get_args
 from farsight.analysis.probes.settings import Kind, ProbeSettings, Target
 from farsight.analysis.sequences import add_text_options
 from farsight.cli import bounded, command, positive
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, check_outputs, write_figures
 

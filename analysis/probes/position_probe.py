@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farsight.analysis.probes.settings import ProbeSettings
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 
 
 def split_sequences(many: int, held_out: float, seed: int) -> tuple[Tensor, Tensor]:

@@ -27,9 +27,10 @@ from farsight.checkpoints.model_dir.fingerprint import checksum, fingerprint
 from farsight.checkpoints.model_dir.names import from_hf_name, to_peft_name
 from farsight.checkpoints.model_dir.safetensors_files import read_tensors
 from farsight.configs.finetuning import Base, GarfaTraining, Lora
-from farsight.configs.json_files import fields_of, read_object
-from farsight.configs.load import ConfigError, from_dict
 from farsight.configs.schema import Architecture, Garfa, Position
+from farsight.configs.typed import from_dict
+from farsight.errors import ConfigError
+from farsight.json_files import fields_of, read_object
 from farsight.model.adapt.lora import ADAPTER, add_lora, is_lora, lora_layers
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.llama import Llama

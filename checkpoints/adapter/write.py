@@ -16,8 +16,8 @@ from farsight.checkpoints.model_dir.hf_config import uniform_rotary
 from farsight.checkpoints.model_dir.names import to_hf_name, to_peft_name
 from farsight.checkpoints.model_dir.safetensors_files import refuse_non_finite
 from farsight.configs.finetuning import FinetuneConfig
-from farsight.configs.load import from_dict, to_dict
 from farsight.configs.schema import Position
+from farsight.configs.typed import from_dict, to_dict
 from farsight.data.instructions.chat import chat_template
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.model.adapt.layers import adapted

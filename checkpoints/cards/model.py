@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig, InstructionHub
-from farsight.configs.json_files import fields_of, read_object
-from farsight.configs.load import to_dict
 from farsight.configs.schema import HubSource, JobConfig, NoRotary, Source, StdlibSource
+from farsight.configs.typed import to_dict
+from farsight.errors import ConfigError
+from farsight.json_files import fields_of, read_object
 from farsight.model.adapt.layers import adapted
 from farsight.model.build import ModelConfig, count_parameters
 from farsight.model.position.layers import describe, layer_selection

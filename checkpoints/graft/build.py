@@ -17,9 +17,9 @@ from farsight.checkpoints.graft.tokenizer import common_tokenizer
 from farsight.checkpoints.intact.check import is_complete
 from farsight.checkpoints.model_dir.api import check_tensors, is_adapter, read_config, tensor_dtypes, write_model_dir
 from farsight.checkpoints.model_dir.safetensors_files import TensorReader
-from farsight.configs.json_files import fields_of, read_object
-from farsight.configs.load import ConfigError
+from farsight.errors import ConfigError
 from farsight.files import check_new_folder
+from farsight.json_files import fields_of, read_object
 from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config, source
 from farsight.model.position.layers import layer_selection

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from farsight.configs.check import ConfigError
 from farsight.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
+from farsight.errors import ConfigError
 
 
 def common_tokenizer(front: Path, back: Path) -> tuple[Tokenizer | None, list[str]]:

@@ -10,7 +10,7 @@ from typing import Any
 from farsight.checkpoints.cards.model import CONFIG
 from farsight.checkpoints.checksums import MANIFEST, Manifest, altered, read_manifest
 from farsight.checkpoints.dcp import COMPLETE, read_metadata
-from farsight.configs.load import ConfigError
+from farsight.errors import ConfigError
 
 
 def is_complete(checkpoint: Path) -> bool:

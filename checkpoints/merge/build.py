@@ -10,8 +10,8 @@ from torch import Tensor
 from farsight.checkpoints.adapter.config import read_adapter
 from farsight.checkpoints.model_dir.api import check_model_out, write_model_dir
 from farsight.checkpoints.model_dir.safetensors_files import TensorReader
-from farsight.configs.load import ConfigError
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
+from farsight.errors import ConfigError
 from farsight.model.adapt.lora import ADAPTER, merged_weight
 from farsight.model.adapt.quantized import dequantize
 from farsight.model.build import build_model

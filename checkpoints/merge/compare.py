@@ -12,11 +12,11 @@ from torch import Tensor
 from farsight.checkpoints.adapter.config import read_adapter
 from farsight.checkpoints.adapter.load import load_adapter
 from farsight.checkpoints.load import load_model
-from farsight.configs.json_files import read_object
-from farsight.configs.load import ConfigError
 from farsight.data.sources.files import stdlib_files
 from farsight.data.texts import encode_file
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
+from farsight.errors import ConfigError
+from farsight.json_files import read_object
 from farsight.model.llama import Llama
 from farsight.progress import progress
 

@@ -15,10 +15,10 @@ from farsight.checkpoints.dcp import COMPLETE
 from farsight.checkpoints.model_dir.hf_config import MODEL_TYPE, MODELING, from_hf_config, to_hf_config
 from farsight.checkpoints.model_dir.names import from_hf_name, to_hf_name
 from farsight.checkpoints.model_dir.safetensors_files import kept_dtype, opened, write_tensors
-from farsight.configs.json_files import read_object
-from farsight.configs.load import ConfigError
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
+from farsight.errors import ConfigError
 from farsight.files import inside
+from farsight.json_files import read_object
 from farsight.model.build import ModelConfig
 from farsight.new_folder import check_new, holds_only, new_folder
 from farsight.progress import progress
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
-"""What `Tokenizer.save` writes."""
+"""The files that `Tokenizer.save` writes."""
 
 
 def check_model_out(out: Path) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from farsight.checkpoints.model_dir.api import check_tensors, read_config
 from farsight.checkpoints.model_dir.names import to_hf_name
 from farsight.checkpoints.model_dir.safetensors_files import TensorReader, opened
-from farsight.configs.load import to_dict
+from farsight.configs.typed import to_dict
 from farsight.progress import progress
 
 ROWS = 4

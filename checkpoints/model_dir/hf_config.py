@@ -9,8 +9,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-from farsight.configs.json_files import fields_of
-from farsight.configs.load import ConfigError, from_dict, to_dict
 from farsight.configs.schema import (
     Architecture,
     Dense,
@@ -26,6 +24,9 @@ from farsight.configs.schema import (
     Rotary,
     YarnRope,
 )
+from farsight.configs.typed import from_dict, to_dict
+from farsight.errors import ConfigError
+from farsight.json_files import fields_of
 from farsight.model.build import ModelConfig
 from farsight.model.position.rope import rope_frequencies
 from farsight.model.position.scope import DENSE_SCOPE

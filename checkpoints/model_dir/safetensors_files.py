@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from farsight.checkpoints.model_dir.names import readable_name, to_hf_name
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 """Dtypes of weights, and their names in a file."""

@@ -139,7 +139,7 @@ class InstructionLoader(ReadAheadLoader):
 
     @property
     def reports(self) -> list[SourceReport]:
-        """What was read from each source."""
+        """Rows read and left out, one report per source."""
         return self.conversations.reports
 
     @property

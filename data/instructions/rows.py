@@ -37,7 +37,7 @@ _ROWS = 0x726F7773
 
 @dataclass
 class SourceReport(BadRows):
-    """What was read from a source in one split; lengths are in tokens."""
+    """Rows of a source read for one split, and those left out; lengths are in tokens."""
 
     name: str
     on_bad_row: Any

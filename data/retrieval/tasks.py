@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from farsight.configs.check import ConfigError
-from farsight.configs.load import from_dict
+from farsight.configs.typed import from_dict
 from farsight.data.retrieval.needles import Haystack, Sample, multi_passkey, named_passkeys, passkey
 from farsight.data.retrieval.ruler import any_depths, common_words, frequent_words, multi_value, variable_tracking
 from farsight.data.tokenizers.tokenizer import Tokenizer
-from farsight.errors import nearest
+from farsight.errors import ConfigError, nearest
 
 
 class Task(ABC):

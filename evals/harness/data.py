@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 
 EXAMPLES = ".fewshot"
 """Suffix of the name of a file with a task's examples."""

@@ -18,8 +18,8 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from farsight.configs.check import ConfigError
 from farsight.data.instructions.chat import ChatTemplate
+from farsight.errors import ConfigError
 from farsight.inference.generate.completions import generate
 from farsight.inference.loading import LoadedModel
 from farsight.inference.sampling import Sampling

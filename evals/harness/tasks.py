@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 
 
 @dataclass(frozen=True)

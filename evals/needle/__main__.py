@@ -1,4 +1,4 @@
-"""What a model finds in its context, by the context's length and by the depth at which it is hidden.
+"""Needle in a haystack: the share of hidden facts that a model finds, by the context's length and the needle's depth.
 
     farsight needle MODEL_DIR [OTHER …] --lengths 1024 4096 --depths 10 --json F --picture F.png
     farsight needle MODEL_DIR --lengths 4096 --task variable_tracking:chains=2,hops=6 --trials 50

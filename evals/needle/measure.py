@@ -11,12 +11,12 @@ from typing import Any
 import torch.distributed as dist
 from tqdm import tqdm
 
-from farsight.configs.check import ConfigError
 from farsight.data.order import hash64
 from farsight.data.retrieval.needles import Haystack, Sample, answer_tokens
 from farsight.data.retrieval.tasks import Task, parse_task
 from farsight.data.texts import read_texts
 from farsight.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.generate.completions import encode_prompt, generate
 from farsight.inference.loading import LoadedModel
@@ -241,7 +241,7 @@ def read_grid(options: argparse.Namespace) -> Grid:
 
 
 def about(loaded: LoadedModel, grid: Grid, options: argparse.Namespace) -> dict[str, Any]:
-    """What the JSON file records beside the figures."""
+    """The model, task and settings that the JSON file records beside the figures."""
     return {
         "model": str(loaded.path),
         "task": options.task,

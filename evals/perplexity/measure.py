@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from farsight.configs.check import ConfigError
 from farsight.data.texts import encode_file
+from farsight.errors import ConfigError
 from farsight.evals.windows import SIDE_BY_SIDE, TARGETS, Windows, first_target
 from farsight.inference.decoder import CHUNK, Decoder
 from farsight.inference.extend import Extension

@@ -1,4 +1,4 @@
-"""What RiPRA finds relevant in a text, and the error of sharing positions within blocks of a prompt.
+"""The tokens that RiPRA finds relevant in a text, and the error of sharing positions within blocks of a prompt.
 
 Shape suffixes: L tokens, D model, T keys, N query heads, K key-value heads, H head dim, C chunks.
 """
@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from farsight.configs.check import ConfigError
 from farsight.data.retrieval.needles import Haystack, passkey
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder, Rows
 from farsight.inference.extend.remapped import RemappedLayer
 from farsight.inference.extend.ripra import Allocation, Ripra, chunk_scores, relevance_landscape

@@ -8,8 +8,9 @@ by layer (`remapped`). Each is a dataclass whose fields are its settings. `METHO
 import dataclasses
 from typing import TYPE_CHECKING, Protocol
 
-from farsight.configs.load import ConfigError, from_dict, parse_options
-from farsight.errors import nearest
+from farsight.configs.load import parse_options
+from farsight.configs.typed import from_dict
+from farsight.errors import ConfigError, nearest
 from farsight.inference.extend.adagrope import AdaGroPE
 from farsight.inference.extend.chunk_llama import ChunkLlama
 from farsight.inference.extend.gali import Gali

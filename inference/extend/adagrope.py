@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.inference.extend.fixed import FixedMap, FixedMethod
 from farsight.inference.extend.remapped import Distances, Region
 

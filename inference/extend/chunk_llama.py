@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.inference.extend.fixed import FixedMap, FixedMethod, causal
 from farsight.inference.extend.remapped import Distances, Region
 

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from farsight.configs.check import ConfigError
 from farsight.configs.schema import DynamicNtkRope, LinearRope, NoRotary, NtkRope, Rope, Rotary, Rotating, YarnRope
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from farsight.configs.check import ConfigError
 from farsight.configs.schema import DynamicNtkRope, LongRope, NoRotary
+from farsight.errors import ConfigError
 from farsight.inference.extend.logit_noise import logit_noise
 from farsight.inference.kv_cache import Batch, LayerCache
 from farsight.model.attention import Attention

@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.inference.extend.fixed import PlainPositions, causal
 from farsight.inference.extend.isotonic import isotonic_regression
 from farsight.inference.extend.remapped import (

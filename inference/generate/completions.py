@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import InstructionData
 from farsight.data.instructions.chat import chat_template
 from farsight.data.instructions.conversations import UnusableRow
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder, Rows
 from farsight.inference.loading import LoadedModel
 from farsight.inference.sampling import GREEDY, Sampling, choose

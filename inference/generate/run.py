@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import InstructionData
 from farsight.data.instructions.chat import chat_template
 from farsight.data.texts import read_texts
+from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.inference.decoder import Usage
 from farsight.inference.generate.completions import encode_prompt, generate, warn_of_long_prompts

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from farsight.checkpoints.cards.model import read_history
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig
-from farsight.configs.load import find_config, load_config, parse_options, to_toml
+from farsight.configs.load import load_config, parse_options
+from farsight.configs.shipped import find_config
+from farsight.configs.typed import to_toml
+from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.launch.ablation.evaluations import (
     HELD_OUT,

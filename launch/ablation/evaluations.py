@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from farsight.checkpoints.cards.model import CARD
-from farsight.configs.check import ConfigError
-from farsight.configs.json_files import read_object
-from farsight.configs.load import find_config, from_dict, read_toml
+from farsight.configs.load import read_toml
+from farsight.configs.shipped import find_config
+from farsight.configs.typed import from_dict
+from farsight.errors import ConfigError
 from farsight.files import write_text
+from farsight.json_files import read_object
 from farsight.launch.ablation.tables import MEAN
 from farsight.launch.children import ended, run_child
 

@@ -21,8 +21,9 @@ from pathlib import Path
 from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import add_text_options
 from farsight.cli import command, positive
-from farsight.configs.check import ConfigError
-from farsight.configs.load import find_config, parse_options
+from farsight.configs.load import parse_options
+from farsight.configs.shipped import find_config
+from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, check_outputs

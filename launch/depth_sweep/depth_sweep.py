@@ -13,7 +13,8 @@ from typing import Any
 from farsight.analysis.probes.measure import probe_model
 from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import read_sequences
-from farsight.configs.load import ConfigError, parse_options
+from farsight.configs.load import parse_options
+from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.inference.loading import load
 from farsight.launch.children import run_child

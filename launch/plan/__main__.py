@@ -19,8 +19,9 @@ import sys
 from pathlib import Path
 
 from farsight.cli import bounded, command, positive
-from farsight.configs.check import ConfigError
-from farsight.configs.load import find_config, read_toml
+from farsight.configs.load import read_toml
+from farsight.configs.shipped import find_config
+from farsight.errors import ConfigError
 from farsight.files import prepare_file, write_text
 from farsight.launch.plan.hardware import GPUS, Efficiency, Gpu, find_gpu
 

@@ -8,10 +8,10 @@ import torch
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from farsight.checkpoints.load import read_model_config
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import load_config, read_toml
 from farsight.configs.schema import Architecture, Position
+from farsight.errors import ConfigError
 from farsight.launch.plan.costs import (
     BYTES_A_LOGIT,
     OPTIMIZER_PASSES,

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig, Projection
 from farsight.configs.schema import Architecture, NoRotary
+from farsight.errors import ConfigError
 from farsight.launch.plan.heads import layers_of
 from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import (

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.data.instructions.loader import build_instruction_loader
 from farsight.data.instructions.view import inspect_rows
 from farsight.data.tokenizers.tokenizer import load_tokenizer
+from farsight.errors import ConfigError
 from farsight.launch.plan.finetune_fit import find_device, memory_text
 from farsight.launch.plan.finetune_memory import adapter_parameters, finetune_memory
 from farsight.launch.plan.out_of_memory import explain_out_of_memory

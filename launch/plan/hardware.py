@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from farsight.configs.check import ConfigError
-from farsight.errors import nearest
+from farsight.errors import ConfigError, nearest
 from farsight.units import GIB
 
 

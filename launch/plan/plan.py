@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from farsight.configs.check import ConfigError
 from farsight.configs.load import load_config, parse_options, read_toml
 from farsight.configs.schema import JobConfig
 from farsight.data.tokenizers.tokenizer import load_tokenizer
+from farsight.errors import ConfigError
 from farsight.launch.plan.costs import StepTime, flops_per_token, step_time, tokens_per_step
 from farsight.launch.plan.hardware import Efficiency, Gpu, usable_bytes
 from farsight.launch.plan.heads import HeadLayoutCost, chosen_head_layout, compare_head_layouts, imbalance, layers_of

@@ -5,8 +5,9 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from farsight.configs.check import ConfigError, check, model_parallel_ranks
+from farsight.configs.check import check, model_parallel_ranks
 from farsight.configs.schema import JobConfig
+from farsight.errors import ConfigError
 
 C = TypeVar("C", bound=JobConfig)
 

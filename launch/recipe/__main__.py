@@ -21,8 +21,9 @@ from pathlib import Path
 
 from farsight import process
 from farsight.cli import command, positive
-from farsight.configs.check import ConfigError
-from farsight.configs.load import find_config, parse_options
+from farsight.configs.load import parse_options
+from farsight.configs.shipped import find_config
+from farsight.errors import ConfigError
 
 
 @command

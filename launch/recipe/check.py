@@ -8,11 +8,11 @@ from pathlib import Path
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.resume import refuse_another_model
 from farsight.configs.check import check_processes
-from farsight.configs.load import ConfigError
 from farsight.configs.schema import HubSource, StdlibSource
 from farsight.data.sources.build import open_sources
 from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import load_tokenizer
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.training.run_folder import check_run_folder, is_run
 from farsight.training.stages import Recipe, Stage, no_start

@@ -5,8 +5,9 @@ from pathlib import Path
 
 from farsight import process
 from farsight.checkpoints.steps import complete_steps
-from farsight.configs.load import ConfigError, to_toml
+from farsight.configs.typed import to_toml
 from farsight.data.tokenizers.tokenizer import load_tokenizer
+from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.launch.children import train_script, wait_for
 from farsight.launch.recipe.summary import report, write_held_out

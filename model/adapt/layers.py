@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneConfig
+from farsight.errors import ConfigError
 from farsight.model.build import trained_layers
 from farsight.model.position.layers import select_layers
 

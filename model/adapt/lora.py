@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import Base, Lora, Projection
+from farsight.errors import ConfigError
 from farsight.model.llama import Llama, name_seed
 
 N = TypeVar("N", int, float)

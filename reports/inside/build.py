@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.model.build import count_parameters
 from farsight.reports.inside.csv_file import write_csv

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from farsight.configs.json_files import fields_of, read_object
+from farsight.json_files import fields_of, read_object
 from farsight.reports.report.sections import SECTIONS
 from farsight.reports.results import Result, Source, collect_from
 from farsight.training.runs import ReportedModel

@@ -16,7 +16,6 @@ from farsight.analysis.layer_probes.measure import Measurement, probe_layers
 from farsight.analysis.layer_probes.one_layer import RopeProbe, mean_loss, noise_after, probed
 from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.configs.check import ConfigError
 from farsight.configs.schema import (
     Alibi,
     DynamicNtkRope,
@@ -33,6 +32,7 @@ from farsight.configs.schema import (
     YarnRope,
 )
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
+from farsight.errors import ConfigError
 from farsight.evals.perplexity.measure import perplexity_by_length
 from farsight.evals.windows import Windows
 from farsight.inference.decoder import Decoder

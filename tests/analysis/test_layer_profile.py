@@ -18,10 +18,10 @@ from farsight.analysis.layers.measure import compare, rope_influence
 from farsight.analysis.layers.sensitivity import OWN_PAIRS, Pair, layer_means, over_domains, read_pairs, sensitivity
 from farsight.analysis.layers.table import table
 from farsight.checkpoints.load import load_model
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import Base, FinetuneConfig, GarfaTraining, Lora
 from farsight.configs.schema import Architecture, LayerRule, NoRotary, Position, Rope, Tokenizer
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.extend import parse_extension
 from farsight.model.adapt.layers import adapted

@@ -19,8 +19,8 @@ from farsight.analysis.order_simulation.simulate import (
     unique_ratios,
     window_sizes,
 )
-from farsight.configs.load import ConfigError
 from farsight.configs.schema import NoRotary, Position, Rope, SlidingWindow
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig

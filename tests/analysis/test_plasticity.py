@@ -33,8 +33,8 @@ from farsight.analysis.plasticity.summary import (
     quintiles,
 )
 from farsight.checkpoints.convert.__main__ import main as convert
-from farsight.configs.load import ConfigError
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
+from farsight.errors import ConfigError
 from tests.checkpoints.test_convert import write_with_transformers
 from tests.reports.test_report import write_run
 

@@ -15,10 +15,11 @@ from farsight.analysis.plasticity.live import rows_of_rank, uncompiled
 from farsight.checkpoints.load import load_model
 from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig
-from farsight.configs.load import ConfigError, load_config
+from farsight.configs.load import load_config
 from farsight.configs.schema import Position
 from farsight.data.loader import build_validation_loader
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig

@@ -10,7 +10,7 @@ import pytest
 from farsight.analysis.positions.__main__ import main
 from farsight.analysis.positions.figures import figures, share_by_distance
 from farsight.analysis.positions.picture import draw
-from farsight.configs.load import build_config, shipped_configs
+from farsight.configs.load import build_config
 from farsight.configs.schema import (
     Alibi,
     Architecture,
@@ -23,6 +23,7 @@ from farsight.configs.schema import (
     SlidingWindow,
     YarnRope,
 )
+from farsight.configs.shipped import shipped_configs
 from farsight.model.build import ModelConfig
 from farsight.training.stages import read_config
 from tests.running import ROOT

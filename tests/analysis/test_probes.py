@@ -21,9 +21,9 @@ from farsight.analysis.probes.position_probe import (
 from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import read_sequences
 from farsight.checkpoints.load import load_model
-from farsight.configs.load import ConfigError
 from farsight.configs.schema import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel
 from tests.checkpoints.test_convert import write_with_transformers

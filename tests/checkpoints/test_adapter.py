@@ -17,9 +17,9 @@ from farsight.checkpoints.adapter.write import write_adapter
 from farsight.checkpoints.load import load_model, read_model_config
 from farsight.checkpoints.model_dir.api import check_tensors, write_model_dir
 from farsight.checkpoints.model_dir.fingerprint import base_entry
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import FinetuneTraining, GarfaTraining, Lora
 from farsight.configs.schema import Llama3Rope, Position, YarnRope
+from farsight.errors import ConfigError
 from farsight.evals.perplexity.__main__ import main as perplexity
 from farsight.model.adapt.garfa import garfa_of
 from farsight.model.adapt.lora import lora_layers

@@ -20,8 +20,7 @@ from farsight.checkpoints.cards.model import read_history
 from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.model_dir.api import tensor_files
 from farsight.checkpoints.steps import complete_steps
-from farsight.configs.load import ConfigError
-from farsight.errors import SaveError
+from farsight.errors import ConfigError, SaveError
 from tests.checkpoints.test_intact import cut
 from tests.running import contents, metrics, run, train_command
 

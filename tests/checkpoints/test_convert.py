@@ -16,8 +16,10 @@ from farsight.checkpoints.convert.from_hf import model_dir_to_checkpoint
 from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.load import load_model, read_model_config
 from farsight.checkpoints.model_dir.safetensors_files import TensorReader
-from farsight.configs.load import ConfigError, build_config, to_dict, to_toml
+from farsight.configs.load import build_config
+from farsight.configs.typed import to_dict, to_toml
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, find_tokenizer_dir, load_tokenizer_dir
+from farsight.errors import ConfigError
 from farsight.new_folder import WRITING
 from tests.checkpoints.test_untrusted_checkpoints import sign
 from tests.running import train

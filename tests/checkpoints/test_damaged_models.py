@@ -17,10 +17,9 @@ from farsight.checkpoints.checkpoint_tensors import parameter_shapes
 from farsight.checkpoints.load import load_model, read_model_config
 from farsight.checkpoints.model_dir.api import check_model_out, write_model_dir
 from farsight.checkpoints.model_dir.fingerprint import base_entry
-from farsight.configs.check import ConfigError
 from farsight.configs.schema import Position
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
-from farsight.errors import UserError
+from farsight.errors import ConfigError, UserError
 from farsight.inference.generate import __main__ as generate
 from farsight.model.build import ModelConfig
 from tests.checkpoints.test_adapter import trained_adapter

@@ -17,7 +17,6 @@ from farsight.checkpoints.graft.tokenizer import common_tokenizer
 from farsight.checkpoints.load import load_model, read_model_config
 from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.checkpoints.model_dir.modeling_farsight import FarsightForCausalLM
-from farsight.configs.load import ConfigError
 from farsight.configs.schema import (
     Alibi,
     Architecture,
@@ -34,7 +33,7 @@ from farsight.configs.schema import (
 )
 from farsight.data.tokenizers.sentencepiece import EOS
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, HuggingFaceTokenizer
-from farsight.errors import UserError
+from farsight.errors import ConfigError, UserError
 from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config
 from farsight.model.position.garfa import HeadRope

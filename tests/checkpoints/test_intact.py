@@ -15,8 +15,8 @@ from farsight.checkpoints.checksums import Manifest, SummedFile, altered, read_m
 from farsight.checkpoints.dcp import Writer
 from farsight.checkpoints.intact.__main__ import main
 from farsight.checkpoints.intact.check import faults
-from farsight.configs.load import ConfigError
 from farsight.configs.schema import Architecture, Position
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
 from tests.running import contents, train
 

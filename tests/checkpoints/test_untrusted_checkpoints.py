@@ -17,8 +17,8 @@ from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.dcp import Writer, load, read_metadata
 from farsight.checkpoints.intact.__main__ import main
 from farsight.checkpoints.intact.check import faults
-from farsight.configs.load import ConfigError
 from farsight.configs.schema import Architecture, Position
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
 from tests.running import forked
 

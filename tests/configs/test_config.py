@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from farsight.configs.help import help_text
-from farsight.configs.load import ConfigError, build_config, load_config, merge, read_toml, to_toml
+from farsight.configs.load import build_config, load_config, merge, read_toml
 from farsight.configs.schema import (
     Alibi,
     JobConfig,
@@ -18,6 +18,8 @@ from farsight.configs.schema import (
     SlidingWindow,
     YarnRope,
 )
+from farsight.configs.typed import to_toml
+from farsight.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 

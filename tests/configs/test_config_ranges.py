@@ -10,8 +10,9 @@ import tomli_w
 
 from farsight.configs.check import _UNSUPPORTED
 from farsight.configs.finetuning import FinetuneConfig
-from farsight.configs.load import ConfigError, build_config, load_config, parse_options, read_toml
+from farsight.configs.load import build_config, load_config, parse_options, read_toml
 from farsight.configs.schema import JobConfig
+from farsight.errors import ConfigError
 from farsight.ranges import Range
 
 

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from farsight.configs import load
+from farsight.configs import shipped
 from farsight.configs.finetuning import FinetuneConfig
-from farsight.configs.load import CONFIGS, ConfigError, find_config, load_config, read_toml, shipped_configs
+from farsight.configs.load import load_config, read_toml
+from farsight.configs.shipped import CONFIGS, find_config, shipped_configs
+from farsight.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -17,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    load._taken.cache_clear()
+    shipped._taken.cache_clear()
 
 
 def test_a_config_is_found_by_path_and_by_name(tmp_path, capsys):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.evals import loft
 from farsight.evals.external import figures_of, main, read
 from farsight.evals.loft import answers_in

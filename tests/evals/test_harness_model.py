@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from farsight.checkpoints.load import load_model
-from farsight.configs.check import ConfigError
 from farsight.configs.schema import NoRotary, Position, Scope, Tokenizer
 from farsight.data.instructions.chat import LLAMA_3
 from farsight.data.tokenizers.tokenizer import load_tokenizer
+from farsight.errors import ConfigError
 from tests.evals.harness_models import make_model, ours, requests, sentence
 
 

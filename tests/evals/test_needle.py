@@ -10,11 +10,11 @@ import torch
 
 from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.configs.check import ConfigError
 from farsight.configs.schema import DynamicNtkRope, Position, Scope, Tokenizer
 from farsight.data.retrieval.needles import Haystack, Sample, count_tokens
 from farsight.data.retrieval.tasks import TASKS, MultiPasskey, first_number, parse_task, share_found
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer
+from farsight.errors import ConfigError
 from farsight.evals.needle.__main__ import TASKS as TASK_NAMES
 from farsight.evals.needle.__main__ import main
 from farsight.evals.needle.measure import Grid, complete, measure, parse_depths

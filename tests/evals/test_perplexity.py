@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.configs.load import ConfigError
 from farsight.configs.schema import Lasp, LayerRule, LinearRope, NoRotary, Position, Rope, Scope, YarnRope
 from farsight.data.texts import encode_file, read_texts
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
+from farsight.errors import ConfigError
 from farsight.evals.perplexity.__main__ import main
 from farsight.evals.perplexity.measure import perplexity_by_length, window_nll
 from farsight.evals.windows import Windows

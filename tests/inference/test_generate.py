@@ -16,12 +16,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from farsight.checkpoints.adapter.load import load_adapter
 from farsight.checkpoints.convert.from_hf import model_dir_to_checkpoint
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import InstructionData
-from farsight.configs.load import from_dict
 from farsight.configs.schema import Architecture, Position
+from farsight.configs.typed import from_dict
 from farsight.data.instructions.chat import chat_template
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer_dir
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.generate import completions
 from farsight.inference.generate.__main__ import main

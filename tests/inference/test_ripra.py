@@ -23,7 +23,8 @@ from farsight.inference.extend.ripra import Allocation, Ripra, relevance_landsca
 from farsight.inference.kv_cache import Batch
 from farsight.model.build import ModelConfig
 from farsight.model.position.scope import DENSE_SCOPE
-from tests.inference.test_extensions import CPU, drawn, pair_by_pair
+from tests.inference.test_extension_maps import CPU
+from tests.inference.test_extensions import drawn, pair_by_pair
 from tests.model.test_model import SMALL, fresh_model
 
 RELEVANCES = {

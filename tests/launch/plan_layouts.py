@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.distributed import ParallelDims
 
-from farsight.configs.load import shipped_configs
 from farsight.configs.schema import JobConfig
+from farsight.configs.shipped import shipped_configs
 from farsight.model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from farsight.parallel.device import prepare_device
 from farsight.parallel.parallelize import parallelize

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 from farsight.launch.ablation import ablation, evaluations
 from farsight.launch.ablation.__main__ import main
 from farsight.launch.ablation.ablation import read_experiments

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from farsight.analysis.loss_curves.__main__ import main as loss_curves
-from farsight.configs.load import shipped_configs
+from farsight.configs.shipped import shipped_configs
 from farsight.launch.depth_sweep import depth_sweep
 from farsight.launch.depth_sweep.__main__ import main
 from farsight.training.stages import load_recipe

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torchtitan.distributed import activation_checkpoint
 
-from farsight.configs.check import ConfigError
 from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import build_config, load_config
+from farsight.errors import ConfigError
 from farsight.launch.plan.__main__ import main as plan
 from farsight.launch.plan.finetune_fit import Device, find_device, memory_text, suggestions
 from farsight.launch.plan.finetune_memory import adapter_parameters, base_weights, finetune_memory, is_linear

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torchtitan.distributed import activation_checkpoint
 
-from farsight.configs.load import ConfigError, build_config, shipped_configs
+from farsight.configs.load import build_config
+from farsight.configs.shipped import shipped_configs
 from farsight.data.tokenizers.tokenizer import train_sentencepiece
+from farsight.errors import ConfigError
 from farsight.kernels.scoped_attention.semantics import visibility
 from farsight.launch.plan.__main__ import main
 from farsight.launch.plan.costs import bandwidth, flops_per_token, step_time, step_traffic

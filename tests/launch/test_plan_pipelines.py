@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.pipelining.schedules import _ComputationType, get_schedule_class
 
-from farsight.configs.load import ConfigError
+from farsight.errors import ConfigError
 from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import rank_memory
 from tests.launch.test_plan import small

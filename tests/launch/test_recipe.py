@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from farsight.benchmarks.forked import Forked
 from farsight.checkpoints.load import load_model, read_model_config
-from farsight.configs.load import load_config, shipped_configs
+from farsight.configs.load import load_config
 from farsight.configs.schema import (
     Alibi,
     Bias,
@@ -31,6 +31,7 @@ from farsight.configs.schema import (
     SlidingWindow,
     YarnRope,
 )
+from farsight.configs.shipped import shipped_configs
 from farsight.launch.recipe.__main__ import main
 from farsight.launch.recipe.check import check_stages
 from farsight.model.build import ModelConfig, count_parameters, trained_layers

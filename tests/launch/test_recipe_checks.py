@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.configs.load import ConfigError, parse_options, shipped_configs
+from farsight.configs.load import parse_options
 from farsight.configs.schema import Architecture, Position, Rope
+from farsight.configs.shipped import shipped_configs
+from farsight.errors import ConfigError
 from farsight.launch.recipe import run as recipes
 from farsight.launch.recipe.__main__ import main
 from farsight.launch.recipe.run import run_recipe

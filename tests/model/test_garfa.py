@@ -13,7 +13,7 @@ from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.checkpoints.model_dir.hf_config import from_hf_config
 from farsight.checkpoints.model_dir.modeling_farsight import FarsightForCausalLM
-from farsight.configs.load import ConfigError, read_toml
+from farsight.configs.load import read_toml
 from farsight.configs.schema import (
     Architecture,
     Garfa,
@@ -27,6 +27,7 @@ from farsight.configs.schema import (
     Scope,
     YarnRope,
 )
+from farsight.errors import ConfigError
 from farsight.model.adapt.garfa import garfa_of, train_garfa
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.position.garfa import alphas, garfa_of_tensors, head_scales

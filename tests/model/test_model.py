@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from farsight.checkpoints.load import load_model, read_model_config
 from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.checkpoints.model_dir.hf_config import from_hf_config, to_hf_config
-from farsight.configs.load import ConfigError, build_config
+from farsight.configs.load import build_config
 from farsight.configs.schema import (
     Alibi,
     Architecture,
@@ -31,6 +31,7 @@ from farsight.configs.schema import (
     SlidingWindow,
     YarnRope,
 )
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, build_model, count_parameters, freeze_all_but, set_length
 from farsight.model.flops import batch_flops, batch_pairs, matmul_flops_per_token
 from farsight.model.llama import FeedForward

@@ -9,7 +9,9 @@ from safetensors.torch import load_file
 
 from farsight.checkpoints.model_dir.names import to_hf_name
 from farsight.configs.help import help_text
-from farsight.configs.load import ConfigError, build_config, load_config, to_toml
+from farsight.configs.load import build_config, load_config
+from farsight.configs.typed import to_toml
+from farsight.errors import ConfigError
 from farsight.parallel.parts import rectangles
 from tests.running import contents, metrics, train, train_command
 

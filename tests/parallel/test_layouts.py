@@ -7,7 +7,8 @@ import torch
 from torchtitan.distributed import ParallelDims
 
 from farsight.benchmarks import parity
-from farsight.configs.load import ConfigError, build_config
+from farsight.configs.load import build_config
+from farsight.errors import ConfigError
 from farsight.parallel.gradients import clip_gradients
 from farsight.parallel.pipeline import modules_of_stages
 from tests.running import TINY, metrics, train

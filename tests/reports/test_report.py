@@ -11,9 +11,10 @@ from html.parser import HTMLParser
 import pytest
 
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.configs.load import ConfigError, to_toml
 from farsight.configs.schema import Architecture, JobConfig, NoRotary, Position, Scope, Tokenizer
+from farsight.configs.typed import to_toml
 from farsight.data.tokenizers.tokenizer import load_tokenizer
+from farsight.errors import ConfigError
 from farsight.evals.needle import __main__ as needle
 from farsight.model.build import ModelConfig, build_model
 from farsight.reports import run_tools

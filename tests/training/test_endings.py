@@ -5,7 +5,8 @@ import subprocess
 
 import pytest
 
-from farsight.configs.load import ConfigError, load_config
+from farsight.configs.load import load_config
+from farsight.errors import ConfigError
 from farsight.launch.plan.finetune_report import summary
 from farsight.training.finetune.spec import load_finetune_config
 from farsight.training.run_folder import lock_run_folder

@@ -10,7 +10,6 @@ from torch import nn
 
 from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.configs.check import ConfigError
 from farsight.configs.finetuning import Base, FinetuneConfig, FinetuneTraining, GarfaTraining, Lora
 from farsight.configs.schema import (
     Architecture,
@@ -24,6 +23,7 @@ from farsight.configs.schema import (
     Scope,
     YarnRope,
 )
+from farsight.errors import ConfigError
 from farsight.launch.plan.finetune import read_finetune_config
 from farsight.model.adapt.garfa import garfa_of
 from farsight.model.adapt.layers import adapted_layers

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from farsight.checkpoints.steps import complete_steps
-from farsight.configs.load import ConfigError
-from farsight.errors import NonFiniteError
+from farsight.errors import ConfigError, NonFiniteError
 from tests.checkpoints.test_intact import flip
 from tests.running import metrics, train
 

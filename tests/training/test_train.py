@@ -15,8 +15,8 @@ from farsight.checkpoints.intact.check import faults
 from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.names import from_hf_name
 from farsight.checkpoints.steps import complete_steps
-from farsight.configs.load import ConfigError
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, build_model
 from tests.running import ROOT, environment, metrics, train, train_command
 

@@ -22,13 +22,13 @@ from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, regis
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.model_dir.api import check_tensors
 from farsight.checkpoints.model_dir.safetensors_files import TensorReader
-from farsight.configs.check import ConfigError
 from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import load_config
 from farsight.configs.schema import Architecture
 from farsight.data.instructions.loader import build_instruction_loader, build_instruction_validation_loader
 from farsight.data.tokenizers.tokenizer import find_tokenizer_dir
+from farsight.errors import ConfigError
 from farsight.model.adapt.garfa import train_garfa
 from farsight.model.adapt.layers import adapted
 from farsight.model.adapt.lora import add_lora, by_linear, initial_lora, is_lora

@@ -5,10 +5,9 @@ import logging
 import re
 from collections import Counter
 from dataclasses import replace
-from itertools import islice, pairwise
+from itertools import pairwise
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -18,18 +17,13 @@ from hypothesis import strategies as st
 
 from farsight.checkpoints.resume import saved_order
 from farsight.configs.finetuning import (
-    FinetuneConfig,
-    InstructionData,
     InstructionHub,
     InstructionJsonl,
-    InstructionParquet,
 )
-from farsight.configs.load import from_dict
 from farsight.configs.schema import Architecture
 from farsight.data.instructions.chat import chat_template
 from farsight.data.instructions.conversations import to_conversation
 from farsight.data.instructions.loader import (
-    InstructionLoader,
     build_instruction_loader,
     build_instruction_validation_loader,
 )
@@ -38,76 +32,7 @@ from farsight.data.instructions.view import inspect_rows
 from farsight.data.order import permutation
 from farsight.data.packing import IGNORE
 from farsight.data.sources.documents import DataError
-from farsight.data.tokenizers.tokenizer import BytesTokenizer
-from farsight.model.build import ModelConfig, build_model
-
-BYTES = BytesTokenizer()
-L, G = 512, 8
-
-
-def alpaca(number: int, name: str = "a") -> dict:
-    return {"instruction": f"{name} {number} " * (1 + number % 7), "output": f"It is {number}." * (1 + number % 5)}
-
-
-def write(path, rows: list[dict]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Two sources of 60 and 20 conversations."""
-    folder = tmp_path_factory.mktemp("instructions")
-    write(folder / "a.jsonl", [alpaca(i) for i in range(60)])
-    turns = [
-        [
-            {"from": "human", "value": f"b{i}"},
-            {"from": "gpt", "value": "x" * i + "!"},
-            {"from": "human", "value": "?"},
-            {"from": "gpt", "value": "yes"},
-        ]
-        for i in range(20)
-    ]
-    pq.write_table(pa.table({"conversations": turns}), folder / "b.parquet", row_group_size=7)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def data(folder) -> InstructionData:
-    sources = (InstructionJsonl(path=str(folder / "a.jsonl")), InstructionParquet(path=str(folder / "b.parquet")))
-    return InstructionData(sources=sources, seed=3, held_out=0.0)
-
-
-def job(data: InstructionData, micro: int = 2, **changes) -> FinetuneConfig:
-    config = FinetuneConfig(data=data)
-    config.architecture = Architecture(vocab_size=300)
-    config.training.seq_len = config.validation.seq_len = changes.get("seq_len", L)
-    config.training.global_batch_size = changes.get("global_batch_size", G)
-    config.training.local_batch_size = config.validation.local_batch_size = micro
-    return config
-
-
-def build(data: InstructionData, rank: int = 0, ranks: int = 1, micro: int = 2, **changes) -> InstructionLoader:
-    return build_instruction_loader(job(data, micro, **changes), BYTES, rank, ranks)
-
-
-def one_row(folder, name: str, row: dict, **settings) -> InstructionData:
-    return InstructionData(sources=(InstructionJsonl(path=write(folder / name, [row])),), held_out=0.0, **settings)
-
-
-def global_batches(loaders: list[InstructionLoader], steps: int) -> list[dict[str, torch.Tensor]]:
-    """The next global batches, assembled from all ranks' micro-batches."""
-    of_ranks = [list(islice(loader, steps * loader.micro_batches_per_step)) for loader in loaders]
-    batches = []
-    for step in range(steps):
-        own = [
-            batch
-            for loader, of_rank in zip(loaders, of_ranks, strict=True)
-            for batch in of_rank[step * loader.micro_batches_per_step : (step + 1) * loader.micro_batches_per_step]
-        ]
-        together = {name: torch.cat([inputs[name] for inputs, _ in own]) for name in own[0][0]}
-        batches.append(together | {"labels": torch.cat([labels for _, labels in own])})
-    return batches
+from tests.data.instructions.conftest import BYTES, G, L, alpaca, build, global_batches, job, one_row, write
 
 
 def documents(batch: dict[str, torch.Tensor]) -> list[tuple]:
@@ -425,64 +350,6 @@ class TestInspect:
         assert re.search(r"together: 1 conversations, \d+ tokens, .* 1 steps", shown)
         coloured = inspect_rows(loader, BYTES, 1, colour=True)
         assert "\x1b[32mAé<|eot_id|><|eos|>\x1b[0m" in coloured
-
-
-class TestPackingDoesNotLeak:
-    @pytest.mark.parametrize(
-        "position",
-        [
-            {"rotary": {"kind": "rope"}},
-            {"heads": {"kind": "scope"}, "lasp": {"s_max": 2.0, "anchor_layers": 1}},
-        ],
-    )
-    def test_changing_one_document_changes_no_logit_of_another(self, data, position):
-        batch = global_batches([build(data, micro=1, global_batch_size=1)], 1)[0]
-        starts = batch["document_starts"][0]
-        edges = [*sorted(set(starts.tolist())), L]
-        assert len(edges) > 3
-        model = small_model(position)
-        logits = model(*(batch[name] for name in ("input", "positions", "document_starts")))[0]
-        for begin, end in pairwise(edges[:-1]):
-            changed = batch["input"].clone()
-            changed[0, begin:end] = (changed[0, begin:end] + 1) % 256
-            other = model(changed, batch["positions"], batch["document_starts"])[0]
-            own = torch.zeros(L, dtype=torch.bool)
-            own[begin:end] = True
-            assert torch.equal(logits[~own], other[~own])
-            assert not torch.equal(logits[own], other[own])
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("position", [{"rotary": {"kind": "rope"}}, {"heads": {"kind": "scope"}}])
-    def test_packed_and_not_packed_have_the_same_loss_and_gradients(self, data, position):
-        found = []
-        for packing in (True, False):
-            loader = build(replace(data, packing=packing), micro=1, global_batch_size=1)
-            batches = global_batches([loader], len(loader.sequence.plan(0)))
-            model = small_model(position)
-            count = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
-            total = 0.0
-            for batch in batches:
-                loss = model(*(batch[n] for n in ("input", "positions", "document_starts", "labels"))) / count
-                loss.backward()
-                total += loss.item()
-            found.append((total, {name: p.grad for name, p in model.named_parameters()}))
-        (packed, gradients), (single, others) = found
-        assert packed == pytest.approx(single, rel=1e-5)
-        for name, gradient in gradients.items():
-            assert torch.allclose(gradient, others[name], rtol=1e-4, atol=1e-6 * float(others[name].abs().max())), name
-
-
-def small_model(position: dict):
-    values = {
-        "architecture": {"vocab_size": 300, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8}
-        | {"ffn_dim": 48},
-        "position": position,
-        "trained_length": L,
-        "attention": {"backend": "reference"},
-    }
-    model = build_model(from_dict(ModelConfig, values))
-    model.init_weights()
-    return model
 
 
 def test_text_rows_are_trained_whole(tmp_path):

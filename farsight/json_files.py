@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -1,0 +1,191 @@
+"""Builds config dataclasses from nested dicts, every name, type and range checked, and turns them back into TOML."""
+
+import dataclasses
+import tomllib
+import types
+import typing
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import tomli_w
+
+from farsight.configs.shipped import shipped_file
+from farsight.errors import ConfigError, nearest
+from farsight.ranges import FINITE, Range
+
+T = TypeVar("T")
+
+
+class Raw(str):
+    """A command-line value: text that is still to be converted to its field's type."""
+
+
+def from_dict(cls: type[T], values: Any, where: str = "") -> T:
+    """Builds dataclass `cls` from nested dicts and checks every name and type.
+
+    Raises:
+        ConfigError: an unknown key, or a value of the wrong type or out of range.
+    """
+    prefix = f"{where}." if where else ""
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} = {values!r} must be a table with the keys {', '.join(field_names(cls))}.")
+    for key in values:
+        if key not in field_names(cls):
+            raise ConfigError(f"There is no option {prefix}{key}.{nearest(key, field_names(cls))}")
+    hints = typing.get_type_hints(cls, include_extras=True)
+    converted = {}
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # cls is a dataclass; mypy cannot say so of T
+        if field.name in values:
+            default = default_of(field)
+            converted[field.name] = convert(hints[field.name], values[field.name], prefix + field.name, default)
+    try:
+        return cls(**converted)
+    except (AssertionError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
+    """Converts a value to a field's type, or raises ConfigError.
+
+    Args:
+        where: the option's name, for messages.
+        default: the field's default, whose `kind` a table without one takes.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _in_range(convert(arguments[0], value, where), arguments[1], where)
+    if origin in (Union, types.UnionType):
+        if type(None) in arguments and (value is None or (isinstance(value, Raw) and value.lower() == "none")):
+            return None
+        kinds = [a for a in arguments if dataclasses.is_dataclass(a)]
+        if len(kinds) > 1:
+            return _convert_kind(kinds, value, where, default)
+        return _convert_first(tuple(a for a in arguments if a is not type(None)), value, where)
+    if dataclasses.is_dataclass(hint):
+        return from_dict(typing.cast(type, hint), inline(value, where), where)
+    if origin in (list, tuple):
+        items = _inline_list(value, where)
+        if not isinstance(items, (list, tuple)):
+            raise ConfigError(f"{where} = {value!r} must be a list.")
+        item_hint = arguments[0] if arguments else Any
+        return origin(convert(item_hint, item, f"{where}.{i}") for i, item in enumerate(items))
+    if origin is Literal:
+        for choice in arguments:
+            if value == choice or (isinstance(value, Raw) and value == str(choice)):
+                return choice
+        raise ConfigError(
+            f"{where} = {_shown(value)} must be one of {', '.join(map(repr, arguments))}."
+            f"{nearest(str(value), [str(a) for a in arguments], say_known=False)}"
+        )
+    if origin is dict and isinstance(value := inline(value, where), dict):
+        return {key: convert(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if hint is Any or origin is dict or hint is dict:
+        return value
+    value = _convert_scalar(hint, value, where)
+    if hint is str:
+        return shipped_file(value)
+    return _in_range(value, FINITE, where) if hint in (int, float) else value
+
+
+def _in_range(value: Any, span: Range, where: str) -> Any:
+    if problem := span.problem(value):
+        raise ConfigError(f"{where} = {value} {problem}.")
+    return value
+
+
+def _convert_scalar(hint: type, value: Any, where: str) -> Any:
+    if isinstance(value, Raw):
+        try:
+            if hint is bool:
+                return {"true": True, "false": False}[value.lower()]
+            # People write token counts as 2e9 or 500_000.
+            written_out = hint is not int or value.lstrip("+-").isdigit()
+            return hint(value) if written_out or not float(value).is_integer() else int(float(value))
+        except (KeyError, ValueError, OverflowError):
+            raise ConfigError(f"{where} = {value} must be {_TYPE_NAMES[hint]}.") from None
+    if hint is float and type(value) is int:
+        return float(_in_range(value, FINITE, where))
+    # type() instead of isinstance(), to which True is an int.
+    if type(value) is not hint:
+        raise ConfigError(f"{where} = {_shown(value)} must be {_TYPE_NAMES.get(hint, hint)}.")
+    return value
+
+
+def _convert_first(hints: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Converts to the first type of a union (`float | int`) that accepts the value."""
+    for position, hint in enumerate(hints):
+        try:
+            return convert(hint, value, where)
+        except ConfigError:
+            if position == len(hints) - 1:
+                raise
+    raise AssertionError(f"{where} has an empty type")
+
+
+def _convert_kind(kinds: list[Any], value: Any, where: str, default: Any) -> Any:
+    value = inline(value, where)
+    names = {k.__dataclass_fields__["kind"].default: k for k in kinds}
+    if not isinstance(value, dict):
+        raise ConfigError(f'{where} = {value!r} must be a table with a kind, such as {{ kind = "{min(names)}" }}.')
+    kind = value.get("kind", getattr(default, "kind", None))
+    if kind is None:
+        raise ConfigError(f"{where} needs a kind: one of {', '.join(sorted(names))}.")
+    if str(kind) not in names:
+        raise ConfigError(f"{where}.kind = {str(kind)!r} is unknown.{nearest(str(kind), sorted(names))}")
+    return from_dict(names[str(kind)], value, where)
+
+
+def inline(value: Any, where: str) -> Any:
+    """Parses a table given on the command line, in TOML's inline form."""
+    if not isinstance(value, Raw):
+        return value
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f'{where} = {value} must be a table such as {{ kind = "…" }}: {error}') from None
+
+
+def _inline_list(value: Any, where: str) -> Any:
+    if not isinstance(value, Raw):
+        return value
+    if value.startswith("["):
+        return inline(value, where)
+    return [Raw(item) for item in value.split(",") if item]
+
+
+_TYPE_NAMES: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string (in quotes)",
+}
+
+
+def _shown(value: Any) -> str:
+    return str(value) if isinstance(value, Raw) else repr(value)
+
+
+def field_names(cls: type) -> list[str]:
+    return [f.name for f in dataclasses.fields(cls)]
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """A config as nested dicts and lists, without the fields that are None (TOML has no null)."""
+
+    def plain(value: Any) -> Any:
+        if dataclasses.is_dataclass(value):
+            fields = {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return {name: v for name, v in fields.items() if v is not None}
+        return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    return plain(config)
+
+
+def to_toml(config: Any) -> str:
+    """A config as TOML that `load_config` reads back to an equal one."""
+    return tomli_w.dumps(to_dict(config))
