@@ -1,4 +1,4 @@
-"""What `benchmarks.attention` measures: our attention and PyTorch's dense one side by side, after a check of both.
+"""Rows of `benchmarks.attention`: our attention and PyTorch's dense one side by side, after a check of both.
 
 Shape suffixes: B batch, L tokens, N query heads, K key-value heads, H head dim.
 """

@@ -1,4 +1,4 @@
-"""What measuring plasticity costs a run: its time compared with that of the training steps between two measurements.
+"""The cost of measuring plasticity, compared with the training steps between two measurements.
 
     python -m benchmarks.plasticity_metrics [--json F]
 

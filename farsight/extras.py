@@ -1,5 +1,7 @@
 """Packages that only some features need, by the extra of pyproject.toml that installs them."""
 
+from pathlib import Path
+
 EXTRAS = {
     "datasets": "data",
     "pyarrow": "data",
@@ -18,4 +20,12 @@ def how_to_install(error: ModuleNotFoundError) -> str | None:
     package = (error.name or "").partition(".")[0]
     if package not in EXTRAS:
         return None
-    return f"This needs the package {package}, which is not installed: pip install 'farsight[{EXTRAS[package]}]'"
+    return f"This needs the package {package}, which is not installed: {install_command(EXTRAS[package])}"
+
+
+def install_command(extra: str) -> str:
+    """The command that adds an extra to this installation or checkout."""
+    checkout = Path(__file__).resolve().parents[1]
+    if (checkout / "pyproject.toml").is_file():
+        return f"pip install --editable '{checkout}[{extra}]'"
+    return f"pip install 'farsight[{extra}]'"

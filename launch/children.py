@@ -68,5 +68,6 @@ def ended(status: int) -> str:
 
 def train_script() -> list[str]:
     """Python's arguments to run training: the checkout's `train.py`, or the module of an installed package."""
-    script = Path(farsight.__file__).parents[1] / "train.py"
-    return [str(script)] if script.is_file() else ["-m", "farsight.train"]
+    # In a checkout, farsight/train.py is a link; a wheel has the file itself.
+    script = Path(farsight.__file__).parent / "train.py"
+    return [str(script.resolve())] if script.is_symlink() else ["-m", "farsight.train"]

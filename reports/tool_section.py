@@ -1,4 +1,4 @@
-"""What a section of `farsight report` declares about the command whose figures it shows."""
+"""A section of `farsight report`: the command whose figures it shows, and how they are found and drawn."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -18,8 +18,8 @@ from farsight.analysis.layer_probes.one_layer import (
 )
 from farsight.analysis.layer_probes.options import DEPTHS, FACTORS, NOISE
 from farsight.analysis.sequences import read_sequences
-from farsight.configs.check import ConfigError
 from farsight.data.retrieval.tasks import parse_task
+from farsight.errors import ConfigError
 from farsight.evals.needle.measure import Grid, measure, parse_depths
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel, load
@@ -28,7 +28,7 @@ from farsight.progress import progress
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """What to measure on the model and with each probe.
+    """The measurements made on the model and with each probe.
 
     Args:
         tokens_SL: sequences to measure perplexity on.

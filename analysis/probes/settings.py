@@ -1,13 +1,13 @@
-"""What position probes are, and how they are trained."""
+"""Settings of position probes and their training."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from farsight.configs.check import ConfigError
+from farsight.errors import ConfigError
 
 Kind = Literal["mlp", "linear"]
 Target = Literal["class", "number"]
-"""What the probe is trained to predict: the position as one of many classes, or as a share of the sequence."""
+"""The probe's target: the position as one of many classes, or as a share of the sequence."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Model directories, adapters and checkpoints that are broken or attack whoever opens them."""
+"""Broken and malicious model directories, adapters and checkpoints."""
 
 import io
 import json

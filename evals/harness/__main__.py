@@ -5,7 +5,7 @@
     farsight harness MODEL_DIR --tasks ruler --lengths 4096 16384 --limit 50
     farsight harness MODEL_DIR --tasks piqa garfa_six/mmlu --data piqa=piqa.jsonl --data-dir mmlu_rows/
 
-Takes model directories of every kind, adapters and checkpoints, and --extend. Needs `pip install '.[eval]'`.
+Takes model directories of every kind, adapters and checkpoints, and --extend. Needs the extra `eval` (`pip install '.[eval]'`).
 
 Groups, with the papers' shots and metrics: scope_nlu (SCOPE, Table 6), garfa_six (GARFA, section 4), longbench (six
 categories; SCOPE, Table 2), longbench_en (its sixteen English data sets; RiPRA, Table 15), ruler (thirteen tasks at each of

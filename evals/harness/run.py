@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from farsight.checkpoints.model_dir import hf_config
-from farsight.configs.check import ConfigError
 from farsight.data.tokenizers.files import parse_json
 from farsight.data.tokenizers.tokenizer import find_tokenizer_dir
+from farsight.errors import ConfigError
 from farsight.evals.harness.data import EXAMPLES, LocalData, local_data, use_local_data
 from farsight.evals.harness.tasks import Benchmark, benchmarks, leaves
+from farsight.extras import install_command
 from farsight.inference.loading import load
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def task_manager(include_path: Path | None = None, metadata: dict[str, Any] | No
     try:
         from lm_eval.tasks import TaskManager
     except ModuleNotFoundError as error:
-        raise ConfigError(f"this needs lm-evaluation-harness 0.4.13 ({error}): pip install '.[eval]'") from None
+        raise ConfigError(f"this needs lm-evaluation-harness 0.4.13 ({error}): {install_command('eval')}") from None
     return TaskManager(include_path=include_path and str(include_path), metadata=metadata)
 
 

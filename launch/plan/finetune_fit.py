@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from farsight.configs.check import ConfigError
 from farsight.configs.check_finetuning import shares_out
 from farsight.configs.finetuning import FinetuneConfig
+from farsight.errors import ConfigError
 from farsight.launch.plan.finetune_memory import FinetuneMemory, adapter_parameters, finetune_memory
 from farsight.launch.plan.hardware import Efficiency, find_gpu, usable_bytes
 from farsight.launch.plan.layout import ParallelLayout
@@ -50,7 +50,7 @@ class Change:
     peak: int
     """Bytes at the peak with this change."""
     why: str
-    """What the change does or costs."""
+    """The effect of the change, or its cost."""
 
 
 def suggestions(config: FinetuneConfig, device: Device, ranks: int = 1) -> tuple[list[Change], Options | None]:

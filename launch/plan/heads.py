@@ -1,4 +1,4 @@
-"""What each rank's heads see: attention work and its balance, keys from other ranks, and the cost of each order of heads.
+"""Attention per rank: work and its balance, keys from other ranks, and the cost of each order of heads.
 
 Tensor-parallel rank r of P holds the r-th of P equal runs of heads; a context-parallel rank holds the pieces given by
 `parallel/context.py`. Everything is derived from the scopes.

@@ -9,7 +9,8 @@ from farsight.cli import explain
 from farsight.extras import EXTRAS
 from tests.running import metrics, run, train_command
 
-PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+CHECKOUT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 
 
 def named(requirements):
@@ -26,7 +27,8 @@ def test_every_optional_package_is_of_its_extra_and_of_no_other_group():
 def test_a_missing_package_is_named_with_its_extra():
     assert explain(ModuleNotFoundError("No module named 'farsight.nothing'", name="farsight.nothing")) is None
     sentence = explain(ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow.parquet"))
-    assert sentence == "This needs the package pyarrow, which is not installed: pip install 'farsight[data]'"
+    command = f"pip install --editable '{CHECKOUT}[data]'"
+    assert sentence == f"This needs the package pyarrow, which is not installed: {command}"
 
 
 def test_training_needs_none_of_them(tmp_path):
