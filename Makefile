@@ -33,8 +33,8 @@ lint-imports: setup
 
 # docs/positions/pictures/*.png, each from the recipe that its page shows (GARFA's from its paper's numbers), and the picture of the README.
 pictures: setup
-	for recipe in configs/recipes/nano/*.toml; do \
-		name=$${recipe#configs/recipes/nano/nano_}; \
+	for recipe in configs/recipes/nano*/*.toml; do \
+		name=$${recipe##*/nano_}; \
 		$(BIN)/farsight positions $$recipe --picture docs/positions/pictures/$${name%.toml}.png > /dev/null || exit 1; \
 	done
 	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/pictures/garfa.png > /dev/null

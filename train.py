@@ -1,13 +1,4 @@
-"""Trains a model from a TOML config, on one process or under torchrun.
-
-    python train.py                                             the quickstart recipe, on a CPU in a few minutes
-    python train.py --job.config_file configs/X.toml [--section.key value …]
-    torchrun --nproc_per_node 8 train.py --job.config_file configs/X.toml
-    python train.py finetune                                    QLoRA and GARFA on the quickstart's model, in minutes
-    python train.py finetune --job.config_file configs/finetune/X.toml [--section.key value …] [--dry-run | --inspect 3]
-    python train.py --help [section …]                          every option, or those of some sections
-
-A shipped config may be named without its path (`--job.config_file tiny`). `--tiny` lays a config's [tiny] table over it.
+"""Trains and fine-tunes models, on one process or under torchrun: `farsight train`, `farsight finetune`.
 
 This file picks what to train, gives the trainer its hooks, and says how the run ended. `training/trainer.py` has the training
 step and the loop. Libraries are imported where they are used: `--help` and a refused config need none of them.
@@ -23,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farsight import cli, process
+from farsight.configs.check import UNSUPPORTED
+from farsight.configs.check_finetuning import NOT_FOR_FINETUNING
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.help import help_text
 from farsight.configs.load import load_config
@@ -34,6 +27,34 @@ if TYPE_CHECKING:
     from farsight.training.trainer import Trainer
 
 logger = logging.getLogger("farsight")
+
+PRETRAIN_HELP = """\
+Trains a model from a TOML config, on one process or under torchrun.
+
+    farsight train                                              the quickstart recipe, on a CPU in a few minutes
+    farsight train --job.config_file X.toml [--section.key value …]
+    farsight torchrun --nproc_per_node 8 -m farsight.train --job.config_file X.toml
+    farsight train --help [section …]                           every option, or those of some sections
+
+  --dry-run  set everything up, and stop before the first step
+  --tiny     lay the config's [tiny] table over it
+
+In a checkout, `python train.py …` and `torchrun … train.py …` do the same. A shipped config may be named without its path
+(`--job.config_file tiny`). N in an option's name is an item of a list that the config file has, from 0.
+"""
+FINETUNE_HELP = """\
+Fine-tunes adapters on a base model: LoRA or QLoRA, and GARFA.
+
+    farsight finetune                                           QLoRA and GARFA on the quickstart's model, in minutes
+    farsight finetune --job.config_file X.toml [--section.key value …]
+    farsight finetune --help [section …]                        every option, or those of some sections
+
+  --dry-run    load everything, show what would train and the memory it takes, and stop
+  --inspect N  show N rows of data as the model reads them, with the tokens that are trained on, and stop
+
+In a checkout, `python train.py finetune …` does the same. A shipped config may be named without its path
+(`--job.config_file llama3.1_8b_qlora_garfa`). N in an option's name is an item of a list that the config file has, from 0.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,21 +71,28 @@ class Work:
     """Returns the message for a GPU that ran out of memory."""
 
 
+def take_flag(arguments: list[str], flag: str) -> tuple[list[str], bool]:
+    """The other arguments, and whether the flag is among them."""
+    rest = [argument for argument in arguments if argument.replace("_", "-") != flag]
+    return rest, len(rest) < len(arguments)
+
+
 def pretrain(arguments: list[str]) -> Work:
     """Prepares one stage of pre-training."""
+    arguments, dry_run = take_flag(arguments, "--dry-run")
     config: JobConfig = load_config(arguments)
 
     from farsight.analysis.plasticity.live import PlasticityMetrics
     from farsight.model.build import ModelConfig, trained_layers
     from farsight.model.position.layers import describe
     from farsight.parallel.pipeline import layers_by_stage
-    from farsight.training.start import say_theta
+    from farsight.training.start import report_theta
     from farsight.training.trainer import Trainer
 
     layers, trained = ModelConfig.from_job(config).layers(), trained_layers(config)
     if config.parallelism.pipeline_parallel_degree > 1:
         layers_by_stage(config)
-    say_theta(config, arguments)
+    report_theta(config, arguments)
 
     def build() -> Trainer:
         trainer = Trainer(config, PlasticityMetrics)
@@ -73,7 +101,7 @@ def pretrain(arguments: list[str]) -> Work:
             logger.info(f"training only layers {config.training.layers}: {trainer.trained_parameters:,} parameters")
         return trainer
 
-    return Work(config, build)
+    return Work(config, build, dry_run)
 
 
 def finetune(arguments: list[str]) -> Work | None:
@@ -82,8 +110,9 @@ def finetune(arguments: list[str]) -> Work | None:
     from farsight.training.finetune.spec import load_finetune_config
     from farsight.training.finetune.trainer import Finetuner
 
-    options, dry_run, inspect = report.take_flags(arguments)
-    config = load_finetune_config(options)
+    arguments, dry_run = take_flag(arguments, "--dry-run")
+    arguments, inspect = report.take_inspect(arguments)
+    config = load_finetune_config(arguments)
     if inspect:
         print(report.rows(config, inspect))
         return None
@@ -181,11 +210,11 @@ def main(arguments: list[str]) -> int:
     if command in ("pretrain", "finetune") and {"-h", "--help"} & {*arguments}:
         return _help([a for a in arguments if not a.startswith("-")], command)
 
-    from farsight.training.logs import start_logging
-
-    start_logging()
     run_folder: Path | None = None
     try:
+        from farsight.training.logs import start_logging
+
+        start_logging()
         ranks = process.ranks()
         match command:
             case "pretrain" if not arguments:
@@ -201,7 +230,9 @@ def main(arguments: list[str]) -> int:
                 named = any(argument.startswith("--job.config_file") for argument in arguments)
                 work = finetune(arguments if named else own + arguments)
             case _:
-                raise ConfigError(f"{command!r} is not a command; use pretrain (the default) or finetune.")
+                raise ConfigError(
+                    f"{command!r} is not an option. To train a config: --job.config_file {command}; to fine-tune: finetune."
+                )
         if work is not None:
             run_folder = Path(work.config.job.dump_folder)
             run(work)
@@ -212,7 +243,10 @@ def main(arguments: list[str]) -> int:
 
 @cli.command
 def _help(sections: list[str], command: str) -> int:
-    print(f"{__doc__}\n{help_text(sections, FinetuneConfig if command == 'finetune' else JobConfig)}")
+    if command == "finetune":
+        print(FINETUNE_HELP + help_text(sections, FinetuneConfig, UNSUPPORTED | NOT_FOR_FINETUNING))
+    else:
+        print(PRETRAIN_HELP + help_text(sections))
     return 0
 
 

@@ -15,9 +15,19 @@ if TYPE_CHECKING:
     from farsight.data.tokenizers.tokenizer import Tokenizer
 
 
-def add_text_options(parser: argparse.ArgumentParser, sequences: int, seed: bool = True) -> None:
-    """Adds --data, --length, --sequences and, for tools that draw random numbers, --seed."""
-    parser.add_argument("--data", type=Path, metavar="FILE", help='.jsonl of {"text": …}, or a text file')
+def add_text_options(parser: argparse.ArgumentParser, sequences: int, seed: bool = True, optional: str = "") -> None:
+    """Adds --data, --length, --sequences and, for tools that draw random numbers, --seed.
+
+    Args:
+        optional: why --data may be left out, for the help text; without a reason it is required.
+    """
+    parser.add_argument(
+        "--data",
+        type=Path,
+        required=not optional,
+        metavar="FILE",
+        help='.jsonl of {"text": …}, or a text file' + (optional and f" ({optional})"),
+    )
     parser.add_argument(
         "--length", type=positive, metavar="L", help="tokens per sequence (default: the trained length)"
     )

@@ -137,7 +137,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--repeats", type=bounded(int, least=1), help="timed runs of each kernel; the median counts (default: 5)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there, also after each measurement")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file, after each measurement")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not cuda:
         parser.error("--device cuda, but PyTorch sees no GPU here: use --device cpu")
@@ -146,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         given or usual for given, usual in zip((args.heads, args.kv_heads, args.head_dim), sizes.heads, strict=True)
     )
     if N % K:
-        parser.error(f"--heads {N} is no multiple of --kv-heads {K}")
+        parser.error(f"--heads {N} is not a multiple of --kv-heads {K}")
     dtype = getattr(torch, args.dtype or sizes.dtype)
     repeats = args.repeats or sizes.repeats
     backends = args.backends or scoped_backends(args.device)

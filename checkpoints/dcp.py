@@ -88,7 +88,7 @@ _KNOWN = {
 
 
 def _enum_member(kind: Any, name: Any) -> _Record:
-    """Stands for `getattr`, with which Python 3.11.0 to 3.11.3 pickles members of an enum; for no other use of it."""
+    """Stands in for `getattr`, which Python 3.11.0 to 3.11.3 uses to pickle enum members; refuses every other use."""
     if kind is not _KNOWN["torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"]:
         raise pickle.UnpicklingError(f"it asks for builtins.getattr, {_ANY_CODE}")
     return kind()

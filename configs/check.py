@@ -63,7 +63,7 @@ FLOAT8 = "quantize.linear.float8"
 """torchtitan's name for the converter of linear layers to float8."""
 
 # torchtitan's options that have no effect here or would do harm, with what to do instead.
-_UNSUPPORTED = {
+UNSUPPORTED = {
     "training.dataset": "name sources in [data]",
     "training.dataset_path": "name sources in [data]",
     "training.dataloader": "the loader reads ahead by itself",
@@ -103,7 +103,7 @@ _UNSUPPORTED = {
 
 def _check_unsupported(config: JobConfig) -> None:
     plain = JobConfig()
-    for name, instead in _UNSUPPORTED.items():
+    for name, instead in UNSUPPORTED.items():
         value, default = map(attrgetter(name), (config, plain))
         if value != default:
             shown = f" = {value!r}" if not dataclasses.is_dataclass(value) else ""

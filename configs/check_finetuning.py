@@ -8,7 +8,7 @@ from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
 
 # Pre-training's options that have no effect in fine-tuning, with what to set instead.
-_UNSUPPORTED = {
+NOT_FOR_FINETUNING = {
     "parallelism.tensor_parallel_degree": "PEFT's layers can't be divided; use data_parallel_shard_degree",
     "parallelism.pipeline_parallel_degree": "use data_parallel_shard_degree",
     "checkpoint.initial_load_path": "name the model directory in base_model.path",
@@ -33,7 +33,7 @@ def check_base(config: FinetuneConfig, ranks: int) -> None:
         ConfigError: naming the option and its value.
     """
     plain, b, t = JobConfig(), config.base_model, config.training
-    for name, instead in _UNSUPPORTED.items():
+    for name, instead in NOT_FOR_FINETUNING.items():
         value, default = map(attrgetter(name), (config, plain))
         if value != default:
             raise ConfigError(f"{name} = {value!r} is not for fine-tuning: {instead}.")

@@ -213,6 +213,8 @@ class FinetuneValidation(Validation):
 
 @dataclass
 class FinetuneMetrics(Metrics):
+    """Metrics, logged more often than in pre-training."""
+
     log_freq: Size = 5
 
 
@@ -225,6 +227,8 @@ class FinetuneCheckpoint(Checkpoint):
 
 @dataclass
 class FinetuneActivationCheckpoint(ActivationCheckpoint):
+    """Recomputation of activations, of whole blocks by default."""
+
     mode: Literal["selective", "full", "memory_budget", "none"] = "full"
 
 

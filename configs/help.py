@@ -8,34 +8,47 @@ import itertools
 import sys
 import textwrap
 import typing
-from collections.abc import Sequence
-from typing import get_args, get_origin
+from collections.abc import Collection, Iterator, Sequence
+from typing import Literal, get_args, get_origin
 
+from farsight.configs.check import UNSUPPORTED
 from farsight.configs.schema import JobConfig
 from farsight.configs.typed import default_of, field_names
 from farsight.errors import ConfigError, nearest
 from farsight.ranges import Range
 
 
-def help_text(sections: Sequence[str] = (), cls: type = JobConfig) -> str:
+def help_text(sections: Sequence[str] = (), cls: type = JobConfig, hidden: Collection[str] = UNSUPPORTED) -> str:
     """Describes every option of the named sections (all if empty): type, default and meaning.
+
+    Args:
+        sections: names of options or sections, dotted below the top level ("position.rotary").
+        hidden: options to leave out, as they are always refused.
 
     Raises:
         ConfigError: there is no such section.
     """
-    hints, lines = {name: _section(hint) for name, hint in typing.get_type_hints(cls).items()}, []
+    blocks = list(_blocks(cls, hidden))
+    paths = {path for path, _ in blocks}
+    for section in sections:
+        if section not in paths:
+            raise ConfigError(f"There is no section {section}.{nearest(section, field_names(cls))}")
+    chosen = [block for path, block in blocks if not sections or any(f"{path}.".startswith(f"{s}.") for s in sections)]
+    return "\n".join(line for block in chosen for line in block)
+
+
+def _blocks(cls: type, hidden: Collection[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields each top-level option and each section: its dotted name and its lines."""
+    hints = {name: _section(hint) for name, hint in typing.get_type_hints(cls).items()}
+    shown: dict[tuple[type, ...], str] = {}
     # Top-level options first: after a section they would look like part of it.
     for field in sorted(dataclasses.fields(cls), key=lambda f: dataclasses.is_dataclass(hints[f.name])):
-        if sections and field.name not in sections:
+        if field.name in hidden:
             continue
         if dataclasses.is_dataclass(hints[field.name]):
-            lines += _section_help(hints[field.name], field.name)
+            yield from _section_blocks(hints[field.name], field.name, f"[{field.name}]", hidden, shown)
         else:
-            lines += ["", *_option_help(field, field.name, hints[field.name], _field_docs(cls), _ranges(cls))]
-    if sections and not lines:
-        names = field_names(cls)
-        raise ConfigError(f"There is no section {', '.join(sections)}.{nearest(sections[0], names)}")
-    return "\n".join(lines)
+            yield field.name, ["", *_option_help(field, field.name, hints[field.name], _field_docs(cls), _ranges(cls))]
 
 
 def _section(hint: typing.Any) -> typing.Any:
@@ -44,33 +57,77 @@ def _section(hint: typing.Any) -> typing.Any:
     return kinds[0] if len(kinds) == 1 and dataclasses.is_dataclass(kinds[0]) else hint
 
 
-def _section_help(cls: type, path: str) -> list[str]:
-    lines = ["", f"[{path}]" + (f"  {_first_line(cls)}" if cls.__module__.startswith("farsight.") else "")]
+def _section_blocks(
+    cls: typing.Any,
+    path: str,
+    header: str,
+    hidden: Collection[str],
+    shown: dict[tuple[type, ...], str],
+    usual: bool = False,
+) -> Iterator[tuple[str, list[str]]]:
+    """Yields a section and those inside it.
+
+    Args:
+        path: its dotted name; items of lists are called N.
+        header: its name as TOML writes it, and its kind.
+        hidden: options to leave out.
+        shown: sections described so far: choices of classes, and where they were described.
+        usual: whether this is the kind that is used by default.
+    """
     hints, docs, spans = typing.get_type_hints(cls), _field_docs(cls), _ranges(cls)
+    lines = ["", f"{header}{' (the default)' * usual}  {_first_line(cls)}".rstrip()]
     nested = []
     for field in dataclasses.fields(cls):
-        hint = hints[field.name]
-        kinds = [a for a in (hint, *get_args(hint), *(b for a in get_args(hint) for b in get_args(a)))
-                 if dataclasses.is_dataclass(a)]  # fmt: skip
-        if kinds:
-            nested += [(k, f"{path}.{field.name}") for k in kinds]
+        name = f"{path}.{field.name}"
+        kinds = _classes(hints[field.name])
+        if name in hidden:
             continue
-        lines += _option_help(field, f"{path}.{field.name}", hint, docs, spans)
-    for kind, where in nested:
-        lines += _section_help(typing.cast(type, kind), where)
-    return lines
+        if kinds:
+            nested.append((field, kinds, name))
+        elif not (field.name == "kind" and "kind =" in header):
+            lines += _option_help(field, name, hints[field.name], docs, spans)
+    yield path.replace(".N", ""), lines
+    for field, kinds, name in nested:
+        if kinds in shown:
+            yield name.replace(".N", ""), [f"  --{name}.…  as {shown[kinds]}"]
+            continue
+        brackets = "[{}]"
+        if get_origin(hints[field.name]) is tuple:
+            name, brackets = f"{name}.N", "[[{}]]"
+        header = brackets.format(name.replace(".N", ""))
+        if len(kinds) > 1:
+            shown[kinds] = header
+        default = default_of(field)
+        for kind in kinds:
+            usual = isinstance(default[0] if isinstance(default, tuple) and default else default, kind)
+            own = f'{header} kind = "{kind.__dataclass_fields__["kind"].default}"' if len(kinds) > 1 else header
+            yield from _section_blocks(kind, name, own, hidden, shown, usual and len(kinds) > 1)
+
+
+def _classes(hint: typing.Any) -> tuple[typing.Any, ...]:
+    """The config classes that a field may hold, one or a tuple of them."""
+    inner = [hint, *get_args(hint), *(b for a in get_args(hint) for b in get_args(a))]
+    return tuple(a for a in inner if dataclasses.is_dataclass(a))
 
 
 def _option_help(
     field: dataclasses.Field, name: str, hint: typing.Any, docs: dict[str, str], spans: dict[str, Range]
 ) -> list[str]:
-    shown = str(hint.__name__ if isinstance(hint, type) and not get_args(hint) else hint).replace("typing.", "")
+    shown = _type_name(hint)
     if field.name in spans:
         shown += f", {spans[field.name]}"
     return [
         f"  --{name}  {shown}  (default: {default_of(field)!r})",
         *textwrap.wrap(docs.get(field.name, ""), 100, initial_indent="      ", subsequent_indent="      "),
     ]
+
+
+def _type_name(hint: typing.Any) -> str:
+    if get_origin(hint) is Literal:
+        return " | ".join(map(str, get_args(hint)))
+    if type(None) in get_args(hint):
+        return " | ".join("none" if a is type(None) else _type_name(a) for a in get_args(hint))
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
 
 
 def _ranges(cls: type) -> dict[str, Range]:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from farsight.configs.check import check, training_steps
 from farsight.configs.schema import JobConfig
 from farsight.configs.shipped import find_config, size_file
-from farsight.configs.typed import Raw, convert, from_dict, inline
+from farsight.configs.typed import Raw, Switch, convert, from_dict, inline
 from farsight.errors import ConfigError
 
 C = TypeVar("C", bound=JobConfig)
@@ -47,7 +47,7 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         if tiny:
             raise ConfigError("--tiny shrinks a config file: name one with --job.config_file.")
         return options
-    path = find_config(Path(job["config_file"]))
+    path = find_config(Path(convert(str, job["config_file"], "job.config_file")))
     job["config_file"] = Raw(path)
     return merge(read_toml(path, tiny), options)
 
@@ -206,7 +206,7 @@ def parse_options(arguments: Sequence[str]) -> dict[str, Any]:
             elif path[-1].startswith("no_"):
                 path[-1], value = path[-1][len("no_") :], "false"
             else:
-                value = "true"
+                value = Switch("true")
         table = options
         for key in path[:-1]:
             table = table.setdefault(key, {})
@@ -214,5 +214,5 @@ def parse_options(arguments: Sequence[str]) -> dict[str, Any]:
                 raise ConfigError(f"--{name}: {key} was given the value {table} before, and has options of its own.")
         if isinstance(table.get(path[-1]), dict):
             raise ConfigError(f"{option}: {path[-1]} has options of its own, such as --{name}.{min(table[path[-1]])}.")
-        table[path[-1]] = Raw(value)
+        table[path[-1]] = value if isinstance(value, Switch) else Raw(value)
     return options

@@ -8,7 +8,7 @@ from farsight.ranges import Count, Size, SizeOrAuto
 
 @dataclass
 class Parallelism:
-    """How the model, the sequences and the batch are divided over ranks."""
+    """Division of the model, the sequences and the batch over ranks."""
 
     data_parallel_replicate_degree: Size = 1
     """Copies of the model: more than 1 is DDP if data_parallel_shard_degree = 1, and HSDP if that is more too."""
@@ -73,7 +73,7 @@ class Comm:
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """What `engine = "deepspeed"` shards; precision, clipping, batches and the optimizer stay in torchtitan's sections."""
+    """ZeRO sharding with `engine = "deepspeed"`; precision, clipping, batches and the optimizer stay in torchtitan's sections."""
 
     zero_stage: Literal[1, 2, 3] = 2
     """ZeRO (Rajbhandari et al., 2020): shards the optimizer state (1), gradients too (2), parameters too (3)."""

@@ -3,7 +3,8 @@
 torchtitan's sections (`job`, `training`, `optimizer`, `parallelism`, …) keep their names and meaning;
 the sections here stand beside them in the same TOML file. Every class is frozen. Each kind of RoPE, head
 scope, bias and source has a class of its own, selected by `kind`, so no class carries another kind's
-fields. `configs/load.py` builds these from TOML and the command line and refuses what does not fit.
+fields. `configs/load.py` reads them from TOML and the command line; `configs/typed.py` builds
+them and refuses what does not fit.
 A number's range is declared with its type (`farsight/ranges.py`).
 
 Units: lengths and scopes are tokens; layers and heads count from 0.
@@ -219,6 +220,8 @@ Heads = Dense | SlidingWindow | Scope
 
 @dataclass(frozen=True)
 class NoBias:
+    """Nothing is added to the attention scores."""
+
     kind: Literal["none"] = "none"
 
 
@@ -285,6 +288,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Tokenizer:
+    """The tokenizer: its kind, and where it is read from."""
+
     kind: Literal["auto", "bytes", "sentencepiece", "huggingface"] = "auto"
     """auto: detected from the files in `path`; without a path, a sentencepiece model trained on the data."""
     path: str = ""
@@ -364,6 +369,8 @@ Source = StdlibSource | TextSource | JsonlSource | ParquetSource | HubSource
 
 @dataclass(frozen=True)
 class Data:
+    """Data sources, their mixture and their order."""
+
     sources: tuple[Source, ...] = (StdlibSource(),)
     seed: int = 0
     """Orders documents and draws sources. The same seed gives the same global batches on any number of ranks."""

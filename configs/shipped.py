@@ -37,6 +37,8 @@ def find_config(path: Path, folder: Path = Path()) -> Path:
         ConfigError: there is none.
     """
     there = folder / path
+    if there.is_dir():
+        raise ConfigError(f"{there} is a folder: name a .toml file in it, or a shipped config.")
     if there.exists():
         return there
     name = path.name.removesuffix(".toml")

@@ -16,7 +16,7 @@ class Job:
     dump_folder: str = ""
     """Run folder: everything the run writes goes here. Empty: runs/<name of the config file>."""
     description: str = "Farsight"
-    """What the log and the run's files call it."""
+    """The run's name in the log and in its files."""
     print_config: bool = False
     """Print the whole config at the start."""
     save_config_file: str | None = None
@@ -121,7 +121,7 @@ class LRScheduler:
 
 @dataclass
 class ActivationCheckpoint:
-    """Which activations are recomputed in the backward pass."""
+    """Recomputation of activations in the backward pass."""
 
     mode: Literal["selective", "full", "memory_budget", "none"] = "selective"
     """"full" recomputes whole blocks, "selective" part of them, "memory_budget" leaves the choice to
@@ -146,6 +146,8 @@ class ActivationCheckpoint:
 
 @dataclass(frozen=True)
 class Attention:
+    """The kernel for scoped attention."""
+
     backend: Literal["auto", "reference", "banded", "triton", "flex", "flash"] = "auto"
     """Kernel for scoped attention; "auto" picks by device and says which it took. "triton" needs a GPU, "flex" (PyTorch's
     FlexAttention) a GPU to train, "flash" a GPU, bf16 or fp16, and the package flash-attn."""
@@ -153,6 +155,8 @@ class Attention:
 
 @dataclass(frozen=True)
 class Loss:
+    """Computation of the loss."""
+
     chunk_tokens: Count = 0
     """Tokens whose logits exist at once; 0 picks a chunk of about 32M logits."""
 

@@ -6,8 +6,6 @@ import types
 import typing
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-import tomli_w
-
 from farsight.configs.shipped import shipped_file
 from farsight.errors import ConfigError, nearest
 from farsight.ranges import FINITE, Range
@@ -17,6 +15,10 @@ T = TypeVar("T")
 
 class Raw(str):
     """A command-line value: text that is still to be converted to its field's type."""
+
+
+class Switch(Raw):
+    """The value of an option that was given none: "true"."""
 
 
 def from_dict(cls: type[T], values: Any, where: str = "") -> T:
@@ -30,7 +32,8 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
         raise ConfigError(f"{where} = {values!r} must be a table with the keys {', '.join(field_names(cls))}.")
     for key in values:
         if key not in field_names(cls):
-            raise ConfigError(f"There is no option {prefix}{key}.{nearest(key, field_names(cls))}")
+            hint = nearest(key, field_names(cls)) if where else _option_named(cls, key)
+            raise ConfigError(f"There is no option {prefix}{key}.{hint}")
     hints = typing.get_type_hints(cls, include_extras=True)
     converted = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # cls is a dataclass; mypy cannot say so of T
@@ -41,6 +44,16 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
         return cls(**converted)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _option_named(cls: type, name: str) -> str:
+    """A hint at the option that was meant: one given without its section ("lr") or in part ("config"), or a similar name."""
+    sections = {section: hint for section, hint in typing.get_type_hints(cls).items() if isinstance(hint, type)}
+    options = [(s, o) for s, hint in sections.items() if dataclasses.is_dataclass(hint) for o in field_names(hint)]
+    for fits in (str.__eq__, str.startswith):
+        if found := [f"{section}.{option}" for section, option in options if fits(option, name)]:
+            return f" Did you mean {found[0]!r}?"
+    return nearest(name, [*field_names(cls), "dry-run", "tiny"])
 
 
 def convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
@@ -65,7 +78,10 @@ def convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
     if origin in (list, tuple):
         items = _inline_list(value, where)
         if not isinstance(items, (list, tuple)):
-            raise ConfigError(f"{where} = {value!r} must be a list.")
+            remedy = f": [[{where}]] in a config file, whose first item --{where}.0.KEY changes" * isinstance(
+                value, dict
+            )
+            raise ConfigError(f"{where} = {value!r} must be a list{remedy}.")
         item_hint = arguments[0] if arguments else Any
         return origin(convert(item_hint, item, f"{where}.{i}") for i, item in enumerate(items))
     if origin is Literal:
@@ -93,6 +109,8 @@ def _in_range(value: Any, span: Range, where: str) -> Any:
 
 
 def _convert_scalar(hint: type, value: Any, where: str) -> Any:
+    if isinstance(value, Switch) and hint is not bool:
+        raise ConfigError(f"{where} was given no value.")
     if isinstance(value, Raw):
         try:
             if hint is bool:
@@ -188,4 +206,6 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 def to_toml(config: Any) -> str:
     """A config as TOML that `load_config` reads back to an equal one."""
+    import tomli_w  # here, so that --help and a message about missing packages need none of them
+
     return tomli_w.dumps(to_dict(config))

@@ -21,9 +21,10 @@ from farsight.data.mixture import MixedSource, Mixture
 from farsight.data.packing import Packer, Rows
 from farsight.data.prefetch import Prefetch
 from farsight.data.sources.build import open_sources
-from farsight.data.sources.documents import DataError, DocumentSource, Split
+from farsight.data.sources.documents import DocumentSource, Split
 from farsight.data.sources.identity import difference
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import DataError
 
 logger = logging.getLogger(__name__)
 

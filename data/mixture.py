@@ -13,9 +13,10 @@ import numpy as np
 from farsight.configs import schema
 from farsight.data.order import hash64
 from farsight.data.sources.build import open_sources
-from farsight.data.sources.documents import DataError, Document, DocumentLane, DocumentSource, Split
+from farsight.data.sources.documents import Document, DocumentLane, DocumentSource, Split
 from farsight.data.sources.shared import SharedDocuments
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import DataError
 from farsight.progress import progress
 
 _TYPICAL_TEXT = "The order of documents depends on the seed alone: for i in range(3): return words[i]"

@@ -22,6 +22,7 @@ The same options give the same file.
 
 @command
 def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
     parser = argparse.ArgumentParser(
         prog="farsight needles", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )

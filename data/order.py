@@ -23,7 +23,7 @@ def hash64(*values: int) -> int:
 
 
 def shuffled(index: int, size: int, seed: int) -> int:
-    """Where a seeded permutation of 0 … size-1 sends `index`, without building the permutation.
+    """The image of `index` under a seeded permutation of 0 … size-1, without building the permutation.
 
     A Feistel network permutes the smallest even-bit range that holds `size`; results outside 0 … size-1 are permuted
     again, which keeps it a permutation and takes fewer than four rounds on average.

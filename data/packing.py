@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from farsight.data.sources.documents import DataError
+from farsight.errors import DataError
 
 IGNORE = -100
 """Label that the loss ignores, as in PyTorch."""

@@ -36,6 +36,7 @@ Shows how a tokenizer splits a text: one line per token, with its id and text.
 
 @command
 def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
     options = _parser().parse_args(arguments)
     result = options.run(options)
     if options.json:

@@ -158,10 +158,10 @@ def read_file(path: Path) -> list[Figure]:
             case "L-Eval":
                 figures = _leval(path)
             case _:
-                raise ConfigError(f"{path} is no result file of these kinds:\n{KINDS}")
+                raise ConfigError(f"{path} is not a result file of any of these kinds:\n{KINDS}")
     for figure in figures:
         if not isinstance(figure.value, int | float):
-            raise ConfigError(f"{path}: {figure.metric} of {figure.name} is {figure.value!r}, and no number.")
+            raise ConfigError(f"{path}: {figure.metric} of {figure.name} is {figure.value!r}, not a number.")
     return figures
 
 
@@ -207,7 +207,7 @@ def _loft(path: Path) -> list[Figure]:
     """The figure in `outputs/TASK/DATASET/LENGTH/SPLIT_predictions_metrics.json`, the layout of LOFT's own script."""
     if len(path.absolute().parts) < 5 or path.absolute().parts[-4] not in _LOFT:
         raise ConfigError(
-            f"{path}: where TASK/DATASET/LENGTH/{path.name} is expected, TASK one of {', '.join(_LOFT)}, there is no such path."
+            f"{path}: LOFT's results lie at TASK/DATASET/LENGTH/{path.name}, with TASK one of {', '.join(_LOFT)}."
         )
     task, dataset, length = path.absolute().parts[-4:-1]
     metric = _LOFT_RETRIEVAL.get(dataset, _LOFT[task]) if task == "retrieval" else _LOFT[task]
@@ -252,7 +252,7 @@ def _leval(path: Path) -> list[Figure]:
             try:
                 metrics = ast.literal_eval(line[start:])
             except (ValueError, SyntaxError):  # nan is not a literal
-                raise ConfigError(f"{path}: {line[start:]} is no line of metrics that are numbers.") from None
+                raise ConfigError(f"{path}: {line[start:]} is not a line of numeric metrics.") from None
     if not metrics:
         raise ConfigError(f"{path} lacks the line of metrics ({{'exact_match': …, 'LEval_score': …}}) of auto_eval.py.")
     average = _LEVAL_AVERAGE.search(text)  # over the parts of a task that has several

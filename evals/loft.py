@@ -37,7 +37,7 @@ def read_prompts(path: Path) -> dict[str, str]:
         with path.open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
     except (UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"--prompts {path} is no CSV in UTF-8 ({error}).") from None
+        raise ConfigError(f"--prompts {path} is not a CSV file in UTF-8 ({error}).") from None
     if not rows or not {"prompt_id", "prompt"} <= rows[0].keys():
         raise ConfigError(
             f"--prompts {path}: no rows with prompt_id and prompt; dump_prompts.py --output_format=csv writes them."

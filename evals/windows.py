@@ -21,7 +21,7 @@ def first_target(length: int) -> int:
 
 @dataclass(frozen=True)
 class Windows:
-    """Which windows of the documents are measured, and how.
+    """The choice of windows to measure.
 
     `world` processes share the work, this one being number `rank`; every process gets all figures.
     """

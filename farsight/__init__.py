@@ -4,6 +4,8 @@ import sys
 from importlib.util import find_spec
 from types import ModuleType
 
+__version__ = "0.1.0"
+
 if find_spec("triton") is None:
     # Importing torchtitan 0.2.2 imports its kernels for mixtures of experts, which need Triton. We never call them, and
     # PyTorch for CPUs comes without Triton.

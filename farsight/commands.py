@@ -5,6 +5,7 @@ import sys
 import textwrap
 from dataclasses import dataclass
 
+import farsight
 from farsight import cli, process
 from farsight.errors import UserError, nearest
 
@@ -62,7 +63,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "plasticity": Command("analysis.plasticity.__main__", "measure how far into the context attention still depends on the query"),
         "geometry": Command("analysis.geometry.__main__", "measure how queries and keys vary with position"),
         "layers": Command("analysis.layers.__main__", "find layers to fine-tune: sensitivity and RoPE's influence"),
-        "layer-probes": Command("analysis.layer_probes.__main__", "mask, coarsen or disturb one layer's positions"),
+        "layer-probes": Command("analysis.layer_probes.__main__", "mask or coarsen one layer's positions, or add noise to its output"),
         "probes": Command("analysis.probes.__main__", "find the layers that encode position"),
         "order-awareness": Command("analysis.order_awareness.__main__", "measure how far back a model can tell the order of tokens"),
         "order-simulation": Command("analysis.order_simulation.__main__", "simulate how many positions a stack of windows can tell apart"),
@@ -77,7 +78,11 @@ COMMANDS = {name: command for group in GROUPS.values() for name, command in grou
 def usage() -> str:
     """The text of `farsight --help`."""
     width = max(map(len, COMMANDS)) + 2
-    lines = ["usage: farsight COMMAND …", "", "`farsight COMMAND --help` shows a command's options."]
+    lines = [
+        "usage: farsight COMMAND …",
+        "",
+        "`farsight COMMAND --help` shows a command's options, `farsight --version` the version.",
+    ]
     for title, group in GROUPS.items():
         lines += ["", f"{title}:"]
         for name, command in group.items():
@@ -93,6 +98,9 @@ def main(arguments: list[str] | None = None) -> int | None:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(usage())
+        return 0
+    if name == "--version":
+        print(f"farsight {farsight.__version__}")
         return 0
     if name not in COMMANDS:
         raise UserError(

@@ -12,6 +12,10 @@ class ConfigError(UserError):
     """A configuration that cannot be used; the message names the option, its value and what to set instead."""
 
 
+class DataError(UserError):
+    """Unusable data or data settings. The message names the place and the remedy."""
+
+
 class NonFiniteError(RuntimeError):
     """A loss, gradient norm or weights that are infinite or NaN."""
 

@@ -1,7 +1,12 @@
-"""Packages that only some features need, by the extra of pyproject.toml that installs them."""
+"""Packages that Farsight needs: the ones that training needs, and those of some features, by extra of pyproject.toml."""
 
+import sys
 from pathlib import Path
 
+REQUIRED = {
+    "torch", "torchtitan", "sentencepiece", "tokenizers", "tensorboard", "safetensors", "numpy", "matplotlib", "tqdm",
+    "jinja2", "tomli_w", "xxhash",
+}  # fmt: skip
 EXTRAS = {
     "datasets": "data",
     "pyarrow": "data",
@@ -16,8 +21,13 @@ EXTRAS = {
 
 
 def how_to_install(error: ModuleNotFoundError) -> str | None:
-    """The sentence for a missing optional package; None for any other module, whose absence is a fault."""
+    """The sentence for a missing package; None for any other module, whose absence is a fault."""
     package = (error.name or "").partition(".")[0]
+    if package in REQUIRED:
+        return (
+            f"This Python ({sys.executable}) has no {package}, which Farsight needs: in a checkout, run `make setup` and "
+            "use .venv/bin/python; otherwise pip install Farsight in this environment."
+        )
     if package not in EXTRAS:
         return None
     return f"This needs the package {package}, which is not installed: {install_command(EXTRAS[package])}"

@@ -1,6 +1,7 @@
-"""Reads JSON files from outside; whatever they contain, errors are one sentence that names the file."""
+"""JSON files: those from outside are read so that any error is one sentence that names the file."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,20 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} holds {_shown(values)}, not a JSON object.")
     return values
+
+
+def finite_or_null(value: Any) -> Any:
+    """Replaces NaN and infinities, which JSON lacks, by None, in nested dicts and lists too."""
+    if isinstance(value, dict):
+        return {key: finite_or_null(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite_or_null(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def or_nan(value: float | None) -> float:
+    """A figure, or NaN for JSON's null."""
+    return math.nan if value is None else value
 
 
 @contextmanager

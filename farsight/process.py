@@ -179,7 +179,7 @@ def _say(line: str) -> None:
 
 @dataclass(frozen=True)
 class Note:
-    """How a rank ended."""
+    """A rank's exit status and message."""
 
     rank: int
     status: int

@@ -67,7 +67,7 @@ class Decoder:
         self.usage = Usage()
 
     @property
-    def turns_own_keys(self) -> bool:
+    def rotates_own_keys(self) -> bool:
         """Whether the extension keeps and rotates keys itself, rather than only changing the model's positions."""
         if self.extension is None:
             return False
@@ -78,7 +78,7 @@ class Decoder:
         """Allocates caches for rows of these lengths, each of which may grow by `new_tokens`."""
         return Rows(self, lengths, new_tokens)
 
-    def alike(self, rows: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    def group_by_positions(self, rows: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         """Groups rows that get the same positions, so that reading a group together changes no row's result.
 
         Args:

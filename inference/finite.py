@@ -24,7 +24,7 @@ def check_finite(values: Tensor, model: Llama, name: str) -> None:
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # gathers all ranks' parts
         if not is_finite(whole.detach()):
             raise ConfigError(
-                f"{name} gives logits that are infinite or not a number: so are values of its tensor {readable_name(key)}. "
+                f"{name} gives logits that are infinite or not a number, and so are values in its tensor {readable_name(key)}. "
                 "Take an earlier checkpoint, or copy the directory again."
             )
     raise ConfigError(

@@ -1,4 +1,4 @@
-"""The options of every command that reads a model: the device, number format, extension and chunk size.
+"""The options of every command that reads a model: the device, dtype, extension and chunk size.
 
 Parsing them imports no torch; `farsight.inference.loading` loads the model that they describe.
 """
@@ -31,8 +31,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--extend",
         metavar="METHOD[:KEY=VALUE,…]",
-        help="read further than the model was trained, without training it (docs/inference/extensions.md); a 0 is worked out from the "
-        f"lengths: {'; '.join(EXTENSIONS)}",
+        help="read further than the model was trained, without training it: one of the methods below "
+        "(docs/inference/extensions.md)",
+    )
+    parser.epilog = "\n  ".join(
+        (
+            "methods of --extend, with their settings and defaults; METHOD:VALUE sets the first, and a 0 is worked out from the lengths:",
+            *EXTENSIONS,
+        )
     )
     parser.add_argument(
         "--chunk", type=positive, default=CHUNK, help="tokens of a prompt to read at once (%(default)s)"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen."""
+    """Settings for choosing the next token."""
 
     temperature: float = 0.0
     """Divides the logits; 0 takes the most likely token."""

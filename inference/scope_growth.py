@@ -1,4 +1,4 @@
-"""Grows scopes with the sequence past the trained length (`scope_max`), where they otherwise stay as trained."""
+"""Lets scopes grow with the sequence past the trained length (`scope_max`) in models whose scopes stay as trained."""
 
 import dataclasses
 from typing import Any

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from farsight.kernels.triton_launch import contiguous_rows, interpreted
+
 BLOCK_ELEMENTS = 2048
 """Tokens times frequencies of a program: eight per thread."""
 NUM_WARPS = 8
@@ -120,8 +122,7 @@ def rotate_backward_kernel(
         tl.store(p_parts + row * F + o_f, b_part, mask=o_f < F)
 
 
-INTERPRETED = not isinstance(rotate_kernel, triton.runtime.JITFunction)
-"""Under TRITON_INTERPRET=1 the kernels run on the CPU, for tests."""
+INTERPRETED = interpreted(rotate_kernel)
 
 
 def block_sizes(head_dim: int) -> dict[str, int]:
@@ -141,7 +142,7 @@ def check_runs(x: Tensor) -> None:
 @torch.library.custom_op("farsight::triton_rotate_heads", mutates_args=())
 def triton_rotate_heads(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: Tensor) -> Tensor:
     """The forward pass of `rotate_heads`, without autograd: x [B, L, K, H] rotated, in x's dtype."""
-    x, y = _rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    x, y = contiguous_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     blocks = block_sizes(x.shape[-1])
     rotate_kernel[_grid(x, blocks)](
         x, y, positions.contiguous(), inv_freq.contiguous(), attention_factor, *x.stride()[:3], *y.stride()[:3],
@@ -163,8 +164,8 @@ def triton_rotate_heads_backward(
 
     Without x there are no parts: [0, K, F].
     """
-    dy, dx = _rows(dy), torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
-    x_rows, blocks = dy if x is None else _rows(x), block_sizes(dy.shape[-1])
+    dy, dx = contiguous_rows(dy), torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
+    x_rows, blocks = dy if x is None else contiguous_rows(x), block_sizes(dy.shape[-1])
     parts = torch.empty(_parts(dy, x, blocks), dtype=torch.float32, device=dy.device)
     rotate_backward_kernel[_grid(dy, blocks)](
         dy, x_rows, dx, parts, positions.contiguous(), inv_freq.contiguous(), attention_factor,
@@ -192,8 +193,3 @@ def _parts(dy: Tensor, x: Tensor | None, blocks: dict[str, int]) -> tuple[int, i
 def _by_batch(positions: Tensor) -> int:
     """Stride between the positions of two rows; 0 if all rows share them."""
     return 0 if positions.shape[0] == 1 else positions.shape[1]
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x with each head's row contiguous, which is all that the kernels require."""
-    return x if x.stride(-1) == 1 else x.contiguous()

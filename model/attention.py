@@ -45,7 +45,7 @@ class SequenceContext(Protocol):
         """Takes this call's keys and values [B, L, K, H] and starts gathering the others that its queries see.
 
         Args:
-            scopes: of the rank's query heads, as numbers.
+            scopes: scopes of the rank's query heads, as Python integers.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Which rank holds which part of a sequence under context parallelism, and which keys it needs: plain integers, no tensors.
+"""The split of a sequence over context-parallel ranks, and the keys each rank needs: plain integers, no tensors.
 
 In a key-value head whose widest query head has reach R, a rank's queries see the R - 1 tokens before them. The rank receives
 those that other ranks hold: a halo if R is short, everything before its tokens if R is the whole sequence. All of it follows
@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Literal
 
 SequenceLayout = Literal["contiguous", "zigzag"]
-"""How a sequence is divided over the ranks: see `pieces`."""
+"""Division of a sequence over the ranks: see `pieces`."""
 Span = tuple[int, int]
 
 
@@ -40,7 +40,7 @@ def reaches(scopes: Sequence[int], kv_heads: int, tokens: int) -> tuple[int, ...
     """Tokens that the widest query head of each key-value head sees, the query's own included, [K].
 
     Args:
-        scopes: of all query heads.
+        scopes: scopes of all query heads, in tokens.
         tokens: length of the whole sequence, which bounds every reach.
     """
     group = len(scopes) // kv_heads

@@ -12,6 +12,8 @@ from torchtitan.distributed import ParallelDims
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, dims: ParallelDims) -> float:
     """Scales gradients, in place, so that their global norm is at most `max_norm`; returns the norm before clipping.
 
+    The trainer calls it between the last backward pass of a step and the optimizer.
+
     Squares are summed in fp64: a CPU's fp32 sum over one large tensor is off in the fourth digit, and by how much depends
     on how the tensor is sharded. It takes an fp64 copy of one gradient at a time.
     """

@@ -1,4 +1,4 @@
-"""Saving and loading, in place, tensors of which each rank holds a run of consecutive elements.
+"""Saves and loads, in place, tensors that are sharded over the ranks as runs of consecutive elements.
 
 ZeRO shards parameters and optimizer state that way. DCP handles rectangles: a run of a matrix's elements is up to three.
 """

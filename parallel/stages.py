@@ -1,4 +1,4 @@
-"""Which layers each pipeline stage holds: plain numbers, the same on every rank.
+"""The layers of each pipeline stage: plain numbers, the same on every rank.
 
 A pipeline is as fast as its costliest stage. Layers differ (a dense layer at 128k costs several times a scoped one) and
 the head is a product with the whole vocabulary, so stages are balanced by FLOPs, not by the number of layers.
@@ -14,7 +14,7 @@ from farsight.model.flops import layer_matmul_weights
 
 
 def stage_costs(config: ModelConfig, tokens: int) -> tuple[list[float], float, float]:
-    """Training FLOPs per token: of each layer, of the embedding (0, a look-up), and of the head.
+    """Training FLOPs per token: of each layer, of the embedding (0, a look-up), and of the head. `layers_of_stages` balances them.
 
     Args:
         tokens: length of the sequence, taken as one document.

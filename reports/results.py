@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farsight.errors import ConfigError
-from farsight.training.runs import ReportedModel
+from farsight.training.runs import NamedModel
 
 VARIANTS = {"task": "{}", "extend": "{}", "stride": "sliding by {:,}"}
 """Keys that tell how a model was read, with the format for showing them where they differ between files."""
@@ -18,7 +18,7 @@ VARIANTS = {"task": "{}", "extend": "{}", "stride": "sliding by {:,}"}
 class Result:
     """One tool's figures for one model."""
 
-    model: ReportedModel
+    model: NamedModel
     kind: str
     """The command that wrote it."""
     file: Path
@@ -37,7 +37,7 @@ class Source:
     """Names of the tools, for messages."""
 
 
-def collect_from(source: Source, models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Result]:
+def collect_from(source: Source, models: Sequence[NamedModel], named: Sequence[Path]) -> list[Result]:
     """The results in the models' folders for them, and in the named files.
 
     Raises:
@@ -53,12 +53,12 @@ def collect_from(source: Source, models: Sequence[ReportedModel], named: Sequenc
         if not found:
             entries = list(_entries(file, source))
             if not any(kind for _, kind, _ in entries):
-                raise ConfigError(f"--results {file} is no result of {source.tools}.")
+                raise ConfigError(f"--results {file} is not a result of {source.tools}.")
             paths = ", ".join(str(path) for path, _, _ in entries if path) or "no path"
             given = ", ".join(str(model.path) for model in models)
             raise ConfigError(
-                f"--results {file} is of none of the models on this page. It names {paths}; the page has {given}. "
-                f"A file without a path belongs into the {source.folder}/ of its model."
+                f"--results {file} has no result for any model on this page. It names {paths}; the page has {given}. "
+                f"A file without a path belongs in the {source.folder}/ of its model."
             )
         results += found
     unique = {(result.model.number, result.kind, result.file.resolve()): result for result in results}
@@ -101,7 +101,7 @@ def line_numbers(results: Sequence[Result]) -> list[int]:
     return numbers
 
 
-def _of(file: Path, source: Source, models: Sequence[ReportedModel], owner: ReportedModel | None) -> list[Result]:
+def _of(file: Path, source: Source, models: Sequence[NamedModel], owner: NamedModel | None) -> list[Result]:
     """Results in a file for the models that it names, or for its owner if it names no other model.
 
     A relative path may have been written from another folder. It means the owner if it matches the end of the owner's path, and
@@ -125,7 +125,9 @@ def _of(file: Path, source: Source, models: Sequence[ReportedModel], owner: Repo
             matches = [owner] if its else []
         elif len(alike) > 1:
             ends = ", ".join(str(model.path) for model in alike)
-            raise ConfigError(f"--results {file} names {path}, and {ends} end so: name the model by its absolute path.")
+            raise ConfigError(
+                f"--results {file} names {path}, which fits several models ({ends}): name the model by its absolute path."
+            )
         else:
             matches = alike
         found += [Result(model, kind, file, values) for model in matches]
@@ -139,7 +141,7 @@ def _entries(file: Path, source: Source) -> Iterator[tuple[Path | None, str | No
     except FileNotFoundError:
         raise ConfigError(f"There is no file {file}.") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} is no JSON ({error}).") from None
+        raise ConfigError(f"{file} is not valid JSON ({error}).") from None
     several = content.get("models") if isinstance(content, dict) else None
     for path, values in (several if isinstance(several, dict) else {"": content}).items():
         if isinstance(values, dict):
@@ -147,11 +149,11 @@ def _entries(file: Path, source: Source) -> Iterator[tuple[Path | None, str | No
             yield Path(named) if named and isinstance(named, str) else None, source.kind_of(values), values
 
 
-def _resolved(model: ReportedModel) -> list[Path]:
+def _resolved(model: NamedModel) -> list[Path]:
     return [place.resolve() for place in model.places]
 
 
-def _ends_in(path: Path, model: ReportedModel) -> bool:
+def _ends_in(path: Path, model: NamedModel) -> bool:
     """Whether a relative path of at least two parts is the end of one of the model's paths."""
     parts = () if path.is_absolute() else path.parts
     return len(parts) > 1 and any(place.parts[-len(parts) :] == parts for place in _resolved(model))

@@ -5,17 +5,15 @@ from collections.abc import Mapping, Sequence
 
 from farsight.commands import run
 from farsight.reports.results import Result, of_kind
-from farsight.training.runs import ReportedModel
+from farsight.training.runs import NamedModel
 
 
-def run_missing(
-    folder: str, model: ReportedModel, arguments: Mapping[str, list[str]], results: Sequence[Result]
-) -> None:
+def run_missing(folder: str, model: NamedModel, arguments: Mapping[str, list[str]], results: Sequence[Result]) -> None:
     """Runs the tools whose results a model lacks. A tool that fails prints why, and its result stays missing.
 
     Args:
         folder: the model's folder for results.
-        arguments: of each tool to run, by the kind of its results.
+        arguments: command line of each tool to run, by the kind of its results.
     """
     for kind, given in arguments.items():
         if any(result.model is model for result in of_kind(results, kind)):

@@ -17,7 +17,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value lies: 0 at the low end, 1 at the high one."""
+        """Position of a value on the axis: 0 at the low end, 1 at the high one."""
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)

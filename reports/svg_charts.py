@@ -207,7 +207,7 @@ def heat_map(
     Args:
         shares: 0 to 1, by column and row; missing cells stay empty.
         hover: returns the text shown for a cell.
-        titles: of the columns and of the rows.
+        titles: titles of the columns and of the rows.
         trained: draws a line after this many columns, the end of the trained length; None draws none.
         of: what the cells measure, for the description.
     """

@@ -16,7 +16,8 @@ def start_logging() -> None:
     root.handlers = [handler]
     root.setLevel(logging.INFO if rank == "0" else logging.WARNING)
     # PEFT imports torchao, which warns about parts that this machine can't load, and torch warns that some are outdated.
-    for name in ("torchao", "torch.utils._pytree"):
+    # bitsandbytes looks for a CPU kernel in Hugging Face's package `kernels`, and warns where there is none.
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     warnings.filterwarnings(

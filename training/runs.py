@@ -1,4 +1,4 @@
-"""The models of a report: resolves each path on the command line to a model, its weights and its training runs."""
+"""Models named on a command line: resolves each path to a model, its weights and its training runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
 from farsight.outputs import short_names
 from farsight.training.metrics_file import read_metrics
+from farsight.training.run_folder import is_run
 from farsight.training.stages import read_config
 
 
@@ -27,11 +28,11 @@ class Run:
 
 
 @dataclass(frozen=True)
-class ReportedModel:
-    """A model on the page."""
+class NamedModel:
+    """A model named on the command line, with its weights and training runs."""
 
     name: str
-    """Short name that no other model of the report has."""
+    """Short name, unique among the models named."""
     number: int
     """Its place on the command line, which sets its colour."""
     path: Path
@@ -49,7 +50,7 @@ class ReportedModel:
         return tuple(dict.fromkeys(place for place in (self.path, stage, self.weights) if place is not None))
 
 
-def find_models(paths: Sequence[Path]) -> list[ReportedModel]:
+def find_models(paths: Sequence[Path]) -> list[NamedModel]:
     """Finds the model at each path.
 
     A path may be a run folder, a recipe's root, a model directory, an adapter, a checkpoint, or a config file.
@@ -63,37 +64,37 @@ def find_models(paths: Sequence[Path]) -> list[ReportedModel]:
     ]
     for number, path in enumerate(paths):
         if path.resolve() in [other.resolve() for other in paths[:number]]:
-            raise ConfigError(f"{path} is named twice; a report shows a model once.")
+            raise ConfigError(f"{path} is named twice; name each model once.")
     names = short_names([str(path.with_suffix("") if path.is_file() else path) for path in paths])
     return [_find(path, name, number) for number, (path, name) in enumerate(zip(paths, names, strict=True))]
 
 
-def _find(path: Path, name: str, number: int) -> ReportedModel:
+def _find(path: Path, name: str, number: int) -> NamedModel:
     if path.is_file():
-        return ReportedModel(name, number, path, read_config(path), None, ())
+        return NamedModel(name, number, path, read_config(path), None, ())
     if not path.is_dir():
         raise ConfigError(f"{path} does not exist.")
     runs = _runs(path)
-    if not runs and not _is_run(path):
+    if not runs and not is_run(path):
         try:
-            return ReportedModel(name, number, path, read_model_config(path), path, ())
+            return NamedModel(name, number, path, read_model_config(path), path, ())
         except ConfigError as error:
             raise ConfigError(f"{error} Nor is it a run folder (metrics.jsonl) or a recipe's (with stages).") from None
     weights = next((found for run in reversed(runs) if (found := _weights(run.folder)) is not None), None)
     if weights is not None:
-        return ReportedModel(name, number, path, read_model_config(weights), weights, runs)
+        return NamedModel(name, number, path, read_model_config(weights), weights, runs)
     file = (runs[-1].folder if runs else path) / "config.toml"
     if "base_model" in read_toml(file):
         raise ConfigError(f"{path} has no checkpoint of its adapter yet: wait for the first, or name another run.")
     config = ModelConfig.from_job(load_config(["--job.config_file", str(file)]))
-    return ReportedModel(name, number, path, config, None, runs)
+    return NamedModel(name, number, path, config, None, runs)
 
 
 def _runs(path: Path) -> tuple[Run, ...]:
-    if _is_run(path):
+    if is_run(path):
         folders = [path]
     else:
-        folders = _in_order([f for f in path.iterdir() if (f / "stage.toml").is_file() and _is_run(f)])
+        folders = _in_order([f for f in path.iterdir() if (f / "stage.toml").is_file() and is_run(f)])
     return tuple(_run(folder) for folder in folders if any("loss" in row for row in read_metrics(folder)))
 
 
@@ -107,10 +108,6 @@ def _in_order(stages: Sequence[Path]) -> list[Path]:
         return 1 + before(others[0]) if others else 0
 
     return sorted(stages, key=before)
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "metrics.jsonl").is_file()
 
 
 def _run(folder: Path) -> Run:

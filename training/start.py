@@ -16,7 +16,7 @@ from farsight.errors import ConfigError
 logger = logging.getLogger("farsight")
 
 
-def say_theta(config: JobConfig, arguments: Sequence[str]) -> None:
+def report_theta(config: JobConfig, arguments: Sequence[str]) -> None:
     """Reports that a run's RoPE base differs from that of the weights it starts from; warns if no setting named it."""
     start = config.checkpoint.initial_load_path
     if not start or not config.checkpoint.enable:

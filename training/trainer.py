@@ -85,7 +85,7 @@ class Trainer(TitanTrainer):
 
         Args:
             live_plasticity: builds the measurement for `metrics.plasticity_freq`; `train.py` passes
-                `analysis.plasticity.live.PlasticityMetrics`, which this package must not import.
+                `analysis.plasticity.live.PlasticityMetrics`, which `training/` must not import.
         """
         prepare_device()
         self.register(config)
@@ -128,14 +128,16 @@ class Trainer(TitanTrainer):
         self.tokens_logged, self.flops = 0, 0.0
 
     def init_distributed(self) -> ParallelDims:
-        """Sets up torch.distributed as torchtitan does, but without a second backend for CPU offload if there is no accelerator."""
-        training = self.job_config.training
-        offload = training.enable_cpu_offload
-        training.enable_cpu_offload = offload and self.device.type != "cpu"
+        """Sets up torch.distributed as torchtitan does, but without what needs an accelerator where there is none: a second
+        backend for CPU offload, and the folder for the flight recorder's traces."""
+        training, comm = self.job_config.training, self.job_config.comm
+        asked = training.enable_cpu_offload, comm.trace_buf_size
+        if self.device.type == "cpu":
+            training.enable_cpu_offload, comm.trace_buf_size = False, 0
         try:
             return super().init_distributed()
         finally:
-            training.enable_cpu_offload = offload
+            training.enable_cpu_offload, comm.trace_buf_size = asked
 
     def _precision(self) -> Any:
         """The context that runs forward passes in mixed precision if the weights themselves are not cast."""

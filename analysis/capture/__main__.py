@@ -40,8 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     add_model_options(parser)
     options = parser.parse_args(arguments)
-    if options.data is None:
-        parser.error("the following arguments are required: --data")
     if options.out.exists() and not options.out.is_dir():
         parser.error(f"--out {options.out} is a file; name a folder")
     if (options.out / MANIFEST).exists():

@@ -49,10 +49,6 @@ class Samples:
         return len(self.heads)
 
     @property
-    def bucket_width(self) -> float:
-        return self.length / self.buckets
-
-    @property
     def buckets_T(self) -> Tensor:
         """Each token's bucket, int64 [T]."""
         return self.positions_T * self.buckets // self.length

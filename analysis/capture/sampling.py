@@ -27,7 +27,7 @@ PART_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class CaptureSettings:
-    """How much of a model to capture."""
+    """Settings of a capture."""
 
     length: int
     buckets: int = BUCKETS
@@ -115,7 +115,7 @@ def capture(
         ConfigError: an extension that rotates keys itself, so that there are no rotated keys to capture.
     """
     decoder, length = loaded.decoder, settings.length
-    if decoder.turns_own_keys:
+    if decoder.rotates_own_keys:
         raise ConfigError(
             "--extend: this method rotates the keys again for every query, so there is no one key to capture; use a "
             "method that changes frequencies (linear, ntk, yarn, …)."

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="farsight geometry", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="model directory, adapter or checkpoint; or a capture")
-    add_text_options(parser, SEQUENCES)
+    add_text_options(parser, SEQUENCES, optional="required for a model, not for a capture")
     add_capture_options(parser)
     parser.add_argument(
         "--components", type=positive, default=4, metavar="N", help="principal components to report (%(default)s)"

@@ -1,7 +1,6 @@
 """Grafts two models at several depths and measures each graft."""
 
 import argparse
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from farsight.evals.windows import TARGETS, Windows
 from farsight.inference.decoder import Decoder
 from farsight.inference.extend import Extension
 from farsight.inference.loading import LoadedModel, load
+from farsight.json_files import finite_or_null
 from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config, grafted_model
 from farsight.model.llama import Llama
@@ -88,8 +88,7 @@ class Sweep:
         chunk = like.decoder.chunk
         found = perplexity_by_length(model, config, self.documents, self.lengths, self.windows, self.extension, chunk)
         figures: dict[str, Any] = {
-            key.replace("lengths", "perplexity"): {length: _finite(value) for length, value in values.items()}
-            for key, values in found.items()
+            key.replace("lengths", "perplexity"): finite_or_null(values) for key, values in found.items()
         }
         if self.grid is not None:
             decoder = Decoder(model, config, self.extension, chunk)
@@ -100,11 +99,6 @@ class Sweep:
                 for length in self.grid.lengths
             }
         return figures
-
-
-def _finite(value: float) -> float | None:
-    """Replaces NaN and infinities, which JSON lacks, by None."""
-    return value if math.isfinite(value) else None
 
 
 def run(sweep: Sweep, depths: Sequence[int]) -> dict[str, Any]:

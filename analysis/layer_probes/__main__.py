@@ -66,14 +66,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     _check(parser, options)
 
-    from farsight.analysis.layer_probes.measure import measure_model, without_nan
+    from farsight.analysis.layer_probes.measure import measure_model
     from farsight.analysis.layer_probes.picture import draw
     from farsight.analysis.layer_probes.table import table
+    from farsight.json_files import finite_or_null
 
     figures = measure_model(options)
     print(table(figures))
     if options.json:
-        write_text(options.json, json.dumps(without_nan(figures), indent=2, allow_nan=False) + "\n")
+        write_text(options.json, json.dumps(finite_or_null(figures), indent=2, allow_nan=False) + "\n")
     if options.picture:
         draw(figures, options.picture)
         print(options.picture)
@@ -84,8 +85,6 @@ def _list(values: Sequence[float]) -> str:
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    if options.data is None:
-        parser.error("--data FILE is needed: the text to measure perplexity on")
     for name, probe in (("factors", "coarsen"), ("noise", "noise")):
         if getattr(options, name) and options.probe != probe:
             parser.error(f"--{name} goes with --probe {probe}, and this is --probe {options.probe}")

@@ -121,12 +121,3 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
         "extend": options.extend,
         **probe_layers(loaded, measurement, options.probe, factors, options.seed),
     }
-
-
-def without_nan(value: Any) -> Any:
-    """Replaces NaN, which JSON lacks, by None throughout."""
-    if isinstance(value, dict):
-        return {key: without_nan(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [without_nan(inner) for inner in value]
-    return None if isinstance(value, float) and math.isnan(value) else value

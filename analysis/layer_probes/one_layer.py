@@ -148,7 +148,7 @@ def rotating_layers(config: ModelConfig, length: int | None = None) -> list[bool
 
 def refuse_own_keys(decoder: Decoder) -> None:
     """Raises ConfigError for an extension that caches and rotates keys itself: a probe would replace it."""
-    if decoder.turns_own_keys:
+    if decoder.rotates_own_keys:
         raise ConfigError(
             "--extend: this method rotates keys itself, and so does a probe, so they can't be combined; use a method that "
             "changes frequencies (linear, ntk, yarn, …)."

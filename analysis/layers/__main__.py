@@ -1,4 +1,4 @@
-"""Which layers tell right from wrong, which depend on their RoPE, and whether they are the same ones (GARFA, section 3).
+"""Sensitivity of each layer to correctness, influence of its RoPE, and the agreement of the two (GARFA, section 3).
 
     farsight layers MODEL_DIR --data FILE --out profile.json --json F --picture F.png
     farsight layers MODEL_DIR --data FILE --length 2048 --pairs PAIRS.jsonl --gamma 4 --top 6
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--profile", type=Path, metavar="FILE", help="compare the profiles in this file; reads no model"
     )
-    add_text_options(parser, SEQUENCES, seed=False)
+    add_text_options(parser, SEQUENCES, seed=False, optional="required with MODEL_DIR")
     parser.add_argument(
         "--pairs", type=Path, metavar="FILE", help="correct and wrong texts (default: fifteen built in)"
     )

@@ -46,7 +46,7 @@ def rope_influence(decoder: Decoder, tokens_SL: Tensor, gamma: float) -> tuple[f
 
 
 def compare(delta: Sequence[float], rho: Sequence[float], rotates: Sequence[bool], top: int) -> dict[str, Any]:
-    """How well the two profiles agree, and the top layers of each ranking.
+    """Agreement of the two profiles, and the top layers of each ranking.
 
     Args:
         rotates: whether each layer rotates; those that don't have no rho and are left out of the rankings by rho.
@@ -152,5 +152,5 @@ def compare_profile(options: argparse.Namespace) -> dict[str, Any]:
 def profile_of(figures: dict[str, Any]) -> dict[str, Any]:
     """The layer profile that fine-tuning reads."""
     settings = ("model", "data", "length", "sequences", "pairs", "gamma", "extend", "dtype", "baseline_loss", "rotates")
-    source = f"analysis.layers: {figures['model']}, rho from {figures['gamma']:g} x each layer's RoPE base"
+    source = f"farsight layers: {figures['model']}, rho from {figures['gamma']:g} x each layer's RoPE base"
     return {"source": source, **{name: figures[name] for name in (*settings, "delta", "rho")}}

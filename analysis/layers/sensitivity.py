@@ -1,4 +1,4 @@
-"""How strongly each layer distinguishes a correct text from a nearly identical wrong one (GARFA, section 3.1).
+"""Sensitivity of layers: how strongly each distinguishes a correct text from a nearly identical wrong one (GARFA, section 3.1).
 
 Shapes: L tokens, D model.
 """

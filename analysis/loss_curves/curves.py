@@ -6,10 +6,10 @@ from typing import Any
 
 from farsight.errors import ConfigError
 from farsight.training.metrics_file import loss_points
-from farsight.training.runs import ReportedModel
+from farsight.training.runs import NamedModel
 
 
-def read_losses(model: ReportedModel) -> dict[str, Any]:
+def read_losses(model: NamedModel) -> dict[str, Any]:
     """{"name", "training", "held_out", "stages"}: (tokens, loss) points, and the tokens at which stages end.
 
     Raises:

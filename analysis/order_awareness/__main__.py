@@ -56,8 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_output_options(parser)
     options = parser.parse_args(arguments)
     check_outputs(parser, options)
-    if options.data is None:
-        parser.error("the following arguments are required: --data")
     if options.dtype is not None:
         parser.error(f"--dtype {options.dtype}: the model always runs in double precision here; leave it out")
 

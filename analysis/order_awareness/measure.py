@@ -74,7 +74,7 @@ def measure(
         ConfigError: an extension that caches and rotates keys itself.
     """
     decoder, length = loaded.decoder, tokens_SL.shape[1]
-    if decoder.turns_own_keys:
+    if decoder.rotates_own_keys:
         raise ConfigError(
             "--extend: this method rotates the keys again for every query, which can't be measured here; use a method that "
             "changes frequencies (linear, ntk, yarn, …)."

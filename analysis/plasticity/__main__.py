@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="farsight plasticity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", type=Path, help="model directory, adapter, checkpoint, capture, or run folder")
-    add_text_options(parser, SEQUENCES)
+    add_text_options(parser, SEQUENCES, optional="required for a model, not for a capture")
     parser.add_argument(
         "--covariance",
         choices=get_args(Covariance),

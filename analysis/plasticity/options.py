@@ -11,3 +11,5 @@ Pairs = Literal["pooled", "prefix"]
 (Definition 4.3), which are half as far apart on average."""
 DRAWS = 2000
 """Pairs of keys to draw per bucket."""
+TARGET_DROP = 0.10
+"""The thesis recommends training for an AP_drop below this."""

@@ -1,12 +1,12 @@
 """The pictures of farsight plasticity: a model's profiles, distance map and layers; or a run's checkpoints."""
 
 import itertools
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from farsight.analysis.plasticity.summary import TARGET_DROP
+from farsight.analysis.plasticity.options import TARGET_DROP
+from farsight.json_files import or_nan
 from farsight.outputs import model_style
 
 
@@ -44,7 +44,7 @@ def draw_training(figures: dict[str, Any], path: Path) -> None:
     ]
     for panel, key, label, colour in lines:
         for stage in stages:  # one line per stage, as lengths differ
-            points = [row["tokens"] / size for row in stage], [_or_nan(row[key]) for row in stage]
+            points = [row["tokens"] / size for row in stage], [or_nan(row[key]) for row in stage]
             panel.plot(*points, **model_style(colour), label=label if stage is stages[0] else None)
     borders = [before[-1]["tokens"] / size for before in stages[:-1]]
     for panel in panels:
@@ -78,12 +78,8 @@ def _pyplot() -> Any:
     return plt
 
 
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
 def _values(profile: Sequence[float | None]) -> list[float]:
-    return [_or_nan(value) for value in profile]
+    return [or_nan(value) for value in profile]
 
 
 def _profiles(axes: Any, figures: dict[str, Any]) -> None:
@@ -138,7 +134,7 @@ def _lengths(axes: Any, figures: dict[str, Any]) -> None:
     axes.set(xlabel="length in tokens", ylabel=name)
     axes.set_title("plasticity of queries at the end of that length", fontsize="small")
     other = axes.twinx()
-    other.plot(lengths, [_or_nan(row["plasticity"]) for row in rows], **model_style(1), label="plasticity")
+    other.plot(lengths, [or_nan(row["plasticity"]) for row in rows], **model_style(1), label="plasticity")
     other.set(ylabel="plasticity", ylim=(0, 1.02))
     if name == "accuracy":
         axes.set_ylim(-0.02, 1.02)

@@ -12,14 +12,12 @@ from torch import Tensor
 
 from farsight.analysis.capture.heads import Head
 from farsight.analysis.plasticity.heads import HeadProfile, midpoint
+from farsight.analysis.plasticity.options import TARGET_DROP
+from farsight.configs.metrics import LEAST_BUCKETS
 from farsight.errors import ConfigError
 
-LEAST_BUCKETS = 8
-"""With fewer, only the first bucket, which is skipped, has its middle in the first 20 % of positions."""
 BAND = 0.2
 """Share of the positions in AP_first, and in AP_last."""
-TARGET_DROP = 0.10
-"""The thesis recommends training for an AP_drop below this."""
 
 Profile = Sequence[float | None]
 """Plasticity of every bucket; None for buckets without queries or pairs."""

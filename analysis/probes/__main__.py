@@ -87,8 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     check_outputs(parser, options)
-    if options.data is None:
-        parser.error("the following arguments are required: --data")
 
     from farsight.analysis.probes.measure import probe_from_options
     from farsight.analysis.probes.picture import draw

@@ -129,7 +129,7 @@ def train_probes(
 
 
 def bucket_edges(length: int, buckets: int) -> list[int]:
-    """Where each bucket begins, then the length: equal widths up to rounding."""
+    """The first position of each bucket, then the length: equal widths up to rounding."""
     return [-(-bucket * length // buckets) for bucket in range(buckets + 1)]
 
 

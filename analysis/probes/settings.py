@@ -12,7 +12,7 @@ Target = Literal["class", "number"]
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """How probes are trained, and on what.
+    """Settings of the probes, their data and their training.
 
     Raises:
         ConfigError: a setting that nothing can be trained with.

@@ -122,9 +122,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=SECTIONS, nargs="+", default=SECTIONS, help="sections to run (default: all)")
-    parser.add_argument("--name", default="", metavar="WORDS", help="bad inputs with these words in their name alone")
+    parser.add_argument("--name", default="", metavar="WORDS", help="only bad inputs with these words in their names")
     parser.add_argument("--workers", type=bounded(int, least=1), default=2, help="side by side (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every case and what it said there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every case and its message to this file")
     options = parser.parse_args(arguments)
     if options.json:
         prepare_file(options.json)

@@ -148,10 +148,6 @@ def _empty(file: Path, rng: random.Random) -> None:
     os.truncate(file, 0)
 
 
-def _remove(file: Path, rng: random.Random) -> None:
-    file.unlink()
-
-
 def _overwrite(file: Path, rng: random.Random) -> None:
     file.write_bytes(rng.randbytes(file.stat().st_size))
 

@@ -13,8 +13,6 @@ from pathlib import Path
 from farsight.benchmarks.forked import Finished, Forked
 from farsight.benchmarks.tiny import MODEL, SETTINGS
 
-ROOT = Path(__file__).parent.parent.parent
-
 CONFIG = (
     MODEL
     + SETTINGS

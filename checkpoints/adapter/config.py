@@ -186,7 +186,8 @@ def read_adapter(directory: Path) -> Adapter:
     if not path.is_file():
         there = [name for name in (GARFA_FILE, LAYERS_FILE, ADAPTER_CONFIG) if (directory / name).is_file()]
         if not there:
-            raise ConfigError(f"{directory} is not an adapter directory: it has no {ADAPTER_MARKER}.")
+            reason = f"it has no {ADAPTER_MARKER}" if directory.is_dir() else "there is no such folder"
+            raise ConfigError(f"{directory} is not an adapter directory: {reason}.")
         raise ConfigError(
             f"{directory} has {', '.join(there)}, but {ADAPTER_MARKER} is missing, which says what belongs to the adapter "
             "and how its base was quantised: copy the whole directory again. (LoRA adapters that Farsight did not write are "

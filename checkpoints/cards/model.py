@@ -197,10 +197,10 @@ def _garfa(config: ModelConfig) -> list[str]:
     if not layers or config.position.garfa is None:
         return []
     base = "the square root of alpha" if config.position.garfa.equation == 14 else "alpha"
-    what = "Keys, and queries with them," if config.position.garfa.queries else "Keys, and not queries,"
+    what = "Keys and queries" if config.position.garfa.queries else "Keys, but not queries,"
     return [
-        f"{what} turn at a speed of each key/value head's own in layers {layer_selection(layers)}: the RoPE base times {base} "
-        "(GARFA). What reads the weights without it computes another model.\n"
+        f"{what} rotate at frequencies of their own in each key/value head of layers {layer_selection(layers)}: the RoPE base "
+        f"is multiplied by {base} (GARFA). Software that ignores GARFA computes a different model.\n"
     ]
 
 

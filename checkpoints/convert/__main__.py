@@ -1,4 +1,4 @@
-"""Checkpoint ↔ model directory.
+"""Converts between checkpoints and model directories.
 
     farsight convert to-hf   runs/my_run/checkpoint/step-1000  OUT
     farsight convert from-hf MODEL_DIR                         OUT

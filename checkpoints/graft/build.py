@@ -26,7 +26,7 @@ from farsight.model.position.layers import layer_selection
 
 
 @dataclass(frozen=True)
-class Stock:
+class SourceModel:
     """One of the two models: a model directory or a checkpoint. Tensors are read on demand."""
 
     directory: Path
@@ -39,7 +39,7 @@ class Stock:
     close: Callable[[], None]
 
 
-def open_stock(directory: Path) -> Stock:
+def open_model(directory: Path) -> SourceModel:
     """Opens a model directory or checkpoint; no weights are read yet.
 
     Raises:
@@ -47,14 +47,13 @@ def open_stock(directory: Path) -> Stock:
     """
     if is_adapter(directory):
         raise ConfigError(
-            f"{directory} is an adapter, whose layers are its base's with something added: merge it, and graft what that "
-            f"writes (farsight merge {directory} --out OUT)."
+            f"{directory} is an adapter, not a whole model: merge it (farsight merge {directory} --out OUT) and graft the result."
         )
     if is_complete(directory):
         config = read_config(directory)
         tensors = checkpoint_tensors(directory, config)
         dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-        return Stock(directory, config, dtypes, partial(read_tensor, directory, tensors), str, lambda: None)
+        return SourceModel(directory, config, dtypes, partial(read_tensor, directory, tensors), str, lambda: None)
     config = read_config(directory)
     path = directory / "config.json"
     if path.is_file() and (quantized := read_object(path).get("quantization_config")):
@@ -63,7 +62,7 @@ def open_stock(directory: Path) -> Stock:
         raise ConfigError(f"{directory} holds quantised weights ({method}); graft the model that they were made from.")
     files = check_tensors(directory, config)
     reader = TensorReader(files)
-    return Stock(directory, config, tensor_dtypes(files), reader, lambda name: str(files[name]), reader.close)
+    return SourceModel(directory, config, tensor_dtypes(files), reader, lambda name: str(files[name]), reader.close)
 
 
 def graft(
@@ -84,23 +83,23 @@ def graft(
         UserError: `out` exists and is not an empty folder.
     """
     check_new_folder(out)
-    stocks = {True: open_stock(front), False: open_stock(back)}
-    config = grafted_config(stocks[True].config, stocks[False].config, layers, partial(_same_embeddings, stocks), untie)
+    models = {True: open_model(front), False: open_model(back)}
+    config = grafted_config(models[True].config, models[False].config, layers, partial(_same_embeddings, models), untie)
     tokenizer, remarks = common_tokenizer(front, back)
     if dtype is None:
-        _refuse_other_dtypes(stocks[True], stocks[False])
+        _refuse_other_dtypes(models[True], models[False])
 
-    sources = {name: source(name, layers, stocks[False].config) for name in parameter_shapes(config)}
-    order = sorted(sources, key=lambda name: (not sources[name][0], stocks[sources[name][0]].place(sources[name][1])))
+    sources = {name: source(name, layers, models[False].config) for name in parameter_shapes(config)}
+    order = sorted(sources, key=lambda name: (not sources[name][0], models[sources[name][0]].place(sources[name][1])))
     shapes = parameter_shapes(config)
     tensors = {
-        name: torch.empty(shapes[name], dtype=stocks[sources[name][0]].dtypes[sources[name][1]], device="meta")
+        name: torch.empty(shapes[name], dtype=models[sources[name][0]].dtypes[sources[name][1]], device="meta")
         for name in order
     }
 
     def read(name: str) -> Tensor:
         of_front, theirs = sources[name]
-        return stocks[of_front].read(theirs)
+        return models[of_front].read(theirs)
 
     with tempfile.TemporaryDirectory() as folder:
         if tokenizer is not None:
@@ -110,22 +109,22 @@ def graft(
         write_model_dir(
             out, config, tensors, read, kept, dtype, history=history, notes=_notes(front, back, layers, config)
         )
-    for stock in stocks.values():
-        stock.close()
+    for model in models.values():
+        model.close()
     return config, remarks
 
 
 # ── Compatibility ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _same_embeddings(stocks: dict[bool, Stock]) -> bool:
-    return torch.equal(*(stock.read("tok_embeddings.weight") for stock in stocks.values()))
+def _same_embeddings(models: dict[bool, SourceModel]) -> bool:
+    return torch.equal(*(model.read("tok_embeddings.weight") for model in models.values()))
 
 
-def _refuse_other_dtypes(front: Stock, back: Stock) -> None:
+def _refuse_other_dtypes(front: SourceModel, back: SourceModel) -> None:
     shared = [name for name in front.dtypes if name in back.dtypes]
     for name in shared:
-        a, b = (str(stock.dtypes[name]).removeprefix("torch.") for stock in (front, back))
+        a, b = (str(model.dtypes[name]).removeprefix("torch.") for model in (front, back))
         if a != b:
             raise ConfigError(
                 f"{name} is kept in {a} in {front.directory} and in {b} in {back.directory}: say with --dtype what to write "

@@ -60,6 +60,8 @@ def look(checkpoint: Path, verify: bool = True) -> tuple[list[str], Manifest | N
     Returns:
         The faults, and the checksums, or None if the checkpoint has none.
     """
+    if not checkpoint.is_dir():
+        return ["there is no such folder"], None
     if not is_complete(checkpoint):
         return [f"{COMPLETE} is missing: the save was interrupted, or the file was lost"], None
     try:

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
     options = parser.parse_args(arguments)
     if options.no_check and (options.data or options.drop_garfa):
-        parser.error("--no-check does not go with --data, and --drop-garfa has to say what it changed")
+        parser.error("--no-check can't be combined with --data or --drop-garfa, which report a comparison")
     check_new_folder(options.out)
     if options.json:
         prepare_file(options.json)

@@ -46,7 +46,7 @@ def merge_adapter(
     check_model_out(out)
     adapter = read_adapter(directory)
     if out.resolve() in (directory.resolve(), Path(base or adapter.base.path).resolve()):
-        raise ConfigError(f"{out} is what is read here; name a new folder.")
+        raise ConfigError(f"{out} is the adapter or its base; name a new folder.")
     whole = adapter.config().position.garfa
     has_garfa = whole is not None and bool(whole.layers)
     if drop_garfa and not has_garfa:

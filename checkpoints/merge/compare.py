@@ -59,7 +59,7 @@ def logits_of(load: Callable[[], tuple[Llama, Any]], rows_BL: Tensor) -> Tensor:
 
 
 def difference(found: Tensor, expected: Tensor, rows_BL: Tensor) -> dict[str, float]:
-    """How far a model's logits [B, L, V] are off: ‖Δ‖ / ‖expected‖, KL(expected ‖ found) in nats per token, and both models'
+    """Deviation of a model's logits [B, L, V]: ‖Δ‖ / ‖expected‖, KL(expected ‖ found) in nats per token, and both models'
     mean losses."""
     kl, nll = 0.0, [0.0, 0.0]
     for row_L, p_LV, q_LV in zip(rows_BL, expected, found, strict=True):

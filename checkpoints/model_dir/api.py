@@ -138,7 +138,10 @@ def read_config(directory: Path) -> ModelConfig:
         return ModelConfig.load(directory / CONFIG)
     path = directory / "config.json"
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is not a model directory: there is no such folder.")
+        raise ConfigError(
+            f"{directory} is not a model directory: there is no such folder. `hf download ORG/NAME --local-dir DIR` downloads "
+            "a model."
+        )
     if not path.is_file():
         inner = _model_within(directory)
         hint = f" Did you mean {inner}?" if inner is not None else ""

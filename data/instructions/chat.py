@@ -23,9 +23,9 @@ import numpy as np
 from farsight.configs.finetuning import InstructionData, TrainOn
 from farsight.data.instructions.conversations import Conversation, UnusableRow
 from farsight.data.instructions.jinja_template import Cut, JinjaTemplate, Rendered, Span
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.encoded import Encoded
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import DataError
 
 LLAMA_3 = """\
 {{- bos_token }}

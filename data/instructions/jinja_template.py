@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from farsight.data.instructions.template_process import LONGEST, MEMORY, SECONDS
-from farsight.data.sources.documents import DataError
+from farsight.errors import DataError
 
 Span = tuple[int, int]
 """Characters begin … end-1 of a text."""

@@ -36,8 +36,8 @@ from farsight.data.loader import (
     to_batch,
 )
 from farsight.data.packing import IGNORE, Rows
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,5 @@
 """Reads and tokenises instruction data: every conversation of one split, as flat arrays."""
 
-import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,14 +19,13 @@ from farsight.data.instructions.chat import ChatTemplate, Marked, Tokens
 from farsight.data.instructions.conversations import UnusableRow, to_conversation
 from farsight.data.mixture import check_vocabulary
 from farsight.data.order import hash64, shuffled
-from farsight.data.sources.documents import BadRows, DataError, Split, split_of
+from farsight.data.sources.documents import BadRows, Split, split_of
 from farsight.data.sources.files import match_files
 from farsight.data.sources.rows import JsonRows, ParquetTables, Row
 from farsight.data.sources.streamed import open_dataset, place_of
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import DataError
 from farsight.progress import progress
-
-logger = logging.getLogger(__name__)
 
 _AT_ONCE = 512
 """Conversations per tokenizer call: tokenizers work on them in parallel."""

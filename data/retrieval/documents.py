@@ -27,8 +27,8 @@ from farsight.data.retrieval.needles import (
     passkeys,
     prompt,
 )
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import DataError
 from farsight.progress import progress
 
 _MOST_NAMES = 8

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from farsight.data.order import hash64, shuffled
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import DataError
 
 NAMES = (
     "amber", "cobalt", "crimson", "emerald", "indigo", "ivory", "jade", "lilac", "maroon", "ochre", "olive", "pearl",

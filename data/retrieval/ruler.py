@@ -21,8 +21,8 @@ from farsight.data.retrieval.needles import (
     passkeys,
     prompt,
 )
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.errors import DataError
 
 COMMON, COMMON_TIMES, OTHER_TIMES = 10, 30, 3
 """Number of common words in a list, occurrences of each, and occurrences of each other word."""

@@ -54,7 +54,7 @@ class Passkey(Task):
 
 @dataclass(frozen=True)
 class MultiKey(Passkey):
-    """Named passkeys, of which one is asked for; the others are at random depths."""
+    """Named passkeys; the prompt asks for one, and the others are at random depths."""
 
     keys: int = 4
 
@@ -79,7 +79,7 @@ class MultiPasskey(Task):
 
 @dataclass(frozen=True)
 class MultiQuery(Task):
-    """Named passkeys, all of which are asked for."""
+    """Named passkeys; the prompt asks for all of them."""
 
     keys: int = 4
 
@@ -92,7 +92,7 @@ class MultiQuery(Task):
 
 @dataclass(frozen=True)
 class MultiValue(Task):
-    """Several passkeys of one name, all asked for."""
+    """Several passkeys with the same name; the prompt asks for all of them."""
 
     values: int = 4
 

@@ -5,9 +5,10 @@ from typing import Any, Literal
 
 from farsight.configs import schema
 from farsight.data.order import hash64
-from farsight.data.sources.documents import DataError, DocumentSource, Split
+from farsight.data.sources.documents import DocumentSource, Split
 from farsight.data.sources.files import open_files
 from farsight.data.sources.streamed import StreamedDataset, place_of
+from farsight.errors import DataError
 
 __all__ = ["DataError", "DocumentSource", "Split", "open_source", "open_sources"]
 

@@ -17,15 +17,11 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
 
-from farsight.errors import UserError
+from farsight.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "validation"]
-
-
-class DataError(UserError):
-    """Unusable data or data settings. The message names the place and the remedy."""
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from typing import Any
 
 from farsight.configs import schema
 from farsight.data.order import EpochOrder
-from farsight.data.sources.documents import DataError, Document, DocumentSource, text_of
+from farsight.data.sources.documents import Document, DocumentSource, text_of
 from farsight.data.sources.identity import identify
 from farsight.data.sources.rows import JsonRows, ParquetTables, changed_while_read, no_rows, why_not_utf8
+from farsight.errors import DataError
 
 
 class LocalSource(DocumentSource):
@@ -139,7 +140,7 @@ def open_files(config: schema.Source, name: str, seed: int, shared: dict[str, An
     """Opens a source in local files.
 
     Args:
-        name: of the source, for errors.
+        name: the source's name, for errors.
         shared: the other arguments of every source.
 
     Raises:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 
-from farsight.data.sources.documents import DataError
+from farsight.errors import DataError
 from farsight.progress import progress
 
 FileList = list[list[str]]
@@ -67,7 +67,7 @@ def _differences(saved: FileList, now: FileList) -> Iterator[str]:
     contents = set(kept)
     if kept != [identity for _, identity in now if identity in contents]:
         for name, new in renamed.items():
-            yield f"{name} is now called {new}, and read in another place of the order"
+            yield f"{name} is now called {new}, and is read at a different place in the order"
 
 
 def _identity(path: str) -> str:

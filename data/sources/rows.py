@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from farsight.data.sources.documents import BadRows, DataError, missing_field
+from farsight.data.sources.documents import BadRows, missing_field
+from farsight.errors import DataError
 from farsight.progress import progress
 
 _SCAN_BYTES = 16 << 20

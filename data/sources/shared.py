@@ -34,7 +34,7 @@ class SharedDocuments:
     """A source's documents, divided into one part per lane; `lane` gives a lane's reader."""
 
     def __init__(self, source: DocumentSource, rows: int, lanes: int, seed: int, wanted: Callable[[Document], bool]):
-        """`rows`: of the source. `seed`: deals out the parts. `wanted`: whether a whole document passes the filters."""
+        """`rows`: number of rows in the source. `seed`: deals out the parts. `wanted`: whether a whole document passes the filters."""
         self.lanes = lanes
         self._source, self._rows, self._seed, self._wanted = source, rows, seed, wanted
         self._last: tuple[int, Document | None] = (-1, None)

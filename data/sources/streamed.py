@@ -16,8 +16,9 @@ from typing import Any
 from farsight.configs import schema
 from farsight.configs.finetuning import InstructionHub
 from farsight.data.order import hash64, shuffled
-from farsight.data.sources.documents import DataError, Document, DocumentSource, missing_field, text_of
+from farsight.data.sources.documents import Document, DocumentSource, missing_field, text_of
 from farsight.data.sources.identity import identify
+from farsight.errors import DataError
 
 _ROWS_AT_ONCE = 256
 

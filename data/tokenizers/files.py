@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.sentencepiece import BOS, EOS
+from farsight.errors import DataError
 
 FAST_FILE = "tokenizer.json"
 MODEL_FILE = "tokenizer.model"

@@ -7,7 +7,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.base import Tokenizer, check_ids
 from farsight.data.tokenizers.encoded import Encoded, from_offsets
 from farsight.data.tokenizers.files import (
@@ -24,6 +23,7 @@ from farsight.data.tokenizers.files import (
     with_bos,
     write_json,
 )
+from farsight.errors import DataError
 
 _MOST_UNUSED = 1 << 16
 """Unused ids that a vocabulary may have, beyond its own size."""

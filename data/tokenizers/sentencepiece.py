@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 from farsight.data.order import hash64, shuffled
-from farsight.data.sources.documents import DataError
+from farsight.errors import DataError
 
 SPACE = "▁"
 """U+2581, sentencepiece's character for a space."""

@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 
 from farsight.configs import schema
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.base import Tokenizer, check_ids
 from farsight.data.tokenizers.files import (
     CONFIG_FILE,
@@ -30,6 +29,7 @@ from farsight.data.tokenizers.files import (
 )
 from farsight.data.tokenizers.huggingface import HuggingFaceTokenizer
 from farsight.data.tokenizers.sentencepiece import BOS, EOS, SPACE, keeps_text, to_fast_tokenizer, train_model
+from farsight.errors import DataError
 
 __all__ = [
     "BytesTokenizer",
@@ -183,7 +183,10 @@ def load_tokenizer(config: schema.Tokenizer) -> Tokenizer:
         )
     path = Path(config.path).expanduser()
     if not path.exists():
-        raise DataError(f"tokenizer.path = {config.path}: no such file or directory.")
+        raise DataError(
+            f"tokenizer.path = {config.path}: no such file or directory. Download a model's tokenizer there "
+            f"(`hf download ORG/NAME --include 'tokenizer*' --local-dir {config.path}`), or set tokenizer.path to where it is."
+        )
     if config.kind == "auto":
         return load_tokenizer_dir(path) if path.is_dir() else _load_file(path)
     file = path / (MODEL_FILE if config.kind == "sentencepiece" else FAST_FILE) if path.is_dir() else path

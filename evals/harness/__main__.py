@@ -1,4 +1,4 @@
-"""lm-evaluation-harness 0.4.13 on any model here.
+"""Runs lm-evaluation-harness 0.4.13 on a model.
 
     farsight harness MODEL_DIR --tasks scope_nlu --json F
     farsight harness MODEL_DIR OTHER_DIR --tasks longbench_en --max-length 32768 --truncate middle

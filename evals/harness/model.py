@@ -39,7 +39,7 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]
 
 @dataclass(frozen=True)
 class Reading:
-    """How the model reads a task's text."""
+    """Settings for reading a task's text."""
 
     max_length: int
     """Most tokens in a text, generated ones included."""
@@ -249,7 +249,7 @@ class HarnessModel(TemplateLM):
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Numbers of the rows to read together, longest first, so that running out of memory happens at the start."""
         distinct = sorted(set(lengths))
-        for group in self.model.decoder.alike(distinct, distinct):
+        for group in self.model.decoder.group_by_positions(distinct, distinct):
             members = set(group)
             rows = [row for row, length in enumerate(lengths) if length in members]
             rows.sort(key=lambda row: -lengths[row])

@@ -154,7 +154,7 @@ def _load(manager: Any, chosen: Sequence[Benchmark]) -> dict[str, Any]:
             if own is None or (shots[name] is not None and own != 0):
                 task.set_config("num_fewshot", shots[name] or 0)
             elif shots[name]:  # lm-eval keeps these at 0 too
-                logger.warning(f"{task_name} is asked with 0 shots and not {shots[name]}: it is written for none.")
+                logger.warning(f"{task_name} runs with 0 shots, not {shots[name]}: the task is defined as zero-shot.")
             task.set_fewshot_seed(1234)
         for kind in loaded:
             loaded[kind] |= found.get(kind, {})

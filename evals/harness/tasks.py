@@ -79,7 +79,7 @@ def named_groups(lengths: Sequence[int] = RULER_LENGTHS) -> dict[str, tuple[Benc
     """The groups by name.
 
     Args:
-        lengths: of RULER's prompts, in tokens; lm-eval writes a task's figure at each length with the length as its metric.
+        lengths: lengths of RULER's prompts, in tokens; lm-eval writes a task's figure at each length with the length as its metric.
     """
     ruler = tuple(
         Benchmark(task, 0, f"{length},none", f"{task}@{length}", f"ruler@{length}", length)

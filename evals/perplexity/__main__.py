@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     from farsight.evals.windows import Windows
 
     if options.sliding and (options.documents or options.buckets):
-        parser.error("--sliding goes with neither --documents nor --buckets, which measure windows that lie apart")
+        parser.error("--sliding can't be combined with --documents or --buckets, whose windows do not overlap")
     if options.field and not any(has_fields(path) for path in options.data):
         parser.error("--field goes with .jsonl or .parquet files: other texts are whole files")
     check_outputs(parser, options)

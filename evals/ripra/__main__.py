@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     check_outputs(parser, options)
     if options.passkeys is not None and (options.length < 1 or options.evidence):
-        parser.error("--passkeys goes with --length, and knows its evidence")
+        parser.error("--passkeys needs a --length of 1 or more and no --evidence: it knows where its passkeys are")
 
     from farsight.data.texts import encode_file
     from farsight.evals.ripra.diagnose import check_extension, diagnose, passkey_prompts, read_spans, table

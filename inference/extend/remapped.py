@@ -105,7 +105,7 @@ class SharedPositions(Protocol):
 
 @dataclass(frozen=True)
 class LayerRotation:
-    """How a layer rotates queries and keys."""
+    """A layer's rotation of queries and keys."""
 
     row: int
     """Equal for layers with the same frequencies."""
@@ -306,20 +306,22 @@ def check_remappable(name: str, config: ModelConfig) -> None:
     """
     p, layers = config.position, config.layers()
     if all(isinstance(layer.rotary, NoRotary) and layer.alibi_slopes is None for layer in layers):
-        raise ConfigError(f"--extend {name}: the model has neither RoPE nor ALiBi, whose positions it could change.")
+        raise ConfigError(
+            f"--extend {name}: the model has neither RoPE nor ALiBi, so there are no positions to change."
+        )
     if p.embedding != "none":
         raise ConfigError(
-            f"--extend {name}: the model adds position embeddings to its tokens' ({p.embedding}), which grow all the same."
+            f"--extend {name}: the model adds {p.embedding} position embeddings to its tokens, which this method can't change."
         )
     for number, layer in enumerate(layers):
         if min(layer.scopes) < DENSE_SCOPE:
             raise ConfigError(
-                f"--extend {name}: a head of layer {number} sees {min(layer.scopes):,} tokens, and the method gives positions "
-                "to all of a sequence's; it takes models whose heads see every token."
+                f"--extend {name}: a head of layer {number} sees {min(layer.scopes):,} tokens; this method needs heads "
+                "that see every token."
             )
         if layer.garfa is not None:
             raise ConfigError(
-                f"--extend {name}: layer {number} has GARFA, whose heads turn at speeds of their own; one table would not do."
+                f"--extend {name}: layer {number} has GARFA, with frequencies for each head; this method needs one set per layer."
             )
         if isinstance(layer.rotary, DynamicNtkRope | LongRope):
             raise ConfigError(

@@ -98,7 +98,7 @@ class Ripra:
         heads = {len(attention.scopes) for _, attention in model.attentions()}
         if heads != {config.architecture.n_heads}:
             raise ConfigError(
-                "--extend ripra: relevance is a mean over all heads, of which each of these processes has a part; run one."
+                "--extend ripra: relevance is a mean over all heads, and each process holds only some of them; run one process."
             )
         allocation = self.allocation(config.trained_length)
         anchors = self.anchor_layers(len(model.layers))
@@ -131,7 +131,7 @@ def relevance_landscape(scores_BC: Tensor, chunks_B: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Allocation:
-    """How a budget of positions is divided."""
+    """The division of a budget of positions."""
 
     limit: int
     near: int

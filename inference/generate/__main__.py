@@ -1,4 +1,4 @@
-"""Text from a model.
+"""Generates text with a model.
 
     farsight generate MODEL_DIR --prompt "def main("
     farsight generate runs/X/checkpoint/step-1000 --prompts FILE.jsonl --json F --temperature 0.8 --top-p 0.95

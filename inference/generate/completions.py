@@ -63,7 +63,7 @@ def generate(
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     batches = [
         numbers[i : i + rows_at_once]
-        for numbers in decoder.alike(order, [len(prompts[n]) + new_tokens for n in order])
+        for numbers in decoder.group_by_positions(order, [len(prompts[n]) + new_tokens for n in order])
         for i in range(0, len(numbers), rows_at_once)
     ]
     for numbers in batches:

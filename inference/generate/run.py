@@ -105,7 +105,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         return ["\n".join(read_texts(options.prompt_file))]
     if options.prompts.suffix != ".jsonl":
         raise ConfigError(
-            f"--prompts {options.prompts} has to end in .jsonl; --prompt-file takes a text that is one prompt."
+            f"--prompts {options.prompts} must end in .jsonl; --prompt-file takes a text file that is one prompt."
         )
     return read_texts(options.prompts, "prompt")
 

@@ -1,4 +1,4 @@
-"""Which backend "auto" picks. The rule follows the table in docs/performance/kernels.md; the choice is logged once.
+"""The choice of a backend for "auto". The rule follows the table in docs/performance/kernels.md; the choice is logged once.
 
 On a GPU the Triton kernels are checked before use: a small input, forward and backward, against the reference. This takes
 a moment, once per process for each dtype and head dim, so that an untested compiler or GPU can't train on wrong results.

@@ -1,4 +1,4 @@
-"""One query against a rolling cache, on any device: one matrix product for key-value heads whose rings are equally long.
+"""Attention of one query over a rolling cache, on any device: one matrix product for key-value heads whose rings are equally long.
 
 Shape suffixes: B batch, N query heads, K key-value heads, G query heads of a key-value head, H head dim, S slots.
 """

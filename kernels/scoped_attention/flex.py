@@ -1,6 +1,6 @@
 """Scoped attention through PyTorch's FlexAttention, compiled, with a block mask computed from scopes and documents.
 
-FlexAttention is told which blocks of 128 queries and 128 keys to compute, and which of them to mask token by token. Its
+FlexAttention takes a list of the blocks of 128 queries × 128 keys to compute, and of those to mask token by token. Its
 own `create_block_mask` evaluates every pair of tokens to find out. Here a row of blocks is three runs, as in
 `triton/forward.py`: blocks that the scope or a document cuts, those that every query sees, those on the diagonal.
 
@@ -33,7 +33,7 @@ BYTES_KEPT = 2**31
 
 
 class BlockTables(NamedTuple):
-    """Which blocks are computed, in the format of `BlockMask`: first the masked blocks, then the full ones.
+    """The blocks to compute, in the format of `BlockMask`: first the masked blocks, then the full ones.
 
     All int32. Only the first `num_blocks` indices of a row count; those after them are valid indices without meaning.
     """

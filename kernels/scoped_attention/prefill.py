@@ -1,4 +1,4 @@
-"""The next tokens of a prompt against a rolling cache and themselves.
+"""Attention of a prompt's next tokens over a rolling cache and themselves.
 
 Shape suffixes: B batch, L tokens of the chunk, T keys from cache and chunk, N query heads, K key-value heads, H head dim.
 """

@@ -21,7 +21,7 @@ class RollingCache:
         scopes_N: tokens that each query head sees; N is a multiple of `kv_heads`.
         kv_heads: key-value heads K.
         most_tokens: length of the longest sequence that will be kept.
-        batch, head_dim, dtype, device: of the keys and values.
+        batch, head_dim, dtype, device: those of the keys and values.
 
     Attributes:
         keys_BSH, values_BSH: [B, S, H] in `dtype`; the rings of all key-value heads one after the other.

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=ProbeSettings.epochs,
         help="training epochs of the probes (default: %(default)s)",
     )
-    add_text_options(parser, SEQUENCES)
+    add_text_options(parser, SEQUENCES, optional="default: the held-out text that the recipe measures perplexity on")
     add_model_options(parser)
     add_output_options(parser)
     options, rest = parser.parse_known_args(arguments)

@@ -1,6 +1,6 @@
 """Estimates a run without a GPU: memory, FLOPs, traffic and time, and what to change if it does not fit.
 
-    farsight plan scope_llama3_8b --gpus 64 --gpu h100-80g
+    farsight plan scope_llama3_8b --gpus 32 --gpu h100-80g
     farsight plan configs/X.toml --gpus 8 --gpu a100-80g --json plan.json --training.seq_len 32768
 
 CONFIG is a config, a recipe (every stage is planned, or only `--stage NAME`), or a config of `train.py finetune`, whose base

@@ -128,7 +128,7 @@ def _stage_seconds(
     for number in stage.layers:
         passes = Passes.of(config, number)
         weights_read = layer_matmul_weights(a) // layout.tp
-        pairs = layout.rows * pairs_of_busiest(config, layout, layers[number], efficiency.windows)
+        pairs = layout.rows * pairs_of_busiest_rank(config, layout, layers[number], efficiency.windows)
         collective = _tp_bytes(config, layout)
         seconds += Seconds(
             matmul=2 * weights_read * tokens * passes.matmul / (peak * efficiency.matmul),
@@ -184,7 +184,7 @@ class Passes:
         return cls(1 + backward + again_matmul, 14 + 4 * again_attention, 3 + again, 2 + again)
 
 
-def pairs_of_busiest(config: JobConfig, layout: ParallelLayout, position: LayerPosition, windows: float) -> float:
+def pairs_of_busiest_rank(config: JobConfig, layout: ParallelLayout, position: LayerPosition, windows: float) -> float:
     """Query-key pairs of one row on the busiest rank; pairs of heads that see less than the sequence count 1 / windows."""
     tokens, cut = config.training.seq_len, config.parallelism.context_parallel_load_balancer
     part = len(position.scopes) // layout.tp
@@ -260,7 +260,7 @@ def step_traffic(config: JobConfig, layout: ParallelLayout, rank: int) -> dict[s
 
 
 def gathers(config: JobConfig, layout: ParallelLayout, weight: Weight) -> int:
-    """How often FSDP gathers a weight in a pass, with groups as in `parallel.parallelize.apply_fsdp`.
+    """Number of times FSDP gathers a weight in a pass, with groups as in `parallel.parallelize.apply_fsdp`.
 
     Once for the forward pass, and again for the backward pass if the copy was freed and gradients pass there. With
     "always" in a pipeline each micro-batch counts, which is an upper bound: two in a row share a copy.

@@ -20,7 +20,7 @@ from farsight.launch.plan.costs import (
     StepTime,
     bandwidth,
     memory_bytes,
-    pairs_of_busiest,
+    pairs_of_busiest_rank,
     tokens_per_step,
 )
 from farsight.launch.plan.finetune_fit import Change, Device, changes_as_dict, memory_text, suggestions
@@ -236,7 +236,7 @@ def _layer_seconds(
             (weight.numel, size) for weight, size in base_weights(config) if weight.layer == layer and is_linear(weight)
         ]
         moved += sum(types.product * numel + size for numel, size in kept) * passes.matmul
-    pairs = layout.rows * pairs_of_busiest(config, layout, position, efficiency.windows)
+    pairs = layout.rows * pairs_of_busiest_rank(config, layout, position, efficiency.windows)
     peak = gpu.fp32_flops if types.product == 4 else gpu.bf16_flops
     return Seconds(
         matmul=flops / (peak * efficiency.matmul),

@@ -1,4 +1,4 @@
-"""Whether fine-tuning fits a device, and if not, which changes would save how much memory; each is tried."""
+"""Compares fine-tuning's memory with a device's, and tries changes that would make it fit."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

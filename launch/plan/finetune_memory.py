@@ -304,7 +304,7 @@ def _passed(config: FinetuneConfig) -> range:
 
 
 def _casts(config: FinetuneConfig, trained: Sequence[Weight], types: Types) -> int:
-    """Bytes of cast weights that products keep for their input's gradient: in all blocks, but only in one of the recomputed."""
+    """Bytes of cast weights that products keep for their input's gradient: in all blocks, but in only one of the recomputed ones."""
     if types.product == 4:
         return 0
     of_block: dict[int, int] = {}

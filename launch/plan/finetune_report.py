@@ -17,26 +17,24 @@ from farsight.training.finetune.trainer import Finetuner
 from farsight.training.memory_recorder import MemoryMarks
 
 
-def take_flags(arguments: Sequence[str]) -> tuple[list[str], bool, int]:
-    """Splits arguments into the config's options, whether there is `--dry-run`, and N of `--inspect N` (0 without).
+def take_inspect(arguments: Sequence[str]) -> tuple[list[str], int]:
+    """The other arguments, and N of `--inspect N`, or 0 without it.
 
     Raises:
         ConfigError: N is not a positive number.
     """
-    rest, dry_run, inspect = [], False, 0
+    rest, inspect = [], 0
     given = iter(arguments)
     for argument in given:
         name, _, value = argument.partition("=")
-        if name.replace("_", "-") == "--dry-run":
-            dry_run = True
-        elif name == "--inspect":
+        if name == "--inspect":
             value = value or next(given, "")
             if not value.isdigit() or not int(value):
-                raise ConfigError(f"--inspect {value}: say how many rows to show, such as --inspect 3.")
+                raise ConfigError(f"--inspect{value and f' {value}'}: say how many rows to show, such as --inspect 3.")
             inspect = int(value)
         else:
             rest.append(argument)
-    return rest, dry_run, inspect
+    return rest, inspect
 
 
 def rows(config: FinetuneConfig, number: int) -> str:

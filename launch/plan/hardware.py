@@ -76,5 +76,5 @@ def find_gpu(name: str) -> Gpu:
         ConfigError: an unknown name; the message suggests the closest one.
     """
     if name not in GPUS:
-        raise ConfigError(f"--gpu {name} is not in launch/plan/hardware.py.{nearest(name, list(GPUS))}")
+        raise ConfigError(f"--gpu {name} is not a known GPU.{nearest(name, list(GPUS))}")
     return GPUS[name]

@@ -33,7 +33,7 @@ def rank_pairs(scopes: tuple[int, ...], tokens: int, tp: int, cp: int, cut: Cut)
     """Query-key pairs that each rank's heads see in one layer and row, indexed [tp][cp].
 
     Args:
-        scopes: of the layer's heads, in tokens.
+        scopes: scopes of the layer's heads, in tokens.
         tokens: length of the row.
         tp, cp: degrees of tensor and context parallelism.
         cut: how rows are split over context-parallel ranks.
@@ -64,7 +64,7 @@ def imbalance(layers: Sequence[tuple[int, ...]], tokens: int, tp: int, cp: int, 
 
 @cache
 def reaches_of_ranks(scopes: tuple[int, ...], kv_heads: int, tokens: int, tp: int) -> tuple[Reach, ...]:
-    """How far each key-value head sees, grouped by tensor-parallel rank."""
+    """Reach of each key-value head, grouped by tensor-parallel rank."""
     reach, part = reaches(scopes, kv_heads, tokens), kv_heads // tp
     return tuple(reach[rank * part : (rank + 1) * part] for rank in range(tp))
 

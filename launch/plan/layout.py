@@ -1,4 +1,4 @@
-"""How a run is divided over its ranks: degrees, micro-batches and pipeline stages, as in the run itself."""
+"""The division of a run over its ranks: degrees, micro-batches and pipeline stages, as in the run itself."""
 
 import math
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class ParallelLayout:
         return self.fsdp > 1 or self.tp > 1 or self.pp > 1
 
     @property
-    def stages_a_rank(self) -> int:
+    def stages_per_rank(self) -> int:
         """Pipeline stages per rank."""
         return len(self.stages[0])
 
@@ -102,8 +102,8 @@ class ParallelLayout:
                 m, 2 * self.pp - 1
             )  # PyTorch schedules this many micro-batches and skips the missing ones
         if self.schedule == SPLIT:  # one slot each for the forward pass, input gradients and weight gradients
-            return (self.pp - 1) / (3 * self.stages_a_rank * m + self.pp - 1)
-        return (self.pp - 1) / (self.stages_a_rank * m + self.pp - 1)
+            return (self.pp - 1) / (3 * self.stages_per_rank * m + self.pp - 1)
+        return (self.pp - 1) / (self.stages_per_rank * m + self.pp - 1)
 
     def in_flight(self, rank: int) -> int:
         """The most activations that a pipeline rank holds at once, counted in micro-batches times stages.
@@ -112,17 +112,17 @@ class ParallelLayout:
         schedules with two per later rank and a round per further stage (with split backward passes, one per rank and the
         rounds); the folded schedule with two per rank.
         """
-        every = self.microbatches * self.stages_a_rank
+        every = self.microbatches * self.stages_per_rank
         if self.pp == 1 or self.schedule in ("GPipe", "LoopedBFS"):
             return every
         if self.schedule == FOLDED:
             return min(every, 2 * self.pp)
-        if self.stages_a_rank == 1:
+        if self.stages_per_rank == 1:
             return min(every, self.pp - rank)
-        a_round = self.microbatches // max(1, self.microbatches // self.pp)
+        per_round = self.microbatches // max(1, self.microbatches // self.pp)
         if self.schedule == SPLIT:
-            return min(every, (self.stages_a_rank - 1) * a_round + self.pp)
-        return min(every, (self.stages_a_rank - 1) * a_round + 2 * (self.pp - 1 - rank) + 1)
+            return min(every, (self.stages_per_rank - 1) * per_round + self.pp)
+        return min(every, (self.stages_per_rank - 1) * per_round + 2 * (self.pp - 1 - rank) + 1)
 
     def degrees(self) -> dict[str, int]:
         """Degrees by name of the mesh dimension, outermost first, as ranks are numbered."""

@@ -27,7 +27,7 @@ ADAM_MOMENTS = 2
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of a pipeline rank in bytes; if the ranks at that place differ, of the one that holds most."""
+    """Memory of a pipeline rank in bytes; if the ranks of a stage differ, that of the rank that holds most."""
 
     parameters: int
     gradients: int

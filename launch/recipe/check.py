@@ -10,9 +10,8 @@ from farsight.checkpoints.resume import refuse_another_model
 from farsight.configs.check import check_processes
 from farsight.configs.schema import HubSource, StdlibSource
 from farsight.data.sources.build import open_sources
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import load_tokenizer
-from farsight.errors import ConfigError
+from farsight.errors import ConfigError, DataError
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.training.run_folder import check_run_folder, is_run
 from farsight.training.stages import Recipe, Stage, no_start
@@ -22,7 +21,7 @@ def check_stages(stages: Sequence[Stage], processes: int | None) -> None:
     """Refuses layers that a stage's model does not have, and batches that do not divide over the processes.
 
     Args:
-        processes: of each stage; None if not known.
+        processes: number of processes per stage; None if not known.
 
     Raises:
         ConfigError: naming the stage and what is wrong.

@@ -1,4 +1,4 @@
-"""Which layers an adapter covers: `lora.layers` and `garfa.layers` of a config, as layer numbers."""
+"""The layers an adapter covers: `lora.layers` and `garfa.layers` of a config, as layer numbers."""
 
 import json
 import random

@@ -86,8 +86,8 @@ def by_linear(pattern: Mapping[str, N], lora: Lora, layers: Sequence[int]) -> di
         raise ConfigError(f"lora: a key of {dict(pattern)} is not a valid regular expression: {error}") from error
     if unused := [key for key in pattern if key not in keys.values()]:
         raise ConfigError(
-            f"lora: pattern {unused[0]!r} decides for no layer that LoRA is on: it matches none, or an earlier pattern comes "
-            f"first. It has to match the end of a name such as {hf_linear(layers[0], lora.modules[0])}, from a dot on."
+            f"lora: pattern {unused[0]!r} applies to none of LoRA's layers: it matches none of them, or an earlier pattern takes "
+            f"precedence. It has to match the end of a name such as {hf_linear(layers[0], lora.modules[0])}, from a dot on."
         )
     return {linear: pattern[key] for linear, key in keys.items() if key in pattern}
 

@@ -12,6 +12,7 @@ def alibi_slopes(n_heads: int, uniform: bool = False) -> Tensor:
     If N is a power of two, the slopes are 2^(−8/N), 2^(−16/N), …, 2^(−8). Otherwise they are those of the next lower power
     of two, followed by every other slope of the next higher one, as in the authors' code and BLOOM.
     `uniform` gives every head the smallest slope, the one with the longest range (SCOPE, appendix B.4).
+    `resolve_layers` computes them for each layer; attention adds the bias to its scores.
     """
     if n_heads < 1:
         raise ValueError(f"ALiBi needs at least one head, but n_heads is {n_heads}")

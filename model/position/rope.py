@@ -28,7 +28,7 @@ from farsight.configs.schema import (
 
 
 class RopeFrequencies(NamedTuple):
-    """How fast each pair of dimensions rotates, and the factor on the rotated vectors."""
+    """The frequency of each pair of dimensions, and the factor on the rotated vectors."""
 
     inv_freq: Tensor
     """fp32 [F], radians per token, fastest first."""

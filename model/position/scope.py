@@ -40,7 +40,7 @@ HeadLayout = Literal["sorted", "interleaved", "group_balanced"]
 
 @cache
 def geometric_scopes(longest: int, heads: int) -> tuple[int, ...]:
-    """ceil(T^(h/H)) for h = 1 … H, exactly (SCOPE, Eq. 3); T = `longest`, H = `heads`.
+    """ceil(T^(h/H)) for h = 1 … H, exactly (SCOPE, Eq. 3); T = `longest`, H = `heads`. `head_scopes` puts them in order.
 
     Each is the smallest s with s^H ≥ T^h, found in integers: floating point gives T + 1 for the last scope of 32
     heads from T = 32,768 on. The last scope is always T, the order never decreases, and no scope is 1 unless T is.

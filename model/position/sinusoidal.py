@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def sinusoidal_embedding(positions_BL: Tensor, dim: int) -> Tensor:
-    """Sines on even dimensions and cosines on odd ones: fp32 [B, L, D], on the positions' device.
+    """Sines on even dimensions and cosines on odd ones: fp32 [B, L, D], on the positions' device; `Llama` adds them to its
+    token embeddings.
 
     Dimension pair i rotates by 10000^(−2i/D) radians per token. Positions are integers from 0 of any size; no
     table limits the length. Angles are computed in fp64: at position 100,000 fp32 would be off by 0.005.

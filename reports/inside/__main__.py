@@ -8,7 +8,7 @@ Takes what farsight report takes except config files: run folders, recipes' fold
 page is a single file that loads nothing and runs no script. Its figures come from JSON files of farsight plasticity, farsight geometry,
 farsight layers, farsight layer-probes, farsight probes, farsight order-awareness and farsight graft-sweep, in the analysis/ folder of
 a run or model or named by --results. For figures that are missing, it shows the command that measures them. --measure runs these
-tools on --data where a model has no result (all but graft_sweep, which takes two models), and keeps the results in its analysis/.
+tools on --data where a model has no result (all but graft-sweep, which takes two models), and keeps the results in its analysis/.
 """
 
 import argparse

@@ -6,8 +6,10 @@ from datetime import datetime
 from pathlib import Path
 from xml.etree.ElementTree import Element
 
+from farsight.analysis.plasticity.options import TARGET_DROP
 from farsight.errors import ConfigError
 from farsight.files import write_text
+from farsight.json_files import or_nan
 from farsight.model.build import count_parameters
 from farsight.reports.inside.csv_file import write_csv
 from farsight.reports.inside.measure import ANALYSIS, MEASURED, can_be_measured, command_line, measure
@@ -21,16 +23,14 @@ from farsight.reports.sections.layers import (
     position_section,
 )
 from farsight.reports.sections.plasticity import (
-    TARGET,
     checkpoints_section,
     figure_text,
     geometry_section,
     heads_table,
-    number,
     plasticity_section,
 )
 from farsight.reports.sections.training import models_section, named
-from farsight.training.runs import ReportedModel, find_models
+from farsight.training.runs import NamedModel, find_models
 
 SECTIONS: dict[str, Callable[[Sequence[Result], Sequence[Part]], Element]] = {
     "plasticity": plasticity_section,
@@ -42,7 +42,7 @@ SECTIONS: dict[str, Callable[[Sequence[Result], Sequence[Part]], Element]] = {
 }
 
 
-def report(models: Sequence[ReportedModel], results: Sequence[Result], made_by: str, data: Path | None = None) -> str:
+def report(models: Sequence[NamedModel], results: Sequence[Result], made_by: str, data: Path | None = None) -> str:
     """The page.
 
     Args:
@@ -77,10 +77,10 @@ def report(models: Sequence[ReportedModel], results: Sequence[Result], made_by: 
     )
 
 
-def _glance(models: Sequence[ReportedModel], results: Sequence[Result]) -> Element:
+def _glance(models: Sequence[NamedModel], results: Sequence[Result]) -> Element:
     """The most important figures, one row for each model."""
 
-    def first(model: ReportedModel, kind: str) -> dict | None:
+    def first(model: NamedModel, kind: str) -> dict | None:
         return next((dict(r.values) for r in of_kind(results, kind) if r.model is model), None)
 
     rows: list[list[Part]] = []
@@ -88,7 +88,7 @@ def _glance(models: Sequence[ReportedModel], results: Sequence[Result]) -> Eleme
         plasticity, geometry = first(model, "plasticity"), first(model, "geometry")
         layers, probes, order = first(model, "layers"), first(model, "probes"), first(model, "order_awareness")
         heads = geometry["heads"] if geometry else []
-        errors = [number(layer["error"]) for layer in probes["layers"]] if probes else []
+        errors = [or_nan(layer["error"]) for layer in probes["layers"]] if probes else []
         rows.append([
             named(model),
             f"{count_parameters(model.config):,}",
@@ -105,7 +105,7 @@ def _glance(models: Sequence[ReportedModel], results: Sequence[Result]) -> Eleme
         "order horizon",
     ]  # fmt: skip
     caption = (
-        f"Plasticity: the mean over positions, and what it loses from the first fifth of the context to the last (target: below {TARGET:.2f}). "
+        f"Plasticity: the mean over positions, and what it loses from the first fifth of the context to the last (target: below {TARGET_DROP:.2f}). "
         "Bias: what keys gain in score over a whole context. δ with |ρ|: rank correlation of the layers' sensitivity with their RoPE's "
         "influence. Position error: of the best layer's probe, in tokens. –: not measured."
     )

@@ -8,7 +8,7 @@ from typing import Any
 from farsight.configs.schema import NoRotary
 from farsight.reports.results import Result, Source
 from farsight.reports.run_tools import run_missing
-from farsight.training.runs import ReportedModel
+from farsight.training.runs import NamedModel
 
 FOLDER = "analysis"
 """Folder in a run or model with its results."""
@@ -32,17 +32,17 @@ def _kind(values: Mapping[str, Any]) -> str | None:
     return name if name in (*MEASURED, *OTHERS) else None
 
 
-ANALYSIS = Source(FOLDER, _kind, ", ".join(f"analysis.{name}" for name in (*MEASURED, *OTHERS)))
+ANALYSIS = Source(FOLDER, _kind, ", ".join(f"farsight {name.replace('_', '-')}" for name in (*MEASURED, *OTHERS)))
 
 
-def can_be_measured(kind: str, model: ReportedModel) -> bool:
+def can_be_measured(kind: str, model: NamedModel) -> bool:
     """Whether the tool has something to measure; layer probes mask a layer's RoPE, so they need a layer that has one."""
     if model.weights is None:
         return False
     return kind != "layer_probes" or any(not isinstance(p.rotary, NoRotary) for p in model.config.layers())
 
 
-def tool_arguments(kind: str, model: ReportedModel, data: Path | None, more: Sequence[str] = ()) -> list[str]:
+def tool_arguments(kind: str, model: NamedModel, data: Path | None, more: Sequence[str] = ()) -> list[str]:
     """A tool's arguments for measuring a model and writing its JSON file where the report finds it.
 
     Args:
@@ -56,14 +56,14 @@ def tool_arguments(kind: str, model: ReportedModel, data: Path | None, more: Seq
     return [str(model.weights), "--data", str(text), *MEASURED[kind], *more, "--json", str(out)]
 
 
-def command_line(kind: str, model: ReportedModel, data: Path | None) -> str:
+def command_line(kind: str, model: NamedModel, data: Path | None) -> str:
     """The command that measures a model, to be typed into a terminal."""
     assert model.weights is not None
     arguments = shlex.join(tool_arguments(kind, model, data))
     return f"mkdir -p {shlex.quote(str(model.weights / FOLDER))} && farsight {kind.replace('_', '-')} {arguments}"
 
 
-def measure(models: Sequence[ReportedModel], results: Sequence[Result], data: Path, more: Sequence[str] = ()) -> None:
+def measure(models: Sequence[NamedModel], results: Sequence[Result], data: Path, more: Sequence[str] = ()) -> None:
     """Runs the tools for missing results, model by model; a tool that fails prints why and its result stays missing."""
     for model in models:
         kinds = [kind for kind in MEASURED if can_be_measured(kind, model)]

@@ -20,14 +20,14 @@ from farsight.reports.sections.cost import DEFAULT_LENGTHS, ModelCost, bytes_tex
 from farsight.reports.sections.perplexity import perplexity_text
 from farsight.reports.sections.training import losses_section, models_section, named, stages, trained_tokens
 from farsight.reports.tool_section import ToolSection
-from farsight.training.runs import ReportedModel, find_models
+from farsight.training.runs import NamedModel, find_models
 
 PASSKEY = "passkey"
 """The task of farsight needle that models are compared by."""
 
 
 def report(
-    models: Sequence[ReportedModel],
+    models: Sequence[NamedModel],
     results: Sequence[Result],
     costs: Sequence[ModelCost],
     made_by: str,
@@ -69,7 +69,7 @@ def report(
     )
 
 
-def _glance(models: Sequence[ReportedModel], results: Sequence[Result], costs: Sequence[ModelCost]) -> Element:
+def _glance(models: Sequence[NamedModel], results: Sequence[Result], costs: Sequence[ModelCost]) -> Element:
     """The most important figures, one row for each model."""
     longest = costs[0].costs[-1].length
     header = [
@@ -96,7 +96,7 @@ def _glance(models: Sequence[ReportedModel], results: Sequence[Result], costs: S
     return table(header, rows, caption)
 
 
-def _first_perplexity(model: ReportedModel, results: Sequence[Result]) -> str:
+def _first_perplexity(model: NamedModel, results: Sequence[Result]) -> str:
     found = next((r.values["lengths"] for r in _plain(model, of_kind(results, "perplexity"))), None)
     if not found:
         return "–"
@@ -104,7 +104,7 @@ def _first_perplexity(model: ReportedModel, results: Sequence[Result]) -> str:
     return f"{perplexity_text(found[length])} at {int(length):,}"
 
 
-def _first_mean(model: ReportedModel, results: Sequence[Result]) -> str:
+def _first_mean(model: NamedModel, results: Sequence[Result]) -> str:
     tasks = [(r.values.get("task", PASSKEY), r.values["mean"]) for r in _plain(model, of_kind(results, "needle"))]
     if not tasks:
         return "–"
@@ -112,7 +112,7 @@ def _first_mean(model: ReportedModel, results: Sequence[Result]) -> str:
     return f"{100 * mean:.1f} %" + f" ({task})" * (task != PASSKEY)
 
 
-def _plain(model: ReportedModel, results: Sequence[Result]) -> list[Result]:
+def _plain(model: NamedModel, results: Sequence[Result]) -> list[Result]:
     """The model's results that compare with other models': read as trained, and not in sliding windows."""
     return [r for r in results if r.model is model and not r.values.get("extend") and not r.values.get("stride")]
 
@@ -122,7 +122,7 @@ def _sources(results: Sequence[Result]) -> list[Part]:
     return [tag("ul", *(tag("li", tag("code", file)) for file in files))] if files else [tag("p", "none")]
 
 
-def figures(models: Sequence[ReportedModel], costs: Sequence[ModelCost]) -> dict[str, Any]:
+def figures(models: Sequence[NamedModel], costs: Sequence[ModelCost]) -> dict[str, Any]:
     """The report's own figures, for other programs; the tools' figures are in their own files."""
     return {
         "models": {

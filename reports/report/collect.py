@@ -7,13 +7,13 @@ from typing import Any
 from farsight.json_files import fields_of, read_object
 from farsight.reports.report.sections import SECTIONS
 from farsight.reports.results import Result, Source, collect_from
-from farsight.training.runs import ReportedModel
+from farsight.training.runs import NamedModel
 
 FOLDER = "evals"
 """Folder in a run or model with its results."""
 
 
-def collect(models: Sequence[ReportedModel], named: Sequence[Path]) -> list[Result]:
+def collect(models: Sequence[NamedModel], named: Sequence[Path]) -> list[Result]:
     """The results in the models' `evals` folders and in the named files; failing these, perplexities that a recipe measured itself.
 
     Raises:
@@ -34,7 +34,7 @@ _NAMES = [f"farsight {section.command}" for section in SECTIONS]
 EVALS = Source(FOLDER, _kind, f"{', '.join(_NAMES[:-1])} or {_NAMES[-1]}")
 
 
-def _recipe_summary(model: ReportedModel) -> list[Result]:
+def _recipe_summary(model: NamedModel) -> list[Result]:
     """Perplexities that a recipe measured after its last stage."""
     file = model.path / "summary.json"
     if not file.is_file() or not model.runs:

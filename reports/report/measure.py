@@ -9,10 +9,10 @@ from farsight.reports.report.sections import SECTIONS
 from farsight.reports.results import Result
 from farsight.reports.run_tools import run_missing
 from farsight.reports.tool_section import ToolSection
-from farsight.training.runs import ReportedModel
+from farsight.training.runs import NamedModel
 
 
-def tool_arguments(tool: ToolSection, model: ReportedModel, data: Sequence[Path], lengths: Sequence[int]) -> list[str]:
+def tool_arguments(tool: ToolSection, model: NamedModel, data: Sequence[Path], lengths: Sequence[int]) -> list[str]:
     """A tool's arguments for measuring a model and writing its JSON file where the report finds it.
 
     Args:
@@ -27,7 +27,7 @@ def tool_arguments(tool: ToolSection, model: ReportedModel, data: Sequence[Path]
     return [str(model.weights), *tool.arguments(texts, wanted), "--json", str(out)]
 
 
-def command_line(tool: ToolSection, model: ReportedModel, data: Sequence[Path], lengths: Sequence[int]) -> str:
+def command_line(tool: ToolSection, model: NamedModel, data: Sequence[Path], lengths: Sequence[int]) -> str:
     """The command that measures a model, to be typed into a terminal."""
     assert model.weights is not None
     arguments = shlex.join(tool_arguments(tool, model, data, lengths))
@@ -35,7 +35,7 @@ def command_line(tool: ToolSection, model: ReportedModel, data: Sequence[Path], 
 
 
 def measure(
-    models: Sequence[ReportedModel], results: Sequence[Result], data: Sequence[Path], lengths: Sequence[int]
+    models: Sequence[NamedModel], results: Sequence[Result], data: Sequence[Path], lengths: Sequence[int]
 ) -> None:
     """Runs the tools for missing results, model by model; each writes its file into the model's folder. A tool that fails prints
     why, and its result stays missing."""

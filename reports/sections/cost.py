@@ -14,7 +14,7 @@ from farsight.reports.serving_cost import ServingCost, serving_costs
 from farsight.reports.svg_axes import length_axis, log_axis
 from farsight.reports.svg_charts import Series, legend, line_chart
 from farsight.reports.tool_section import ToolSection, is_number
-from farsight.training.runs import ReportedModel
+from farsight.training.runs import NamedModel
 
 DEFAULT_LENGTHS = tuple(1024 << power for power in range(8))
 """1k to 128k."""
@@ -24,7 +24,7 @@ DEFAULT_LENGTHS = tuple(1024 << power for power in range(8))
 class ModelCost:
     """A model's cost by length, with its scopes as trained or grown with the sequence."""
 
-    model: ReportedModel
+    model: NamedModel
     grown: bool
     costs: tuple[ServingCost, ...]
 
@@ -33,7 +33,7 @@ class ModelCost:
         return self.model.name + ", scopes grown" * self.grown
 
 
-def model_costs(models: Sequence[ReportedModel], lengths: Sequence[int]) -> list[ModelCost]:
+def model_costs(models: Sequence[NamedModel], lengths: Sequence[int]) -> list[ModelCost]:
     """Each model's cost, and a second one with grown scopes where that differs at one of the lengths."""
     found = []
     for model in models:

@@ -4,15 +4,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from farsight.json_files import or_nan
 from farsight.reports.page import Part, figure, note, section, table, tag
 from farsight.reports.results import Result, line_numbers, names
-from farsight.reports.sections.plasticity import figure_text, layer_axis, layer_figure, number
+from farsight.reports.sections.plasticity import figure_text, layer_axis, layer_figure
 from farsight.reports.svg_axes import length_axis, short_tokens, value_axis
 from farsight.reports.svg_charts import Series, heat_map, heat_map_scale, legend, line_chart
 
 
 def _points(values: Sequence[float | None]) -> list[tuple[float, float]]:
-    return [(float(layer), number(value)) for layer, value in enumerate(values)]
+    return [(float(layer), or_nan(value)) for layer, value in enumerate(values)]
 
 
 def layers_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
@@ -41,7 +42,7 @@ def layers_section(results: Sequence[Result], absent: Sequence[Part]) -> Element
         "Layer sensitivity",
         note(
             "δ: the cosine distance between correct and wrong texts after a layer. ρ: the increase in loss when one layer's RoPE base is "
-            "multiplied by γ. ", tag("code", "analysis.layers"), " says how both are measured; fine-tuning reads them from its profile."
+            "multiplied by γ. ", tag("code", "farsight layers --help"), " says how both are measured; fine-tuning reads them from its profile."
         ),
         legend(delta),
         layer_figure(delta, "δ", "Sensitivity."),
@@ -70,13 +71,13 @@ def layer_probes_section(results: Sequence[Result], absent: Sequence[Part]) -> E
             factors = list(dict.fromkeys(layer.get("factor") for layer in r.values["layers"]))
             for place, factor in enumerate(factors):
                 points = [
-                    (float(layer["layer"]), number(layer["perplexity"]))
+                    (float(layer["layer"]), or_nan(layer["perplexity"]))
                     for layer in r.values["layers"]
                     if layer.get("factor") == factor
                 ]
                 said = name if factor is None or len(factors) == 1 else f"{name}, {factor:g}"
                 lines.append(Series(said, points, n if len(factors) == 1 else n + place))
-            base = number(r.values["baseline"]["perplexity"])
+            base = or_nan(r.values["baseline"]["perplexity"])
             same = [(layer, base) for layer, _ in points]
             lines.append(Series(f"{name}, as it is", same, n, dashed=True, markers=False))
         y = value_axis([y for line in lines for _, y in line.points], "perplexity", "{:,.10g}".format)
@@ -87,19 +88,21 @@ def layer_probes_section(results: Sequence[Result], absent: Sequence[Part]) -> E
         ]
     return section(
         "One layer disturbed",
-        note("Perplexity when one layer alone is disturbed. ", tag("code", "analysis.layer_probes"), " says how."),
+        note(
+            "Perplexity when one layer alone is disturbed. ", tag("code", "farsight layer-probes --help"), " says how."
+        ),
         *parts,
         *absent,
     )
 
 
 def position_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
-    """How well a probe recovers tokens' positions from each layer's hidden states."""
+    """Accuracy of position probes on each layer's hidden states."""
     if not results:
         return section("Position probes", *absent)
     named = list(zip(results, names(results), line_numbers(results), strict=True))
     lines = [
-        Series(name, [(float(layer["layer"]), number(layer["error"])) for layer in r.values["layers"]], n)
+        Series(name, [(float(layer["layer"]), or_nan(layer["error"])) for layer in r.values["layers"]], n)
         for r, name, n in named
     ]
     guesses = ", ".join(f"{name} {figure_text(r.values['guess'], 1)}" for r, name, _ in named)
@@ -108,7 +111,7 @@ def position_section(results: Sequence[Result], absent: Sequence[Part]) -> Eleme
         note(
             "A small network predicts positions from hidden states; shown is its mean error in tokens on sequences that it was not "
             "trained on. Layer −1 is the embedding. The error of a constant guess: ", guesses, ". ",
-            tag("code", "analysis.probes"), " says how."
+            tag("code", "farsight probes --help"), " says how."
         ),
         legend(lines),
         layer_figure(lines, "mean error in tokens", "By layer.", 4),
@@ -151,12 +154,12 @@ def _probe_panel(name: str, values: Mapping[str, Any]) -> Element:
 
 
 def order_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
-    """How far back the order of tokens affects the last token's hidden state."""
+    """Effect of the order of tokens on the last token's hidden state, by distance."""
     if not results:
         return section("Order awareness", *absent)
     named = list(zip(results, names(results), line_numbers(results), strict=True))
     lines = [
-        Series(name, [(float(t["tokens"]), number(t["exchange"])) for t in r.values["spans"]], n)
+        Series(name, [(float(t["tokens"]), or_nan(t["exchange"])) for t in r.values["spans"]], n)
         for r, name, n in named
     ]
     points = [point for line in lines for point in line.points]
@@ -171,7 +174,7 @@ def order_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
         "Order awareness",
         note(
             "How much the last token's hidden state changes when two neighbouring tokens at a distance before it swap places. ",
-            tag("code", "analysis.order_awareness"), " says how."
+            tag("code", "farsight order-awareness --help"), " says how."
         ),
         legend(lines),
         figure(chart, "Median over texts.", table(["model", "horizon in tokens"], rows, "The widest span in which the model told every tested permutation apart.")),
@@ -189,12 +192,12 @@ def graft_section(results: Sequence[Result]) -> Element | None:
         lengths = list(values["plain"]["long"]["perplexity"])
         for length in lengths:
             lines = [
-                Series(mode, [(float(p["depth"]), number(p["perplexity"][length])) for p in points], place)
+                Series(mode, [(float(p["depth"]), or_nan(p["perplexity"][length])) for p in points], place)
                 for place, (mode, points) in enumerate(values["modes"].items())
             ]
             depths = [x for line in lines for x, _ in line.points]
             for place, (name, plain) in enumerate(values["plain"].items()):
-                y = number(plain["perplexity"][length])
+                y = or_nan(plain["perplexity"][length])
                 lines.append(Series(f"{name} alone", [(min(depths), y), (max(depths), y)], 2 + place, True, False))
             x = layer_axis(depths)
             x = type(x)(x.low, x.high, x.ticks, "layers from the front model")
@@ -219,6 +222,6 @@ def graft_section(results: Sequence[Result]) -> Element | None:
             ]
     return section(
         "Grafts",
-        note("The first layers of one model before the last layers of another. ", tag("code", "analysis.graft_sweep"), " makes them."),
+        note("The first layers of one model before the last layers of another. ", tag("code", "farsight graft-sweep --help"), " makes them."),
         *parts,
     )  # fmt: skip

@@ -5,24 +5,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from farsight.analysis.plasticity.options import TARGET_DROP
+from farsight.json_files import or_nan
 from farsight.reports.page import Part, figure, folded, note, section, table, tag
 from farsight.reports.results import Result, line_numbers, names
 from farsight.reports.svg_axes import Axis, linear_axis, short_tokens
 from farsight.reports.svg_charts import Series, heat_map, heat_map_scale, legend, line_chart
 
-TARGET = 0.10
-"""AP_drop that the thesis proposes to train for."""
 CLASSES = ("position-dominated", "Q-positional", "K-positional", "content-focused", "mixed")
 
 
 def figure_text(value: float | None, digits: int = 3) -> str:
     """A figure as text, or a dash for none."""
     return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def number(value: float | None) -> float:
-    """The value, or NaN for JSON's null."""
-    return math.nan if value is None else value
 
 
 def layer_axis(values: Sequence[float]) -> Axis:
@@ -58,7 +53,7 @@ def layer_figure(lines: Sequence[Series], title: str, caption: str, digits: int 
 
 def by_layer(values: Mapping[str, Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
     """Points by layer from {"0": {key: …}, …}."""
-    return sorted((float(layer), number(figures.get(key))) for layer, figures in values.items())
+    return sorted((float(layer), or_nan(figures.get(key))) for layer, figures in values.items())
 
 
 def plasticity_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
@@ -68,7 +63,7 @@ def plasticity_section(results: Sequence[Result], absent: Sequence[Part]) -> Ele
         return section("Plasticity", *absent)
     named = list(zip(results, names(results), line_numbers(results), strict=True))
     profiles = [
-        Series(name, [(at, number(ap)) for at, ap in zip(r.values["positions"], r.values["profile"], strict=True)], n)
+        Series(name, [(at, or_nan(ap)) for at, ap in zip(r.values["positions"], r.values["profile"], strict=True)], n)
         for r, name, n in named
     ]
     points = [point for line in profiles for point in line.points]
@@ -86,17 +81,17 @@ def plasticity_section(results: Sequence[Result], absent: Sequence[Part]) -> Ele
             *(figure_text(value) for value in r.values["quintiles"]),
             figure_text(r.values["overall"]),
             figure_text(r.values["drop"]),
-            "met" if number(r.values["drop"]) < TARGET else "not met",
+            "met" if or_nan(r.values["drop"]) < TARGET_DROP else "not met",
         ]
         for r, name, _ in named
     ]
     parts: list[Part] = [
         note(
             "How likely a random query is to change which of two earlier keys a head prefers: 1 if the query alone decides, 0 if "
-            "positions do. Mean over heads. ", tag("code", "analysis.plasticity"), " says how it is computed."
+            "positions do. Mean over heads. ", tag("code", "farsight plasticity --help"), " says how it is computed."
         ),
         legend(profiles),
-        figure(chart, "By the position of the query.", table(header, rows, f"Means over fifths of the context; the drop is the first minus the last, and the target is a drop below {TARGET:.2f}.")),
+        figure(chart, "By the position of the query.", table(header, rows, f"Means over fifths of the context; the drop is the first minus the last, and the target is a drop below {TARGET_DROP:.2f}.")),
         tag("h3", "By layer"),
         layer_figure(drops, "drop", "The plasticity that each layer's heads lose from the first fifth to the last."),
         tag("h3", "By the distances of keys"),
@@ -162,7 +157,7 @@ def checkpoints_section(results: Sequence[Result]) -> Element | None:
 
 
 def geometry_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
-    """How queries and keys vary with position, and whether that favours late keys."""
+    """Variation of queries and keys with position, and the bias it gives late keys."""
     if not results:
         return section("Geometry of queries and keys", *absent)
     named = list(zip(results, names(results), line_numbers(results), strict=True))
@@ -185,7 +180,7 @@ def geometry_section(results: Sequence[Result], absent: Sequence[Part]) -> Eleme
         note(
             "Bias strength: how much the mean query's score grows if a key comes a whole context later; above 0, late keys are "
             "favoured. Classes: whether the first principal component of queries and of keys follows position. ",
-            tag("code", "analysis.geometry"), " says how both are computed."
+            tag("code", "farsight geometry --help"), " says how both are computed."
         ),
         legend(bias),
         layer_figure(bias, "bias strength × context", "Mean of each layer's heads, before scores are divided by √H."),

@@ -14,23 +14,23 @@ from farsight.reports.page import Part, figure, folded, missing, note, section, 
 from farsight.reports.svg_axes import linear_axis
 from farsight.reports.svg_charts import Mark, Point, Series, legend, line_chart, swatch
 from farsight.training.metrics_file import loss_points, run_summary
-from farsight.training.runs import ReportedModel
+from farsight.training.runs import NamedModel
 
 MOST_POINTS = 1000
 """Most points in a loss curve; in a longer curve, points are averaged."""
 
 
-def named(model: ReportedModel) -> Element:
+def named(model: NamedModel) -> Element:
     """A model's name with its colour and marker, which are the same in all sections."""
     return tag("span", swatch(Series(model.name, (), model.number)), model.name, class_="name")
 
 
-def models_section(models: Sequence[ReportedModel]) -> Element:
+def models_section(models: Sequence[NamedModel]) -> Element:
     """Architecture, positions by layer, and recorded training of each model."""
     return section("Models", *(_model(model) for model in models))
 
 
-def _model(model: ReportedModel) -> Element:
+def _model(model: NamedModel) -> Element:
     a, position = model.config.architecture, model.config.position
     history = read_history(model.weights) if model.weights is not None else []
     tokens = trained_tokens(model)
@@ -55,14 +55,14 @@ def _model(model: ReportedModel) -> Element:
     return tag("div", *parts)
 
 
-def trained_tokens(model: ReportedModel) -> int | None:
+def trained_tokens(model: NamedModel) -> int | None:
     """Training tokens over all recorded runs; None without records."""
     if model.weights is not None and (history := read_history(model.weights)):
         return sum(entry["tokens"] for entry in history)
     return int(sum(loss_points(run.folder)[0][-1][0] for run in model.runs)) if model.runs else None
 
 
-def stages(model: ReportedModel) -> list[dict[str, Any]]:
+def stages(model: NamedModel) -> list[dict[str, Any]]:
     """The figures of each run that trained the model, with its number of tokens."""
     return [
         run_summary(run.name, run.folder, run.seq_len, run.steps) | {"tokens": loss_points(run.folder)[0][-1][0]}
@@ -70,7 +70,7 @@ def stages(model: ReportedModel) -> list[dict[str, Any]]:
     ]
 
 
-def losses_section(models: Sequence[ReportedModel]) -> Element:
+def losses_section(models: Sequence[NamedModel]) -> Element:
     """Training and held-out loss over tokens, across stages."""
     drawn, marks, longest = [], set(), 1
     for model in models:
@@ -110,7 +110,7 @@ def losses_section(models: Sequence[ReportedModel]) -> Element:
     return section("Loss", keys, figure(chart, caption, _stages_table(models)), *absent)
 
 
-def _without_runs(models: Sequence[ReportedModel]) -> list[Part]:
+def _without_runs(models: Sequence[NamedModel]) -> list[Part]:
     """How to get loss curves of models named by config files, or by what a run left instead of its folder."""
     untrained = [model for model in models if model.path.is_file()]
     parts: list[Part] = []
@@ -135,7 +135,7 @@ def thin(points: Sequence[Point]) -> tuple[list[Point], int]:
     return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups], together
 
 
-def _stages_table(models: Sequence[ReportedModel]) -> Element:
+def _stages_table(models: Sequence[NamedModel]) -> Element:
     header = ["run", "context", "steps", "tokens", "training loss", "held-out loss", "tokens/s"]
     rows: list[list[Part]] = []
     for model in models:

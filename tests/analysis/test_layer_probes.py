@@ -239,7 +239,7 @@ def test_figures_that_are_no_number_are_null(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--probe", "mask"], "--data FILE is needed"),
+        (["--probe", "mask"], "the following arguments are required: --data"),
         (["--probe", "mask", "--data", "x", "--factors", "2"], "--factors goes with --probe coarsen"),
         (["--probe", "coarsen", "--data", "x", "--noise", "2"], "--noise goes with --probe noise"),
         (["--probe", "noise", "--data", "x", "--noise", "-1"], "--noise: -1 must be at least 0"),

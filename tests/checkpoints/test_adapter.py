@@ -259,9 +259,9 @@ def test_what_is_quantised_is_what_was(bases, tmp_path, quantization):
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ({"^layers.3.self_attn.q_proj": 8}, r"'\^layers.3.self_attn.q_proj' decides for no layer that LoRA is on"),
-        ({"layers.0.mlp.up_proj": 8}, r"'layers.0.mlp.up_proj' decides for no layer"),
-        ({"q_proj": 8, "layers.3.self_attn.q_proj": 2}, "or an earlier pattern comes first"),
+        ({"^layers.3.self_attn.q_proj": 8}, r"'\^layers.3.self_attn.q_proj' applies to none of LoRA's layers"),
+        ({"layers.0.mlp.up_proj": 8}, r"'layers.0.mlp.up_proj' applies to none of LoRA's layers"),
+        ({"q_proj": 8, "layers.3.self_attn.q_proj": 2}, "or an earlier pattern takes precedence"),
         ({"*q_proj": 8}, "is not a valid regular expression"),
     ],
 )

@@ -212,7 +212,7 @@ def test_what_is_refused(base, tmp_path):
     trained_adapter(tmp_path / "a", base, garfa=NO_GARFA)
     for arguments, message in (
         ({"drop_garfa": True}, "has no GARFA"),
-        ({"out": base}, "is what is read here"),
+        ({"out": base}, "is the adapter or its base"),
         ({"out": tmp_path / "a"}, "a holds files that Farsight did not write there"),
         ({"base": tmp_path / "none"}, "which is not there"),
     ):

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from farsight.configs.check import UNSUPPORTED
+from farsight.configs.check_finetuning import NOT_FOR_FINETUNING
+from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.help import help_text
 from farsight.configs.load import build_config, load_config, merge, read_toml
 from farsight.configs.schema import (
@@ -188,3 +191,38 @@ def test_default_rotary_is_rope_and_help_names_every_option():
     assert "L_anchor" in help_text(["position"])
     with pytest.raises(ConfigError, match="Did you mean 'position'"):
         help_text(["positoin"])
+
+
+def test_help_of_parts_kinds_and_lists():
+    rotary = help_text(["position.rotary"])
+    assert '[position.rotary] kind = "rope" (the default)' in rotary
+    assert '[position.rotary] kind = "yarn"  ' in rotary
+    assert rotary.count("(the default)") == 1
+    assert "--position.heads" not in rotary
+    assert "--data.sources.N.path" in help_text(["data.sources"])
+    assert "--position.rules.N.rotary.…  as [position.rotary]" in help_text(["position"])
+
+
+def test_help_leaves_out_what_is_always_refused():
+    text, finetune = help_text(), help_text((), FinetuneConfig, UNSUPPORTED | NOT_FOR_FINETUNING)
+    for option in UNSUPPORTED:
+        assert f"--{option}" not in [line.split("  ")[1] for line in text.splitlines() if line.startswith("  --")]
+    assert "--parallelism.tensor_parallel_degree" in text
+    assert "--parallelism.tensor_parallel_degree" not in finetune
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--lr", "1e-4"], "no option lr. Did you mean 'optimizer.lr'"),
+        (["--config", "tiny"], "no option config. Did you mean 'job.config_file'"),
+        (["--dryrun"], "no option dryrun. Did you mean 'dry-run'"),
+        (["--job.config_file"], "job.config_file was given no value"),
+        (["--training.steps"], "training.steps was given no value"),
+        (["--data.sources.path", "x"], "data.sources = .* must be a list: .*--data.sources.0.KEY"),
+        (["--job.config_file", "configs"], "configs is a folder: name a .toml file"),
+    ],
+)
+def test_options_that_are_nearly_right(options, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(options)

@@ -8,7 +8,7 @@ from typing import get_args, get_origin
 import pytest
 import tomli_w
 
-from farsight.configs.check import _UNSUPPORTED
+from farsight.configs.check import UNSUPPORTED
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import build_config, load_config, parse_options, read_toml
 from farsight.configs.schema import JobConfig
@@ -21,7 +21,7 @@ def numbers(cls, path=""):
     for field in dataclasses.fields(cls):
         hint = typing.get_type_hints(cls, include_extras=True)[field.name]
         name = f"{path}{field.name}"
-        if name in _UNSUPPORTED:  # refused whatever they hold
+        if name in UNSUPPORTED:  # refused whatever they hold
             continue
         spans = [a for h in (hint, *get_args(hint)) for a in (h, *get_args(h)) if isinstance(a, Range)]
         kinds = {t for h in (hint, *get_args(hint)) for t in (h, *get_args(h)) if t in (int, float)}

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from farsight.configs.schema import Data, HubSource, JsonlSource, ParquetSource, TextSource
-from farsight.data.sources.documents import DataError
 from farsight.data.sources.identity import difference, identify
+from farsight.errors import DataError
 from tests.data.test_loader import global_batches, loader
 
 KINDS = {"text": TextSource, "jsonl": JsonlSource, "parquet": ParquetSource, "hub": HubSource}
@@ -57,7 +57,7 @@ def test_what_happened_to_a_file_is_named(tmp_path, kind):
     folder = tmp_path / "d"
     resume(config, state)
     (folder / "a").rename(folder / "d")  # total bytes and rows are unchanged
-    refused("a is now called d, and read in another place of the order")
+    refused("a is now called d, and is read at a different place in the order")
     (folder / "d").rename(folder / "a")
     content = (folder / "b").read_bytes()
     (folder / "b").write_bytes(content.replace(b"b 4", b"B 4"))
@@ -119,7 +119,7 @@ def test_words():
     assert difference([a, c], [a, b, c]) == "b is new"
     assert difference([a, b], [["a", "2"], ["b", "1"]]) == "a changed, b changed"
     assert difference([a, b], [["x", "2"], ["y", "1"]]) == (
-        "a is now called y, and read in another place of the order, b is now called x, and read in another place of the order"
+        "a is now called y, and is read at a different place in the order, b is now called x, and is read at a different place in the order"
     )
     assert difference([a, b], []) == "a is gone, b is gone"
     assert difference([], [a, b, c, d, ["e", "5"]]) == "a is new, b is new, c is new and 2 more"

@@ -22,8 +22,8 @@ from farsight.configs.schema import Data, HubSource, JobConfig, JsonlSource
 from farsight.data.loader import Loader, build_loader, build_validation_loader
 from farsight.data.packing import IGNORE
 from farsight.data.prefetch import Prefetch
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
+from farsight.errors import DataError
 
 BYTES = BytesTokenizer()
 L, G = 64, 8

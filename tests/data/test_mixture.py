@@ -10,8 +10,8 @@ import pytest
 from farsight.configs.schema import Data, HubSource, JsonlSource, StdlibSource, TextSource
 from farsight.data.mixture import MixedSource, Mixture, sample_texts
 from farsight.data.sources.build import open_sources
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
+from farsight.errors import DataError
 
 BYTES = BytesTokenizer()
 

@@ -21,8 +21,8 @@ from farsight.data.retrieval.needles import (
     place,
     prompt,
 )
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer_dir, train_sentencepiece
+from farsight.errors import DataError
 
 TEXT = (
     "One thing happened; then another, at length. Was it so? " * 3

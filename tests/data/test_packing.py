@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farsight.data.packing import IGNORE, Packer, Rows
-from farsight.data.sources.documents import DataError
+from farsight.errors import DataError
 
 
 def pack(lengths: list[int], seq_len: int, rows: int, mask_documents: bool) -> Rows:

@@ -16,8 +16,8 @@ from farsight.data.retrieval.ruler import (
     word,
     zeta_ranks,
 )
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, train_sentencepiece
+from farsight.errors import DataError
 
 BYTES = BytesTokenizer()
 SEEDS = range(8)

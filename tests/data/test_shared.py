@@ -16,9 +16,10 @@ from farsight.configs.schema import Data, HubSource, JsonlSource, ParquetSource,
 from farsight.data.loader import Loader
 from farsight.data.mixture import MixedSource, Mixture
 from farsight.data.sources.build import open_sources
-from farsight.data.sources.documents import DataError, split_of
+from farsight.data.sources.documents import split_of
 from farsight.data.sources.shared import SharedDocuments
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, train_sentencepiece
+from farsight.errors import DataError
 from tests.data.test_loader import global_batches, loader, loaders, merged_state, same
 
 BYTES = BytesTokenizer()

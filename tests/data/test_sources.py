@@ -21,7 +21,8 @@ from farsight.configs.load import build_config
 from farsight.configs.schema import Data, HubSource, JsonlSource, ParquetSource, Source, StdlibSource, TextSource
 from farsight.data.order import EpochOrder, hash64, shuffled
 from farsight.data.sources.build import open_source, open_sources
-from farsight.data.sources.documents import DataError, DocumentSource
+from farsight.data.sources.documents import DocumentSource
+from farsight.errors import DataError
 
 
 def open_train(config: Source, on_bad_row="error", held_out=0.0) -> DocumentSource:

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer
 from farsight.configs.schema import Data, TextSource
 from farsight.data.mixture import MixedSource, Mixture
 from farsight.data.sources.build import open_sources
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizer import main
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer_dir, train_sentencepiece
+from farsight.errors import DataError
 
 TEXT = Path(random.__file__).read_text()[:5000] + "  日本 é\t\r\n 🙂\n"
 

@@ -1,12 +1,13 @@
 """Packages that only some features need, and what is said when one is missing."""
 
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 from farsight.cli import explain
-from farsight.extras import EXTRAS
+from farsight.extras import EXTRAS, REQUIRED
 from tests.running import metrics, run, train_command
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -21,7 +22,8 @@ def test_every_optional_package_is_of_its_extra_and_of_no_other_group():
     extras = PROJECT["optional-dependencies"]
     found = {name: extra for extra in extras if extra != "dev" for name in named(extras[extra])}
     assert found == EXTRAS
-    assert not named(PROJECT["dependencies"]) & EXTRAS.keys()
+    assert named(PROJECT["dependencies"]) == REQUIRED
+    assert not REQUIRED & EXTRAS.keys()
 
 
 def test_a_missing_package_is_named_with_its_extra():
@@ -29,6 +31,25 @@ def test_a_missing_package_is_named_with_its_extra():
     sentence = explain(ModuleNotFoundError("No module named 'pyarrow'", name="pyarrow.parquet"))
     command = f"pip install --editable '{CHECKOUT}[data]'"
     assert sentence == f"This needs the package pyarrow, which is not installed: {command}"
+
+
+def test_a_python_without_the_dependencies_is_told_what_to_install(tmp_path):
+    for command in (["-m", "farsight", "positions", "tiny"], ["train.py", "--job.config_file", "tiny"]):
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", BARE, *command], cwd=CHECKOUT, capture_output=True, text=True
+        )
+        assert done.returncode == 2, done.stderr
+        assert f"This Python ({sys.executable}) has no " in done.stderr
+        assert "make setup" in done.stderr
+
+
+BARE = """
+import runpy, sys
+sys.path.insert(0, ".")
+sys.dont_write_bytecode = True
+del sys.argv[0]
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True) if sys.argv[0] == "-m" else runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 def test_training_needs_none_of_them(tmp_path):

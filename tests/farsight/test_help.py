@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farsight.commands import COMMANDS
+from farsight.commands import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,6 +59,11 @@ def test_help_names_the_command_and_imports_nothing_heavy(said, name):
     status, text = said[name]
     assert status == 0, text
     assert name in text
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == "farsight 0.1.0\n"
 
 
 @pytest.mark.parametrize("module", ["evals.generate", "evals.report", "analysis.report"])

@@ -395,7 +395,7 @@ def test_vocabulary_is_that_of_the_weights_a_run_starts_from(tmp_path):
 def test_what_cannot_be_planned_is_said(capsys):
     tiny, recipe = str(ROOT / "configs/tiny.toml"), str(CONFIGS["scope_llama3_8b"])
     for arguments, says in (
-        ([tiny, "--gpu", "h100"], "--gpu h100 is not in launch/plan/hardware.py. Did you mean 'h100-80g'?"),
+        ([tiny, "--gpu", "h100"], "--gpu h100 is not a known GPU. Did you mean 'h100-80g'?"),
         ([tiny, "--windows", "2"], "--windows: 2 must be more than 0 and at most 1"),
         ([tiny, "--matmul", "0"], "--matmul: 0 must be more than 0 and at most 1"),
         ([tiny, "--overlap", "nan"], "--overlap: nan must be a finite number"),

@@ -12,15 +12,15 @@ from farsight.launch.plan.memory import rank_memory
 from tests.launch.test_plan import small
 
 
-def schedule_orders(name, pp, stages_a_rank, microbatches):
+def schedule_orders(name, pp, stages_per_rank, microbatches):
     """Each rank's actions in the order of PyTorch's schedule, one per slot; None while the rank waits."""
     orders = []
     for rank in range(pp):
-        numbers = range(rank, pp * stages_a_rank, pp) if name != "ZBVZeroBubble" else (rank, 2 * pp - 1 - rank)
+        numbers = range(rank, pp * stages_per_rank, pp) if name != "ZBVZeroBubble" else (rank, 2 * pp - 1 - rank)
         stages = [
             SimpleNamespace(
-                group_size=pp, group_rank=rank, group=None, num_stages=pp * stages_a_rank, stage_index=number,
-                is_first=number == 0, is_last=number == pp * stages_a_rank - 1, stage_index_to_group_rank={},
+                group_size=pp, group_rank=rank, group=None, num_stages=pp * stages_per_rank, stage_index=number,
+                is_first=number == 0, is_last=number == pp * stages_per_rank - 1, stage_index_to_group_rank={},
                 has_backward=True, submod=None, device=torch.device("cpu"),
             )
             for number in numbers

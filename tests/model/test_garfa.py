@@ -281,7 +281,7 @@ def test_exported_models_equal_ours(tmp_path, name):
     assert values["model_type"] == "farsight"
     assert from_hf_config(values).position == position
     card = (tmp_path / "m" / "README.md").read_text()
-    assert "in layers 0,2: the RoPE base times" in card
+    assert "of layers 0,2: the RoPE base is multiplied by" in card
     assert "- garfa\n" in card
 
     theirs, tokens = FarsightForCausalLM.from_pretrained(tmp_path / "m").eval(), tokens_of(2, 50)

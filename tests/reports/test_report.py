@@ -379,10 +379,10 @@ def test_a_model_read_in_two_ways_has_two_names(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (json.dumps({"lengths": {"64": 2.0}}), "is of none of the models on this page. It names no path"),
+        (json.dumps({"lengths": {"64": 2.0}}), "has no result for any model on this page. It names no path"),
         (json.dumps({"lengths": {"64": 2.0}, "model": "other/model"}), "It names other/model; the page has"),
-        (json.dumps({"rows": []}), "is no result of farsight perplexity"),
-        ("{", "is no JSON"),
+        (json.dumps({"rows": []}), "is not a result of farsight perplexity"),
+        ("{", "is not valid JSON"),
     ],
 )
 def test_results_of_no_model_are_refused(content, message, tmp_path):

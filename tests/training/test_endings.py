@@ -10,7 +10,7 @@ from farsight.errors import ConfigError
 from farsight.launch.plan.finetune_report import summary
 from farsight.training.finetune.spec import load_finetune_config
 from farsight.training.run_folder import lock_run_folder
-from farsight.training.start import say_theta
+from farsight.training.start import report_theta
 from tests.finetuned import write_base
 from tests.running import ROOT, environment, forked, train, train_command
 
@@ -151,7 +151,7 @@ def test_the_theta_of_the_weights_counts(tmp_path, caplog):
     for options, level in ((yarn, "WARNING"), ([*yarn, *named], "INFO"), (["--position.rotary.kind", "llama3"], None)):
         caplog.clear()
         arguments = ["--checkpoint.initial_load_path", str(tmp_path / "base"), *options]
-        say_theta(load_config(arguments), arguments)
+        report_theta(load_config(arguments), arguments)
         assert [record.levelname for record in caplog.records if says in record.getMessage()] == [level] * (
             level is not None
         )

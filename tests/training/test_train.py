@@ -18,7 +18,7 @@ from farsight.checkpoints.steps import complete_steps
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, build_model
-from tests.running import ROOT, environment, metrics, train, train_command
+from tests.running import ROOT, environment, metrics, run, train, train_command
 
 
 @pytest.fixture(scope="module")
@@ -314,3 +314,10 @@ def test_refusals_end_with_two_and_no_traceback(tmp_path, options, says):
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_dry_run_builds_everything_and_trains_nothing(tmp_path):
+    done = run([*train_command(tmp_path / "run"), "--dry-run"])
+    assert "dry run: everything is ready for " in done.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run" / "comm_traces").exists()

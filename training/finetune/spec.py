@@ -4,10 +4,8 @@
 `training/trainer.py` has the loop.
 """
 
-import logging
 import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,8 +43,6 @@ from farsight.training.metrics import RunMetrics
 from farsight.training.spec import ModelArgs, build_tokenizer
 from farsight.training.start import names_theta
 from farsight.training.validation import Validator
-
-logger = logging.getLogger("farsight")
 
 # ── Config ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -174,10 +170,6 @@ class BaseWeights:
         if self.bar.n >= self.bar.total:
             self.bar.close()
             self.read.close()
-
-
-def _quiet() -> bool:
-    return os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty()
 
 
 class TrainedWeights:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from farsight.kernels.scoped_attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from farsight.kernels.scoped_attention.triton.forward import forward_kernel
+from farsight.kernels.triton_launch import contiguous_rows, interpreted
 
 DELTA_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INTERPRETED = not isinstance(forward_kernel, triton.runtime.JITFunction)
-"""Under TRITON_INTERPRET=1 the kernels run on the CPU, for tests."""
+INTERPRETED = interpreted(forward_kernel)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def triton_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v in their dtypes and shapes; sums are fp32."""
     call = _Call(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset)
-    do = _rows(do_BLNH)
+    do = contiguous_rows(do_BLNH)
     delta_BNL = torch.empty_like(lse_BNL)
     delta_kernel[(triton.cdiv(call.Lq, DELTA_ROWS), call.B, call.N)](
         o_BLNH, do, delta_BNL, *o_BLNH.stride()[:3], *do.stride()[:3], call.Lq, call.N, call.H, call.block_h, DELTA_ROWS
@@ -202,7 +202,7 @@ class _Call:
         alibi_slopes_N: Tensor | None,
         q_offset: int,
     ) -> None:
-        self.q, self.k, self.v = (_rows(x) for x in (q_BLNH, k_BLKH, v_BLKH))
+        self.q, self.k, self.v = (contiguous_rows(x) for x in (q_BLNH, k_BLKH, v_BLKH))
         self.B, self.Lq, self.N, self.H = q_BLNH.shape
         self.Lk, self.K = k_BLKH.shape[1:3]
         self.block_h = max(16, triton.next_power_of_2(self.H))
@@ -235,8 +235,3 @@ class _Call:
         tokens = torch.arange(self.Lk, dtype=torch.int32, device=self.starts.device).expand(self.B, -1).contiguous()
         # Starts never fall, so token i is seen up to the last token whose document starts no later than i.
         return torch.searchsorted(self.starts, tokens, right=True, out_int32=True)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x with each head's row contiguous, which is all that the kernels require."""
-    return x if x.stride(-1) == 1 else x.contiguous()

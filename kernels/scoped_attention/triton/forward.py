@@ -108,7 +108,7 @@ def _keys(
 
 @triton.jit
 def key_runs(first_t, last_t, first_start, last_start, scope, keys, BLOCK_N: tl.constexpr):
-    """Where the keys of a block of queries begin and end, and between them the full blocks that every query sees.
+    """The range of keys for a block of queries, and within it the full blocks that every query sees.
 
     From `begin` to `seen_from` and from `seen_to` to `end` some queries see some keys. If there is no full block, that run
     is empty and its keys are in a masked one.

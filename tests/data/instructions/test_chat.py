@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from farsight.configs.finetuning import InstructionData
 from farsight.data.instructions.chat import LLAMA_3, ChatTemplate, chat_template
 from farsight.data.instructions.conversations import Conversation, UnusableRow, to_conversation
-from farsight.data.sources.documents import DataError
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer_dir, train_sentencepiece
+from farsight.errors import DataError
 
 CHATML = """\
 {%- for message in messages %}

@@ -31,7 +31,7 @@ from farsight.data.instructions.plan import best_fit, plan_epoch
 from farsight.data.instructions.view import inspect_rows
 from farsight.data.order import permutation
 from farsight.data.packing import IGNORE
-from farsight.data.sources.documents import DataError
+from farsight.errors import DataError
 from tests.data.instructions.conftest import BYTES, G, L, alpaca, build, global_batches, job, one_row, write
 
 
