@@ -182,7 +182,7 @@ class FinetuneTraining(Training):
 class FinetuneOptimizer(Optimizer):
     """Optimizer of LoRA, or of the layers in training.layers; [garfa] has its own learning rate and weight decay."""
 
-    name: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit"] = "AdamW"  # type: ignore[assignment]  # torchtitan takes any string
+    name: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit"] = "AdamW"  # type: ignore[assignment]  # more than in pre-training
     """The 8-bit and paged ones are bitsandbytes': 8-bit ones store moments in 8 bits; paged ones move them to host memory when
     the GPU is full."""
     lr: Positive = 2e-4

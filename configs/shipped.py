@@ -37,9 +37,7 @@ def find_config(path: Path, folder: Path = Path()) -> Path:
         ConfigError: there is none.
     """
     there = folder / path
-    if there.is_dir():
-        raise ConfigError(f"{there} is a folder: name a .toml file in it, or a shipped config.")
-    if there.exists():
+    if there.exists() and not there.is_dir():
         return there
     name = path.name.removesuffix(".toml")
     if path.parent.name == "tiny" and name in shipped_configs():
@@ -49,6 +47,8 @@ def find_config(path: Path, folder: Path = Path()) -> Path:
             return _taken(there, shipped)
     if name in shipped_configs() and (path.parent == Path() or "configs" in path.parts):
         return _taken(there, shipped_configs()[name])
+    if there.is_dir():
+        raise ConfigError(f"{there} is a folder: name a .toml file in it, or a shipped config.")
     siblings = [str(p) for p in there.parent.glob("*.toml")]
     hint = nearest(str(there), siblings, say_known=False) or nearest(name, shipped_configs(), say_known=False)
     raise ConfigError(f"There is no config file {there}.{hint or nearest(str(there), siblings)}")

@@ -32,7 +32,8 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
         raise ConfigError(f"{where} = {values!r} must be a table with the keys {', '.join(field_names(cls))}.")
     for key in values:
         if key not in field_names(cls):
-            hint = nearest(key, field_names(cls)) if where else _option_named(cls, key)
+            on_command_line = not where and isinstance(values[key], Raw)
+            hint = _option_named(cls, key) if on_command_line else nearest(key, field_names(cls))
             raise ConfigError(f"There is no option {prefix}{key}.{hint}")
     hints = typing.get_type_hints(cls, include_extras=True)
     converted = {}

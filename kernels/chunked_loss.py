@@ -95,7 +95,7 @@ def loss_and_grads(
 
     The body of the operator behind `chunked_cross_entropy`; `dtype` is that of the matrix products.
     """
-    group = _resolve_process_group(group_name) if group_name else None  # type: ignore[arg-type]  # a name is a string
+    group = _resolve_process_group(group_name) if group_name else None  # type: ignore[arg-type]  # GroupName is torch's NewType of str
     parts, part = (1, 0) if group is None else (group.size(), group.rank())
     wide = torch.promote_types(dtype, torch.float32)
     (T, D), V = h_TD.shape, weight_VD.shape[0]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def interpreted(kernel: Any) -> bool:
-    """Whether a kernel runs in Triton's interpreter: under TRITON_INTERPRET=1 kernels run on the CPU, for tests."""
+    """True for a kernel that Triton interprets on the CPU, as tests have it do with TRITON_INTERPRET=1."""
     return not isinstance(kernel, triton.runtime.JITFunction)
 
 

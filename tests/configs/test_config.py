@@ -226,3 +226,9 @@ def test_help_leaves_out_what_is_always_refused():
 def test_options_that_are_nearly_right(options, message):
     with pytest.raises(ConfigError, match=message):
         load_config(options)
+
+
+def test_keys_of_files_are_not_taken_for_flags():
+    with pytest.raises(ConfigError, match="no option dryrun") as error:
+        build_config({"dryrun": True})
+    assert "dry-run" not in str(error.value)

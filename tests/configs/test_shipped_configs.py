@@ -60,6 +60,14 @@ def test_unknown_names_are_refused(asked, says):
     assert says in str(error.value)
 
 
+def test_a_folder_of_the_same_name_does_not_hide_a_shipped_config(tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "mine").mkdir()
+    assert find_config(Path("tiny")) == shipped_configs()["tiny"]
+    with pytest.raises(ConfigError, match="mine is a folder"):
+        find_config(Path("mine"))
+
+
 def test_names_are_distinct_and_folders_small():
     paths = [path for path in CONFIGS.rglob("*.toml") if not {"sizes", "parts"} & {*path.parts}]
     twice = {name for name, count in Counter(path.stem for path in paths).items() if count > 1}

@@ -42,7 +42,7 @@ STOPPING = ("best", "best_step", "to_beat", "no_better")
 class Finetuner(Trainer):
     """Trains adapters on a frozen base, keeps the best adapter, and stops when validation stops improving."""
 
-    job_config: FinetuneConfig  # type: ignore[assignment]
+    job_config: FinetuneConfig  # type: ignore[assignment]  # narrower than the base class's
     register = staticmethod(register_finetuning)
     leaves: ClassVar = {"adapter": check_adapter_out, "model": check_model_out}
 
