@@ -77,6 +77,26 @@ def take_flag(arguments: list[str], flag: str) -> tuple[list[str], bool]:
     return rest, len(rest) < len(arguments)
 
 
+def take_inspect(arguments: list[str]) -> tuple[list[str], int]:
+    """The other arguments, and N of `--inspect N`, or 0 without it.
+
+    Raises:
+        ConfigError: N is not a positive number.
+    """
+    rest, inspect = [], 0
+    given = iter(arguments)
+    for argument in given:
+        name, _, value = argument.partition("=")
+        if name == "--inspect":
+            value = value or next(given, "")
+            if not value.isdigit() or not int(value):
+                raise ConfigError(f"--inspect{value and f' {value}'}: say how many rows to show, such as --inspect 3.")
+            inspect = int(value)
+        else:
+            rest.append(argument)
+    return rest, inspect
+
+
 def pretrain(arguments: list[str]) -> Work:
     """Prepares one stage of pre-training."""
     arguments, dry_run = take_flag(arguments, "--dry-run")
@@ -106,21 +126,23 @@ def pretrain(arguments: list[str]) -> Work:
 
 def finetune(arguments: list[str]) -> Work | None:
     """Prepares fine-tuning; returns None if only rows were to be shown (--inspect)."""
-    from farsight.launch.plan import finetune_report as report
+    from farsight.data.instructions.view import show_rows
+    from farsight.launch.plan.out_of_memory import explain_out_of_memory
+    from farsight.launch.plan.text import summary
     from farsight.training.finetune.spec import load_finetune_config
     from farsight.training.finetune.trainer import Finetuner
 
     arguments, dry_run = take_flag(arguments, "--dry-run")
-    arguments, inspect = report.take_inspect(arguments)
+    arguments, inspect = take_inspect(arguments)
     config = load_finetune_config(arguments)
     if inspect:
-        print(report.rows(config, inspect))
+        print(show_rows(config, inspect))
         return None
     ranks = process.ranks().world_size
-    logger.info(report.summary(config, ranks))
+    logger.info(summary(config, ranks))
 
     def explain(error: BaseException, trainer: Any) -> str:
-        return report.out_of_memory(config, ranks, error, trainer)
+        return explain_out_of_memory(error, config, trainer and trainer.memory.marks, ranks=ranks)
 
     return Work(config, lambda: Finetuner(config), dry_run, explain)
 

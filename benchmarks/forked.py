@@ -22,7 +22,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 PRELOADED = [
     "farsight.analysis.plasticity.live",
-    "farsight.launch.plan.finetune_report",
+    "farsight.launch.plan.out_of_memory",
+    "farsight.launch.plan.text",
     "farsight.training.finetune.trainer",
     "peft",
     "bitsandbytes",

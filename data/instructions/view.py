@@ -5,11 +5,18 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from farsight.data.instructions.loader import InstructionLoader
-from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.configs.finetuning import FinetuneConfig
+from farsight.data.instructions.loader import InstructionLoader, build_instruction_loader
+from farsight.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 
 _TRAINED, _MASKED, _PADDING, _END = "\x1b[32m", "\x1b[2m", "\x1b[2;31m", "\x1b[0m"
 _OPEN, _CLOSE = "⟦", "⟧"
+
+
+def show_rows(config: FinetuneConfig, count: int) -> str:
+    """`inspect_rows` of the data that a config trains on."""
+    tokenizer = load_tokenizer(config.tokenizer)
+    return inspect_rows(build_instruction_loader(config, tokenizer, 0, 1), tokenizer, count)
 
 
 def inspect_rows(loader: InstructionLoader, tokenizer: Tokenizer, count: int, colour: bool | None = None) -> str:

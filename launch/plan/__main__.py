@@ -21,9 +21,8 @@ from pathlib import Path
 from farsight.cli import bounded, command, positive
 from farsight.configs.load import read_toml
 from farsight.configs.shipped import find_config
-from farsight.errors import ConfigError
 from farsight.files import prepare_file, write_text
-from farsight.launch.plan.hardware import GPUS, Efficiency, Gpu, find_gpu
+from farsight.launch.plan.hardware import GPUS, Efficiency, Machine, find_gpu
 
 EXPLAINED = {
     "matmul": "share of the peak FLOP/s that matrix products reach",
@@ -69,38 +68,22 @@ def main(arguments: list[str] | None = None) -> int:
         prepare_file(options.json)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
 
-    from farsight.launch.plan.finetune import is_finetuning
-    from farsight.launch.plan.plan import make_plan, read_configs
+    from farsight.launch.plan.plan import make_plan
+    from farsight.launch.plan.read import read_configs
     from farsight.launch.plan.text import assumptions_text, plan_text
 
-    gpu, efficiency = find_gpu(options.gpu), Efficiency(**{name: getattr(options, name) for name in EXPLAINED})
-    if is_finetuning(options.config):
-        return _plan_finetuning(options, rest, gpu, efficiency)
+    efficiency = Efficiency(**{name: getattr(options, name) for name in EXPLAINED})
+    machine = Machine(options.gpu, find_gpu(options.gpu), efficiency)
     named, configs = read_configs(options.config, rest, options.stage)
     gpus = options.gpus or named
-    plans = [make_plan(name, config, gpus, gpu, efficiency) for name, config in configs.items()]
-    print("\n\n".join(plan_text(plan, options.gpu) for plan in plans))
-    print("\n" + assumptions_text(gpu, efficiency, options.gpu))
+    plans = [make_plan(name, config, gpus, machine) for name, config in configs.items()]
+    print("\n\n".join(plan_text(plan) for plan in plans))
+    print("\n" + assumptions_text(machine))
     if options.json:
         figures = plans[-1].as_dict()
         if "stages" in read_toml(options.config):
             figures["stages"] = [plan.as_dict() for plan in plans]
         write_text(options.json, json.dumps(figures, indent=2) + "\n")
-    return 0
-
-
-def _plan_finetuning(options: argparse.Namespace, rest: list[str], gpu: Gpu, efficiency: Efficiency) -> int:
-    from farsight.launch.plan.finetune import plan_finetuning, read_finetune_config
-    from farsight.launch.plan.text import assumptions_text
-
-    gpus, path = options.gpus or 1, options.config
-    if options.stage is not None:
-        raise ConfigError(f"--stage {options.stage}: {path} is a fine-tuning config and has no stages.")
-    plan = plan_finetuning(path.stem, read_finetune_config(path, rest), gpus, options.gpu, gpu, efficiency)
-    print(plan.text())
-    print("\n" + assumptions_text(gpu, efficiency, options.gpu))
-    if options.json:
-        write_text(options.json, json.dumps(plan.as_dict(), indent=2) + "\n")
     return 0
 
 

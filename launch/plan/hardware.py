@@ -64,11 +64,6 @@ class Efficiency:
     """Share of the memory that a run can use; CUDA, NCCL and fragmentation take the rest."""
 
 
-def usable_bytes(gpu: Gpu, efficiency: Efficiency) -> float:
-    """Bytes of the GPU's memory that a run can use."""
-    return gpu.memory_gib * GIB * efficiency.memory
-
-
 def find_gpu(name: str) -> Gpu:
     """The GPU of this name.
 
@@ -78,3 +73,55 @@ def find_gpu(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(f"--gpu {name} is not a known GPU.{nearest(name, list(GPUS))}")
     return GPUS[name]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device and the memory that a run can use on it."""
+
+    name: str
+    usable: float
+    """Bytes: those free on a GPU in this machine, or a run's share of a listed one."""
+    cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of one kind, and the shares of their figures that a run reaches."""
+
+    kind: str
+    gpu: Gpu
+    efficiency: Efficiency = Efficiency()
+
+    @property
+    def device(self) -> Device:
+        """One of the GPUs."""
+        return Device(self.kind, self.gpu.memory_gib * GIB * self.efficiency.memory)
+
+    @property
+    def hbm(self) -> float:
+        """Bytes per second that a run reads and writes on a GPU."""
+        return self.gpu.hbm * self.efficiency.hbm
+
+    def flops(self, itemsize: int) -> float:
+        """The peak FLOP/s of products of numbers of this many bytes."""
+        return self.gpu.fp32_flops if itemsize == 4 else self.gpu.bf16_flops
+
+
+def find_device(kind: str = "") -> Device:
+    """The GPU of this name; without a name, this machine's GPU, or its main memory.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    if kind:
+        return Machine(kind, find_gpu(kind)).device
+
+    import torch
+
+    from farsight.parallel.device import total_memory
+
+    if torch.cuda.is_available():
+        free, _ = torch.cuda.mem_get_info()
+        return Device(torch.cuda.get_device_name(), free)
+    return Device("this machine's memory", total_memory(), cpu=True)

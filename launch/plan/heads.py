@@ -11,21 +11,14 @@ from typing import get_args
 
 from farsight.configs.schema import JobConfig, Scope
 from farsight.kernels.scoped_attention.semantics import visible_pairs
-from farsight.launch.plan.layout import ParallelLayout
+from farsight.launch.plan.run import Run, layers_of
 from farsight.model.build import ModelConfig
-from farsight.model.position.layers import LayerPosition
 from farsight.model.position.scope import HeadLayout
 from farsight.parallel.context import SequenceLayout as Cut
 from farsight.parallel.context import keys_seen, pieces, reaches, received_bytes
 
 Reach = tuple[int, ...]
 """Tokens that each key-value head sees."""
-
-
-@cache
-def layers_of(model: ModelConfig) -> tuple[LayerPosition, ...]:
-    """Each layer's position settings at the trained length; cached, as a plan asks often."""
-    return model.layers()
 
 
 @cache
@@ -85,29 +78,35 @@ def _most_seen(parts: tuple[Reach, ...], cp: int, tokens: int, cut: Cut) -> int:
     return max(rows(rank, reach) for rank in range(cp) for reach in set(parts))
 
 
-def received_in_forward(config: JobConfig, layout: ParallelLayout, scopes: tuple[int, ...], itemsize: int) -> int:
+def received_in_forward(run: Run, scopes: tuple[int, ...]) -> int:
     """Bytes of keys and values that a rank receives in a layer's forward pass of a micro-batch; the maximum over ranks."""
-    if layout.cp == 1:
+    if run.layout.cp == 1:
         return 0
-    a, tokens, cut = config.architecture, config.training.seq_len, config.parallelism.context_parallel_load_balancer
-    parts = reaches_of_ranks(scopes, a.n_kv_heads, tokens, layout.tp)
-    return layout.rows * _most_received(parts, layout.cp, tokens, cut, a.head_dim, itemsize)
+    parts, tokens, cut = _parts(run, scopes)
+    most = _most_received(parts, run.layout.cp, tokens, cut, run.config.architecture.head_dim, run.product)
+    return run.layout.rows * most
 
 
-def keys_seen_numbers(config: JobConfig, layout: ParallelLayout, scopes: tuple[int, ...]) -> int:
+def keys_seen_numbers(run: Run, scopes: tuple[int, ...]) -> int:
     """Numbers in the keys and values that a rank's queries see in one row, summed over its pieces; the maximum over ranks."""
-    a, tokens, cut = config.architecture, config.training.seq_len, config.parallelism.context_parallel_load_balancer
-    parts = reaches_of_ranks(scopes, a.n_kv_heads, tokens, layout.tp)
-    return 2 * a.head_dim * _most_seen(parts, layout.cp, tokens, cut)
+    parts, tokens, cut = _parts(run, scopes)
+    return 2 * run.config.architecture.head_dim * _most_seen(parts, run.layout.cp, tokens, cut)
 
 
-def halo_bytes(config: JobConfig, layout: ParallelLayout, scopes: tuple[int, ...], itemsize: int) -> int:
+def _parts(run: Run, scopes: tuple[int, ...]) -> tuple[tuple[Reach, ...], int, Cut]:
+    """The reach of each tensor-parallel rank's key-value heads, the length of a row, and how rows are split."""
+    tokens = run.config.training.seq_len
+    parts = reaches_of_ranks(scopes, run.config.architecture.n_kv_heads, tokens, run.layout.tp)
+    return parts, tokens, run.config.parallelism.context_parallel_load_balancer
+
+
+def halo_bytes(run: Run, scopes: tuple[int, ...]) -> int:
     """Bytes of buffers for one layer's exchange: the rank's own keys and values, those received, and both joined."""
-    if layout.cp == 1:
+    if run.layout.cp == 1:
         return 0
-    a = config.architecture
-    own = 2 * layout.rows * config.training.seq_len // layout.cp * a.n_kv_heads // layout.tp * a.head_dim * itemsize
-    return 2 * (own + received_in_forward(config, layout, scopes, itemsize))
+    a = run.config.architecture
+    own = 2 * run.tokens * a.n_kv_heads // run.layout.tp * a.head_dim * run.product
+    return 2 * (own + received_in_forward(run, scopes))
 
 
 # Orders of heads
@@ -132,20 +131,20 @@ def chosen_head_layout(config: JobConfig) -> HeadLayout | None:
     return next((heads.layout for heads in kinds if isinstance(heads, Scope)), None)
 
 
-def compare_head_layouts(config: JobConfig, layout: ParallelLayout, itemsize: int) -> dict[HeadLayout, HeadLayoutCost]:
+def compare_head_layouts(run: Run) -> dict[HeadLayout, HeadLayoutCost]:
     """The cost of each order at the run's degrees, or at degrees that divide the heads and the length if those are 1."""
-    a, p, tokens = config.architecture, config.parallelism, config.training.seq_len
+    layout, a, tokens = run.layout, run.config.architecture, run.config.training.seq_len
     degrees = [layout.tp] if layout.tp > 1 else [d for d in (2, 4, 8) if a.n_kv_heads % d == 0]
-    cut = p.context_parallel_load_balancer
+    cut = run.config.parallelism.context_parallel_load_balancer
     ranks = [layout.cp] if layout.cp > 1 else [d for d in (8,) if tokens % (2 * d) == 0]
     costs = {}
     for order in get_args(HeadLayout):
-        layers = [layer.scopes for layer in layers_of(_in_order(config, order))]
+        layers = [layer.scopes for layer in layers_of(_in_order(run.config, order))]
         reach = [reaches(scopes, a.n_kv_heads, tokens) for scopes in layers]
         parts = [reaches_of_ranks(scopes, a.n_kv_heads, tokens, layout.tp) for scopes in layers]
         costs[order] = HeadLayoutCost(
             {d: imbalance(layers, tokens, d, 1, cut)[0] for d in degrees},
-            {d: sum(_most_received(part, d, tokens, cut, a.head_dim, itemsize) for part in parts) for d in ranks},
+            {d: sum(_most_received(part, d, tokens, cut, a.head_dim, run.product) for part in parts) for d in ranks},
             sum(map(sum, reach)) / (tokens * a.n_kv_heads * len(layers)),
         )
     return costs

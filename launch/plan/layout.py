@@ -22,12 +22,11 @@ class PipelineStage:
     first: bool
     last: bool
 
-    def holds(self, name: str) -> bool:
-        """Whether the stage holds the parameter of this name."""
-        kind, _, rest = name.partition(".")
-        if kind == "layers":
-            return int(rest.partition(".")[0]) in self.layers
-        return self.first if kind == "tok_embeddings" else self.last
+    def holds(self, layer: int | None, name: str) -> bool:
+        """Whether the stage holds the parameter of this name, which belongs to a layer or to none."""
+        if layer is not None:
+            return layer in self.layers
+        return self.first if name.startswith("tok_embeddings") else self.last
 
 
 @dataclass(frozen=True)
@@ -126,19 +125,11 @@ class ParallelLayout:
 
     def degrees(self) -> dict[str, int]:
         """Degrees by name of the mesh dimension, outermost first, as ranks are numbered."""
-        return {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.cp,
-            "tp": self.tp,
-        }
+        return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
 
     def reach(self, dimension: str) -> int:
         """Number of consecutive ranks that a group of this dimension spans; FSDP's groups include `cp`."""
-        names = list(self.degrees())
-        first = names.index(dimension)
-        return math.prod(list(self.degrees().values())[first:])
+        return math.prod([*self.degrees().values()][[*self.degrees()].index(dimension) :])
 
     def __str__(self) -> str:
         shown = [f"{name} {degree}" for name, degree in self.degrees().items() if degree > 1]

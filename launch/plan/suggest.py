@@ -2,12 +2,22 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from farsight.configs.check import check, model_parallel_ranks
+from farsight.configs.check_finetuning import shares_out
+from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
+from farsight.launch.plan.hardware import Device
+from farsight.launch.plan.layout import ParallelLayout
+from farsight.launch.plan.memory import memory_of
+from farsight.launch.plan.run import Run
+from farsight.model.adapt.layers import adapted
+from farsight.units import gib
 
 C = TypeVar("C", bound=JobConfig)
 
@@ -16,6 +26,17 @@ Options = dict[str, Any]
 
 DEGREES = (2, 4, 8, 16, 32)
 """Degrees of parallelism to try."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change to a config that was tried."""
+
+    options: Options
+    peak: int
+    """Bytes at the peak with this change."""
+    why: str
+    """The effect of the change, or its cost."""
 
 
 def changed(config: C, options: Options) -> C:
@@ -36,21 +57,6 @@ def changed(config: C, options: Options) -> C:
     return new
 
 
-def suggest(config: JobConfig, gpus: int, fits: Callable[[JobConfig], bool]) -> Options | None:
-    """The first change with which the run fits; None if none of those tried helps.
-
-    Args:
-        fits: whether a config's plan fits; may raise ConfigError for one that can't run.
-    """
-    for options in _candidates(config, gpus):
-        try:
-            if fits(changed(config, options)):
-                return options
-        except ConfigError:
-            continue
-    return None
-
-
 def as_options(options: Options) -> str:
     """The options as command-line arguments."""
     return " ".join(
@@ -58,23 +64,66 @@ def as_options(options: Options) -> str:
     )
 
 
-def _candidates(config: JobConfig, gpus: int) -> Iterator[Options]:
+def change_text(change: Change, peak: int) -> str:
+    """What the change saves of this peak, its options, and its effect or cost."""
+    return f"  {gib(peak - change.peak):>6} GiB  {as_options(change.options)}  ({change.why})"
+
+
+def peak_with(config: JobConfig, options: Options, device: Device, gpus: int) -> float:
+    """The peak with these options, in bytes, on the rank that takes most; infinite if they are refused."""
+    try:
+        return max(memory.peak for memory in memory_of(Run.of(changed(config, options), gpus, device.cpu)))
+    except ConfigError:
+        return math.inf
+
+
+def suggest(config: JobConfig, device: Device, gpus: int) -> Options | None:
+    """The first change with which pre-training fits; None if none of those tried helps."""
+    fitting = (o for o in _pretraining(config, gpus) if peak_with(config, o, device, gpus) <= device.usable)
+    return next(fitting, None)
+
+
+def suggestions(config: FinetuneConfig, device: Device, gpus: int = 1) -> tuple[list[Change], Options | None]:
+    """Changes that save memory in fine-tuning, mildest first.
+
+    Returns:
+        The changes, each tried alone; and the options of the shortest run of them, from the first, with which the run fits, or
+        None if all together are not enough.
+    """
+    peak = peak_with(config, {}, device, gpus)
+    alone: list[Change] = []
+    taken: Options = {}
+    enough = False
+    for options, why in _finetuning(config, device, gpus):
+        below = peak_with(config, options, device, gpus)
+        if below >= peak:
+            continue
+        alone.append(Change(options, int(below), why))
+        together = peak_with(config, taken | options, device, gpus)
+        if not enough and together < math.inf:
+            taken, enough = taken | options, together <= device.usable
+    return alone, taken if enough else None
+
+
+# Pre-training
+
+
+def _pretraining(config: JobConfig, gpus: int) -> Iterator[Options]:
     """Single changes, then all that cost little speed together, then those combined with the others."""
+    p, size = config.parallelism, config.training.local_batch_size
     checkpointing: list[Options] = []
     if config.activation_checkpoint.mode != "full":
         checkpointing.append({"activation_checkpoint.mode": "full"})
-    filled = [_pipelined(config, {}, gpus)] if config.parallelism.pipeline_parallel_degree > 1 else []
-    batches: list[Options] = [
-        {"training.local_batch_size": size} for size in _smaller(config.training.local_batch_size)
-    ]
-    p = config.parallelism
+    filled = [_pipelined(config, {}, gpus)] if p.pipeline_parallel_degree > 1 else []
+    smaller = [divisor for divisor in range(size - 1, 0, -1) if size % divisor == 0]
+    batches: list[Options] = [{"training.local_batch_size": divisor} for divisor in smaller]
     everywhere: Options = {
         "parallelism.data_parallel_replicate_degree": 1,
         "parallelism.data_parallel_shard_degree": -1,
     }
     sharding = [everywhere] if (p.data_parallel_replicate_degree, p.data_parallel_shard_degree) != (1, -1) else []
-    tensor, context = ([*_degrees(config, name, gpus)] for name in ("tensor", "context"))
-    pipeline = [_pipelined(config, options, gpus) for options in _degrees(config, "pipeline", gpus)]
+    tensor, context = ([*_degrees(config, name)] for name in ("tensor", "context"))
+    pipeline = [_pipelined(config, options, gpus) for options in _degrees(config, "pipeline")]
     offload: list[Options] = [{"training.enable_cpu_offload": True}]
     yield from (*checkpointing, *filled, *batches, *sharding, *tensor, *context, *pipeline, *offload)
 
@@ -89,11 +138,7 @@ def _candidates(config: JobConfig, gpus: int) -> Iterator[Options]:
         yield from (together | degree | options | offload[0] for options in context)
 
 
-def _smaller(size: int) -> list[int]:
-    return [divisor for divisor in range(size - 1, 0, -1) if size % divisor == 0]
-
-
-def _degrees(config: JobConfig, name: str, gpus: int) -> Iterator[Options]:
+def _degrees(config: JobConfig, name: str) -> Iterator[Options]:
     key = f"{name}_parallel_degree"
     now, shard = getattr(config.parallelism, key), config.parallelism.data_parallel_shard_degree
     for degree in DEGREES:
@@ -111,3 +156,51 @@ def _pipelined(config: JobConfig, options: Options, gpus: int) -> Options:
     if batch < 1 or copies < 1 or batch % copies:
         return options
     return options | {"training.local_batch_size": batch // copies}
+
+
+# Fine-tuning
+
+
+def _finetuning(config: FinetuneConfig, device: Device, gpus: int) -> Iterator[tuple[Options, str]]:
+    """Changes and their cost, mildest first: first those that do not change training, then those that cost speed, precision,
+    length, and trained parameters."""
+    t, base, optimizer, layers = config.training, config.base_model, config.optimizer.name, adapted(config)
+    layout, shared = ParallelLayout.of(config, gpus), shares_out(config, gpus)
+    # Runs refuse these (configs/check_finetuning.py): bitsandbytes' moments can't be sharded, nor sharded 4-bit bases compiled.
+    eight = not (device.cpu or shared or config.engine == "deepspeed")
+    four = not (shared and config.compile.enable)
+    if t.local_batch_size > 1:
+        options: Options = {"training.local_batch_size": 1}
+        if t.global_batch_size < 1:
+            options["training.global_batch_size"] = t.local_batch_size * layout.dp_replicate * layout.dp_shard
+        yield options, "the same batch, accumulated row by row"
+    if config.activation_checkpoint.mode != "full":
+        yield {"activation_checkpoint.mode": "full"}, "a third more computation"
+    if four and base.quantization in ("none", "int8") and not layers.whole:
+        four_bits = {"base_model.quantization": "nf4", "base_model.double_quantization": True}
+        yield four_bits, "the base is rounded to 4 bits"
+    elif base.quantization != "none" and not base.double_quantization:
+        yield {"base_model.double_quantization": True}, "scales are quantised too"
+    if base.dtype == "float32":
+        yield {"base_model.dtype": "bfloat16"}, "products in bf16"
+    if eight and optimizer in ("Adam", "AdamW"):
+        yield {"optimizer.name": "AdamW8bit"}, "moments in 8 bits"
+    if eight and optimizer in ("Adam", "AdamW", "AdamW8bit"):
+        yield {"optimizer.name": "PagedAdamW8bit"}, "moments in 8 bits, moved to host memory when the GPU is full"
+    if t.seq_len > 512:
+        yield {"training.seq_len": t.seq_len // 2}, "longer rows are cut or dropped (data.overlong)"
+    if config.lora.enable and config.lora.rank > 8:
+        yield {"lora.rank": config.lora.rank // 2, "lora.alpha": config.lora.alpha / 2}, "half the adapters' size"
+    if len(layers.lora) > 1:
+        yield _upper("lora", layers.lora, layers.garfa), "only the upper half of LoRA's layers"
+    if len(layers.whole) > 1:
+        yield _upper("training", layers.whole, layers.garfa), "only the upper half of the trained layers"
+
+
+def _upper(section: str, layers: tuple[int, ...], garfa: tuple[int, ...]) -> Options:
+    """Options for only the upper half of these layers, and for GARFA on none below them: no activations are kept below the
+    lowest trained layer."""
+    upper = layers[len(layers) // 2 :]
+    left = [layer for layer in garfa if layer >= upper[0]]
+    chosen = {section: upper} | ({"garfa": left} if 0 < len(left) < len(garfa) else {})
+    return {f"{name}.layers": ",".join(map(str, numbers)) for name, numbers in chosen.items()}

@@ -1,13 +1,17 @@
-"""A training run's plan as text for a terminal."""
+"""A training run's plan as text for a terminal, and the summary that a fine-tuning run shows before it trains."""
 
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from farsight.launch.plan.costs import bandwidth
-from farsight.launch.plan.hardware import Efficiency, Gpu
+from farsight.configs.finetuning import FinetuneConfig
+from farsight.launch.plan.costs import StepTime, bandwidth
+from farsight.launch.plan.hardware import Device, Machine, find_device
 from farsight.launch.plan.heads import chosen_head_layout
-from farsight.launch.plan.memory import RankMemory
-from farsight.launch.plan.suggest import as_options
+from farsight.launch.plan.memory import RankMemory, rank_memory
+from farsight.launch.plan.run import Run
+from farsight.launch.plan.suggest import as_options, change_text, suggestions
+from farsight.model.build import ModelConfig, count_parameters
+from farsight.model.position.layers import describe, layer_selection
 from farsight.units import GIB, count, duration, gib, shown_seconds
 
 if TYPE_CHECKING:
@@ -16,28 +20,30 @@ if TYPE_CHECKING:
 WIDTH = 110
 
 
-def plan_text(plan: "Plan", kind: str) -> str:
+def plan_text(plan: "Plan") -> str:
     """One plan: header, memory, work, traffic, time, orders of heads, and whether it fits."""
-    lines = [*_head(plan, kind), "", *_memory(plan), "", *_work(plan), "", *_time(plan)]
+    if plan.run.finetune:
+        memory = memory_text(plan.run, plan.machine.device, plan.gpus)
+        return "\n".join([*_head(plan), "", memory, "", *_finetuning_time(plan)])
+    lines = [*_head(plan), "", *_memory(plan), "", *_work(plan), "", *_time(plan)]
     if plan.head_layouts:
         lines += ["", *_head_layouts(plan)]
-    return "\n".join([*lines, "", *_verdict(plan, kind)])
+    return "\n".join([*lines, "", *_verdict(plan)])
 
 
-def _head(plan: "Plan", kind: str) -> list[str]:
+def _head(plan: "Plan") -> list[str]:
     t, layout = plan.config.training, plan.layout
-    nodes = -(-plan.gpus // plan.gpu.per_node)
-    where = f"{plan.gpus} × {kind}" + (f" in {nodes} nodes" if nodes > 1 else "")
-    batch = plan.tokens_per_step // t.seq_len
-    each = f"{layout.rows} on a rank at a time"
+    nodes = -(-plan.gpus // plan.machine.gpu.per_node)
+    where = f"{plan.gpus} × {plan.machine.kind}" + (f" in {nodes} nodes" if nodes > 1 else "")
+    batch, each = plan.tokens_per_step // t.seq_len, f"{layout.rows} on a rank at a time"
     if layout.pp > 1:
         each += f", {layout.microbatches} in a pass of the pipeline ({layout.schedule})"
     if layout.accumulation > 1:
         each += f", accumulated {layout.accumulation} times"
-    lines = [
-        f"{plan.name} on {where}: {layout}",
-        f"{count(plan.parameters)} parameters, {t.seq_len:,} tokens a sequence, {batch:,} sequences a step ({each})",
-    ]
+    size = f"{count(plan.parameters)} parameters, {t.seq_len:,} tokens a sequence, {batch:,} sequences a step"
+    if plan.run.finetune:
+        size = f"{t.seq_len:,} tokens a row, {batch:,} rows a step"
+    lines = [f"{plan.name} on {where}: {layout}", f"{size} ({each})"]
     if plan.changes:
         lines.append(f"planned with {as_options(plan.changes)}")
     lines += [f"note: {note}" for note in plan.notes]
@@ -82,8 +88,8 @@ def _work(plan: "Plan") -> list[str]:
     degrees = plan.layout.degrees()
     for name, size in plan.time.traffic.items():
         if size:
-            over = "NVLink" if plan.layout.reach(name) <= plan.gpu.per_node else "network"
-            seconds = size / bandwidth(plan.layout, name, plan.gpu, plan.efficiency)
+            over = "NVLink" if plan.layout.reach(name) <= plan.machine.gpu.per_node else "network"
+            seconds = size / bandwidth(plan.layout, name, plan.machine)
             degree = f"{name} {degrees[name]}"
             if name == "dp_shard" and plan.layout.cp > 1:
                 degree += f" × cp {plan.layout.cp}"
@@ -92,26 +98,37 @@ def _work(plan: "Plan") -> list[str]:
 
 
 def _time(plan: "Plan") -> list[str]:
-    time, compute = plan.time, plan.time.compute
+    steps = plan.config.training.steps
+    return [
+        f"step {shown_seconds(plan.time.total)}: {_shares(plan.time)}",
+        f"{plan.tokens_per_second:,.0f} tokens/s, {count(plan.tokens_per_second * 86400)} tokens a day, "
+        f"MFU {100 * plan.mfu:.0f} %; {steps:,} steps take {duration(steps * plan.time.total)}",
+    ]
+
+
+def _finetuning_time(plan: "Plan") -> list[str]:
+    time, steps = plan.time, plan.config.training.steps
+    run = f"; {steps:,} steps take {duration(steps * time.total)}" if steps else ""
+    return [
+        f"{count(plan.flops_per_token, 'G')} FLOP a token; step {shown_seconds(time.total)}: {_shares(time)}",
+        f"{plan.tokens_per_second:,.0f} tokens/s{run}",
+    ]
+
+
+def _shares(time: StepTime) -> str:
+    """The parts of a step's time that take more than half a per cent of it."""
     parts = {
-        "products": compute.matmul,
-        "attention": compute.attention,
-        "memory": compute.memory,
-        "tp": compute.tp,
-        "cp": compute.cp,
+        "products": time.compute.matmul,
+        "attention": time.compute.attention,
+        "memory": time.compute.memory,
+        "tp": time.compute.tp,
+        "cp": time.compute.cp,
         "bubble": time.bubble,
         "data parallel": time.data_parallel,
         "optimizer": time.optimizer,
     }
-    shown = [
-        f"{name} {100 * seconds / time.total:.0f} %" for name, seconds in parts.items() if seconds > 0.005 * time.total
-    ]
-    steps = plan.config.training.steps
-    return [
-        f"step {shown_seconds(time.total)}: {', '.join(shown)}",
-        f"{plan.tokens_per_second:,.0f} tokens/s, {count(plan.tokens_per_second * 86400)} tokens a day, "
-        f"MFU {100 * plan.mfu:.0f} %; {steps:,} steps take {duration(steps * time.total)}",
-    ]
+    shown = (item for item in parts.items() if item[1] > 0.005 * time.total)
+    return ", ".join(f"{name} {100 * seconds / time.total:.0f} %" for name, seconds in shown)
 
 
 def _head_layouts(plan: "Plan") -> list[str]:
@@ -136,8 +153,9 @@ def _head_layouts(plan: "Plan") -> list[str]:
     return lines
 
 
-def _verdict(plan: "Plan", kind: str) -> list[str]:
-    usable = f"{gib(plan.worst.peak, 1)} GiB of {gib(plan.usable_bytes, 1)} usable on {kind}"
+def _verdict(plan: "Plan") -> list[str]:
+    device = plan.machine.device
+    usable = f"{gib(plan.worst.peak, 1)} GiB of {gib(device.usable, 1)} usable on {device.name}"
     if plan.fits:
         lines = [f"fits: {usable}"]
         if plan.layout.bubble > 0.3:
@@ -151,12 +169,95 @@ def _verdict(plan: "Plan", kind: str) -> list[str]:
     return [f"does not fit: {usable}", f"would fit with {as_options(plan.suggestion)}"]
 
 
-def assumptions_text(gpu: Gpu, e: Efficiency, kind: str) -> str:
+def assumptions_text(machine: Machine) -> str:
     """The assumptions behind a plan's times."""
+    gpu, e = machine.gpu, machine.efficiency
     return (
-        f"assumed for {kind}: {gpu.bf16_flops / 1e12:.0f} TFLOP/s, memory {gpu.hbm / 1e12:.2f} TB/s, "
+        f"assumed for {machine.kind}: {gpu.bf16_flops / 1e12:.0f} TFLOP/s, memory {gpu.hbm / 1e12:.2f} TB/s, "
         f"NVLink {gpu.nvlink / 1e9:.0f} GB/s, network {gpu.network / 1e9:.0f} GB/s;\n"
         f"reached: matmul {e.matmul:.2f}, attention {e.attention:.2f} (× {e.windows:.2f} in heads with shorter scopes), "
         f"memory {e.hbm:.2f}, links {e.links:.2f};\n"
         f"data-parallel traffic hides behind {e.overlap:.2f} of the computation; each row is one document"
     )
+
+
+# Fine-tuning
+
+
+def summary(config: FinetuneConfig, ranks: int) -> str:
+    """Describes the base's layers, the trained parameters, the optimizer, and the memory of one of `ranks` ranks."""
+    device = find_device()
+    run = Run.of(config, ranks, device.cpu)
+    layers, model, base, o = run.layers, ModelConfig.from_job(config), config.base_model, config.optimizer
+    double = ", double quantised" * (base.double_quantization and base.quantization != "int8")
+    kept = f"linear layers in {base.quantization}{double}, the rest in {base.dtype}"
+    trained = {
+        "lora": (f"LoRA of rank {config.lora.rank} on layers", layers.lora),
+        "garfa": ("GARFA on layers", layers.garfa),
+        "layers": ("all weights of layers", layers.whole),
+    }
+    return "\n".join(
+        [
+            f"base {base.path}: {count_parameters(model):,} parameters, {base.dtype if base.quantization == 'none' else kept}",
+            describe(model.layers()),
+            *(
+                f"{what} {layer_selection(numbers)}: {run.trained(group):,} parameters"
+                for group, (what, numbers) in trained.items()
+                if numbers
+            ),
+            f"{o.name}: lr {o.lr:g}, betas {o.beta1:g} and {o.beta2:g}, eps {o.eps:g}, weight decay {o.weight_decay:g}",
+            memory_text(run, device, ranks),
+        ]
+    )
+
+
+def memory_text(run: Run, device: Device, ranks: int = 1) -> str:
+    """A table of fine-tuning's memory by part, whether it fits the device, and if not, what to change."""
+    assert run.finetune is not None
+    memory = rank_memory(run)
+    unit, size_of = ("GiB", GIB) if memory.peak >= GIB else ("MiB", 2**20)  # a test's model takes a few MiB
+    lines = [f"{'memory of a rank' if ranks > 1 else 'memory':<22}{unit:>8}"]
+    for name, note in _notes(memory, run, run.finetune).items():
+        label = "trained parameters" if name == "adapters" else name
+        lines.append(f"  {label:<20}{memory.parts[name] / size_of:>8.2f}  {note}".rstrip())
+    peak = f"  {'at the peak':<20}{memory.peak / size_of:>8.2f}  {unit}"
+    lines.append(f"{peak} of {gib(device.usable)} GiB usable: {device.name}")
+    if memory.paged:
+        lines.append(f"  and {gib(memory.paged)} GiB of moments that move to host memory when the GPU is full")
+    if memory.peak <= device.usable:
+        return "\n".join([*lines, "fits"])
+    excess = gib(memory.peak - device.usable)
+    lines.append(f"does not fit: {excess} GiB too much. Changes, and what each alone would save:")
+    alone, enough = suggestions(run.finetune, device, ranks)
+    lines += [change_text(change, memory.peak) for change in alone]
+    lines.append(
+        "no change that was tried is enough: use a larger GPU, or several with data_parallel_shard_degree = -1"
+        if enough is None
+        else f"fits with {as_options(enough)}"
+    )
+    return "\n".join(lines)
+
+
+def _notes(memory: RankMemory, run: Run, config: FinetuneConfig) -> dict[str, str]:
+    """What is in each part of `RankMemory.parts`."""
+    base, mode = config.base_model, config.activation_checkpoint.mode
+    kind = base.quantization if base.quantization != "none" else base.dtype
+    double = " with double quantisation" if base.quantization in ("nf4", "fp4") and base.double_quantization else ""
+    labels = {"lora": "LoRA", "garfa": "GARFA", "layers": "layers"}
+    counts = ", ".join(f"{label} {run.trained(group):,}" for group, label in labels.items() if run.trained(group))
+    copies = {
+        "one dequantised weight": memory.dequantized,
+        f"{base.dtype} copies of trained parameters": memory.casts,
+        "FSDP's copies of two blocks": memory.gathered,
+    }
+    saved = f"{100 * memory.saved / memory.activations:.0f} % saved, the rest in one block"
+    return {
+        "base": f"{kind}{double}; norms, embedding and head {base.dtype}",
+        "adapters": f"{counts}, fp32",
+        "gradients": "fp32",
+        "optimizer": config.optimizer.name,
+        "activations": f"{saved}; checkpointing {mode!r}",
+        "logits": "of a chunk",
+        "transient": ", ".join(name for name, size in copies.items() if size),
+        "other": "",
+    }

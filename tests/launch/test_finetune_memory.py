@@ -13,10 +13,12 @@ from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import build_config, load_config
 from farsight.errors import ConfigError
 from farsight.launch.plan.__main__ import main as plan
-from farsight.launch.plan.finetune_fit import Device, find_device, memory_text, suggestions
-from farsight.launch.plan.finetune_memory import adapter_parameters, base_weights, finetune_memory, is_linear
+from farsight.launch.plan.hardware import Device, find_device
 from farsight.launch.plan.layout import ParallelLayout
-from farsight.launch.plan.suggest import changed
+from farsight.launch.plan.memory import rank_memory
+from farsight.launch.plan.run import Run
+from farsight.launch.plan.suggest import changed, suggestions
+from farsight.launch.plan.text import memory_text
 from farsight.model.adapt.garfa import train_garfa
 from farsight.model.adapt.layers import adapted
 from farsight.model.adapt.lora import add_lora, is_lora
@@ -37,6 +39,14 @@ def in_root(monkeypatch):
 
 def paper(*options):
     return load_config(["--job.config_file", str(PAPER), *options], FinetuneConfig)
+
+
+def finetune_memory(config, ranks=1, cpu=False):
+    return rank_memory(Run.of(config, ranks, cpu))
+
+
+def adapter_parameters(config):
+    return {group: Run.of(config).trained(group) for group in ("lora", "garfa", "layers")}
 
 
 def small(**options):
@@ -163,7 +173,7 @@ def test_the_base_takes_what_bitsandbytes_does(base):
     counted += sum(p.numel() * p.element_size() for p in plain)
     if config.base_model.quantization in ("nf4", "fp4") and config.base_model.double_quantization:
         counted += 256 * 4  # the values of 8 bits, which all layers share
-    assert finetune_memory(config).base == counted
+    assert finetune_memory(config).frozen == counted
 
 
 def test_gradients_and_moments_of_a_step():
@@ -176,7 +186,7 @@ def test_gradients_and_moments_of_a_step():
     optimizer = torch.optim.AdamW(trained, fused=True)
     optimizer.step()
     memory = finetune_memory(config)
-    assert memory.adapters == sum(p.numel() * p.element_size() for p in trained)
+    assert memory.trained == sum(p.numel() * p.element_size() for p in trained)
     assert memory.gradients == sum(p.grad.numel() * p.grad.element_size() for p in trained)
     state = [value for values in optimizer.state.values() for value in values.values()]
     assert memory.optimizer == sum(value.numel() * value.element_size() for value in state)
@@ -312,7 +322,7 @@ def test_copies_in_bf16_are_those_that_autograd_keeps():
 def test_nothing_is_kept_below_the_lowest_layer_that_trains():
     low, high = (finetune_memory(small(lora={"layers": layers})) for layers in ([0], [2]))
     assert high.saved < low.saved
-    assert high.adapters == low.adapters
+    assert high.trained == low.trained
     frozen_stream = small(lora={"layers": [2]}, activation_checkpoint={"mode": "full"})
     assert finetune_memory(frozen_stream).saved == 2 * 256 * 64 * 2 + 4 * 256  # the block's input, the last norm's
 
@@ -322,11 +332,11 @@ def test_fsdp_divides_weights_and_ddp_does_not():
     config = paper("--training.global_batch_size=-1", "--parallelism.data_parallel_replicate_degree=4",
                    "--parallelism.data_parallel_shard_degree=1")  # fmt: skip
     copies = finetune_memory(config, ranks=4)
-    assert (copies.base, copies.adapters, copies.gathered) == (one.base, one.adapters, 0)
-    assert four.adapters == pytest.approx(one.adapters / 4, rel=1e-5)
-    linears = [weight.numel for weight, _ in base_weights(paper()) if is_linear(weight)]
+    assert (copies.frozen, copies.trained, copies.gathered) == (one.frozen, one.trained, 0)
+    assert four.trained == pytest.approx(one.trained / 4, rel=1e-5)
+    linears = [weight.numel for weight in Run.of(paper()).weights if weight.linear and not weight.trained]
     scales = sum(-(-n // 64) + 4 * -(-n // 64 // 256) for n in linears)
-    assert four.base == pytest.approx((one.base - scales) / 4 + scales, rel=1e-3)
+    assert four.frozen == pytest.approx((one.frozen - scales) / 4 + scales, rel=1e-3)
     assert four.gathered > 0
 
 
@@ -342,18 +352,18 @@ def test_llama_8b_fits_24_gb_and_the_papers_batch_80():
         assert memory.peak <= sum(memory.parts.values())
     # By hand: 6,979,321,856 weights of linear layers at 4 bits and a byte for 64, two tables of 128,256 x 4,096 in bf16.
     linears, tables = 6_979_321_856, 2 * 128_256 * 4096
-    assert one.base == pytest.approx(linears * (0.5 + 1 / 64 + 4 / 64 / 256) + 2 * tables, rel=1e-3)
+    assert one.frozen == pytest.approx(linears * (0.5 + 1 / 64 + 4 / 64 / 256) + 2 * tables, rel=1e-3)
     assert (one.gradients, one.optimizer) == (4 * 52_428_880, 8 * 52_428_880 + 4 * 150)
 
 
 def test_text_names_parts_device_and_verdict():
     memory = finetune_memory(paper())
-    text = memory_text(memory, paper(), find_device("h100-80g"))
+    text = memory_text(Run.of(paper()), find_device("h100-80g"))
     assert "LoRA 52,428,800, GARFA 80" in text
     assert text.endswith("fits")
     assert "5.31" in text
     small_device = Device("a small one", 7 * 2**30)
-    text = memory_text(memory, paper(), small_device)
+    text = memory_text(Run.of(paper()), small_device)
     assert f"does not fit: {memory.peak / 2**30 - 7:.2f} GiB" in text
     assert "--training.local_batch_size 1" in text
     assert find_device().usable > 2**28
@@ -381,7 +391,7 @@ def test_suggestions_save_what_they_say_and_fit():
 def test_a_batch_row_by_row_is_the_same_on_several_ranks():
     """The global batch is that of all ranks: two copies of four shards, with four rows each."""
     config = paper("--training.global_batch_size=-1", "--parallelism.data_parallel_replicate_degree=2")
-    before, first = ParallelLayout.of(config, 8), suggestions(config, Device("none", 2**20), ranks=8)[0][0]
+    before, first = ParallelLayout.of(config, 8), suggestions(config, Device("none", 2**20), gpus=8)[0][0]
     after = ParallelLayout.of(changed(config, first.options), 8)
     assert (before.rows, before.accumulation) == (4, 1)
     assert (after.rows, after.accumulation) == (1, 4)

@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from farsight.launch.plan.finetune_fit import Device
-from farsight.launch.plan.finetune_memory import finetune_memory
+from farsight.launch.plan.hardware import Device
 from farsight.launch.plan.out_of_memory import explain_out_of_memory
 from farsight.training.memory_recorder import MemoryMarks, MemoryRecorder
-from tests.launch.test_finetune_memory import paper
+from tests.launch.test_finetune_memory import finetune_memory, paper
 
 GIB = 2**30
 
@@ -15,7 +14,7 @@ GIB = 2**30
 def test_the_part_that_grew_is_named():
     config, memory = paper(), finetune_memory(paper())
     device = Device("a GPU", 20 * GIB)
-    base, state = memory.base + memory.adapters, memory.gradients + memory.optimizer
+    base, state = memory.parameters, memory.gradients + memory.optimizer
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     marks = MemoryMarks(base, base + state, base + state + 12 * GIB, "backward")
     text = explain_out_of_memory(error, config, marks, device)
@@ -38,7 +37,7 @@ def test_the_part_that_grew_is_named():
 
 def test_where_nothing_grew_the_device_is_named():
     config, memory = paper(), finetune_memory(paper())
-    base = memory.base + memory.adapters
+    base = memory.parameters
     error, marks = torch.OutOfMemoryError("no"), MemoryMarks(base, 0, memory.peak, "forward")
     assert "other processes use memory" in explain_out_of_memory(error, config, marks, Device("large", 80 * GIB))
     text = explain_out_of_memory(error, config, marks, Device("less", 7 * GIB))

@@ -16,11 +16,12 @@ from farsight.errors import ConfigError
 from farsight.kernels.scoped_attention.semantics import visibility
 from farsight.launch.plan.__main__ import main
 from farsight.launch.plan.costs import bandwidth, flops_per_token, step_time, step_traffic
-from farsight.launch.plan.hardware import GPUS, Efficiency, find_gpu
+from farsight.launch.plan.hardware import GPUS, Efficiency, Machine, find_gpu
 from farsight.launch.plan.heads import compare_head_layouts, imbalance, rank_pairs
 from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import rank_memory, saved_activations
 from farsight.launch.plan.plan import make_plan
+from farsight.launch.plan.run import Run
 from farsight.launch.plan.suggest import as_options
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.position.scope import geometric_scopes
@@ -28,6 +29,8 @@ from farsight.parallel.context import pieces
 from farsight.parallel.parallelize import saved_ops
 from farsight.training.stages import load_recipe
 from tests.running import ROOT, environment
+
+H100, A100 = (Machine(kind, GPUS[kind]) for kind in ("h100-80g", "a100-80g"))
 
 CONFIGS = shipped_configs()
 MAIN = {
@@ -55,7 +58,7 @@ def stages_of(recipe, options=None):
 
 def planned(recipe, stage, gpus, gpu="a100-80g", options=None):
     (config,) = [s.config for s in stages_of(recipe, options) if s.name == stage]
-    return make_plan(f"{recipe} {stage}", config, gpus, GPUS[gpu], Efficiency())
+    return make_plan(f"{recipe} {stage}", config, gpus, Machine(gpu, GPUS[gpu]))
 
 
 # Memory
@@ -83,7 +86,7 @@ def test_parameters_and_optimizer_are_what_a_rank_allocates(allocated):
         if p.pipeline_parallel_schedule == "1F1B":  # asks for a micro-batch a stage
             config.training.local_batch_size = max(config.training.local_batch_size, p.pipeline_parallel_degree)
         layout = ParallelLayout.of(config, row["gpus"])
-        memory = rank_memory(config, layout, row["rank"] * layout.pp // row["gpus"])
+        memory = rank_memory(Run(config, layout), row["rank"] * layout.pp // row["gpus"])
         if row["rank"] == 0:  # the first shard; FSDP's last may be shorter
             assert (memory.parameters, memory.optimizer) == (row["parameters"], row["optimizer"]), row
         assert memory.parameters == pytest.approx(row["parameters"], rel=0.1), row
@@ -145,9 +148,9 @@ def saved_bytes(config):
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_activations_are_what_autograd_saves(mode, options):
     config = small(mode, **options)
-    layout = ParallelLayout.of(config, 1)
-    memory = rank_memory(config, layout, 0)
-    expected = saved_activations(config, layout, layout.stages[0][0], fused_norms=False)
+    run = Run.of(config, cpu=True)
+    memory = rank_memory(run)
+    expected = saved_activations(run, run.layout.stages[0][0])
     expected += memory.logits  # of a chunk of one token: the loss's gradients
     if mode != "full":  # which holds the tables where autograd's hooks do not see them
         expected += memory.caches["rope"]
@@ -156,8 +159,7 @@ def test_activations_are_what_autograd_saves(mode, options):
 
 def test_frozen_layers_have_no_gradients_and_save_less():
     whole, part = small(), small(training={"layers": "2:"})
-    layout = ParallelLayout.of(part, 1)
-    all_trained, one = (rank_memory(c, layout, 0) for c in (whole, part))
+    all_trained, one = (rank_memory(Run.of(c)) for c in (whole, part))
     layer = 2 * 64 * 16 * (4 + 2) + 3 * 64 * 224 + 2 * 64
     assert (one.parameters, one.gradients) == (all_trained.parameters, 4 * layer)
     assert one.saved < all_trained.saved / 2
@@ -168,7 +170,7 @@ def test_offload_leaves_no_state_on_the_gpu():
     assert (plan.worst.parameters, plan.worst.gradients, plan.worst.optimizer) == (0, 0, 0)
     assert plan.time.optimizer > planned("scope_llama3_8b", "finetune-32k", 32).time.optimizer
     alone = small(training={"enable_cpu_offload": True})  # FSDP offloads, and one process has none
-    assert rank_memory(alone, ParallelLayout.of(alone, 1), 0).parameters > 0
+    assert rank_memory(Run.of(alone)).parameters > 0
 
 
 # Work and its balance
@@ -197,14 +199,14 @@ def test_imbalance_of_dense_attention_by_hand():
 def test_orders_of_heads_at_128k():
     """The table of model/position/scope.py, and received keys of docs/training/parallel.md (71 MiB a layer on four ranks, zigzag)."""
     config = stages_of("scope_llama3_8b")[2].config
-    costs = compare_head_layouts(config, ParallelLayout.of(config, 32), 2)
+    costs = compare_head_layouts(Run.of(config, 32))
     found = {name: [round(x, 2) for x in cost.imbalance.values()] for name, cost in costs.items()}
     assert found == {
         "sorted": [1.99, 3.71, 5.57], "interleaved": [1.11, 1.35, 1.94], "group_balanced": [1.40, 2.79, 5.57]
     }  # fmt: skip
     assert [round(costs[name].cache_share, 4) for name in ("sorted", "interleaved")] == [0.1622, 0.3845]
     four = stages_of("scope_llama3_8b", {"parallelism": {"context_parallel_degree": 4}})[2].config
-    assert compare_head_layouts(four, ParallelLayout.of(four, 32), 2)["sorted"].halo_bytes[4] // 32 // 2**20 == 71
+    assert compare_head_layouts(Run.of(four, 32))["sorted"].halo_bytes[4] // 32 // 2**20 == 71
 
 
 def test_flops_of_llama3_8b():
@@ -212,7 +214,7 @@ def test_flops_of_llama3_8b():
     config = stages_of("rope_llama3_8b")[2].config
     weights = 32 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) + 4096 * 128256
     pairs = 32 * 32 * (131072 + 1) / 2
-    assert flops_per_token(config) == pytest.approx(6 * weights + 12 * 128 * pairs, rel=1e-12)
+    assert flops_per_token(Run.of(config, 32)) == pytest.approx(6 * weights + 12 * 128 * pairs, rel=1e-12)
 
 
 # Traffic
@@ -231,7 +233,7 @@ def test_traffic_of_each_dimension_by_hand():
     layout = ParallelLayout.of(config, 32)
     assert (layout.microbatches, layout.accumulation) == (2, 2)
     assert [len(stages[0].layers) for stages in layout.stages] == [2, 2]
-    traffic = step_traffic(config, layout, 0)
+    traffic = step_traffic(Run(config, layout), 0)
     # Two layers and the embedding, divided by TP 2 but for the norms; gathered once a pass, reduced in fp32.
     held = 2 * ((2 * 64 * 16 * 6 + 3 * 64 * 224) // 2 + 2 * 64) + 512 * 64 // 2
     assert traffic["dp_shard"] == 2 * 3 * (2 + 4) * held // 4
@@ -269,7 +271,7 @@ def test_fsdp_gathers_what_it_let_go_of(options, gathered, reduced):
         training={"layers": options.get("layers", "")},
     )
     layout = ParallelLayout.of(config, 4)
-    assert step_traffic(config, layout, 0)["dp_shard"] == 3 * 4 * (gathered + reduced) // 4
+    assert step_traffic(Run(config, layout), 0)["dp_shard"] == 3 * 4 * (gathered + reduced) // 4
 
 
 @pytest.mark.parametrize(("policy", "gathers"), [("default", 1), ("never", 1), ("always", 2 * 6)])
@@ -278,14 +280,14 @@ def test_fsdp_gathers_once_in_a_pass_of_a_pipeline(policy, gathers):
     config = small(parallelism=p, architecture={"n_layers": 4}, training={"local_batch_size": 6})
     layout = ParallelLayout.of(config, 4)
     held = len(layout.stages[0][0].layers) * LAYER + TABLE
-    assert step_traffic(config, layout, 0)["dp_shard"] == 4 * (gathers + 1) * held // 2
+    assert step_traffic(Run(config, layout), 0)["dp_shard"] == 4 * (gathers + 1) * held // 2
 
 
 def test_data_parallel_traffic_of_one_replica_group():
     config = small(parallelism={"data_parallel_replicate_degree": 4, "data_parallel_shard_degree": 1})
     layout = ParallelLayout.of(config, 4)
     parameters = sum(p.numel() for p in build_model(ModelConfig.from_job(config)).parameters())
-    assert step_traffic(config, layout, 0)["dp_replicate"] == 2 * 3 * 4 * parameters // 4
+    assert step_traffic(Run(config, layout), 0)["dp_replicate"] == 2 * 3 * 4 * parameters // 4
 
 
 @pytest.mark.parametrize(
@@ -304,14 +306,14 @@ def test_data_parallel_traffic_of_one_replica_group():
 )
 def test_a_group_has_the_adapters_of_its_members(gpus, degrees, dimension, gigabytes):
     layout = ParallelLayout.of(small(parallelism={f"{name}_degree": degree for name, degree in degrees.items()}), gpus)
-    whole = Efficiency(links=1.0)
-    assert bandwidth(layout, dimension, GPUS["a100-80g"], whole) == gigabytes * 1e9
+    whole = replace(A100, efficiency=Efficiency(links=1.0))
+    assert bandwidth(layout, dimension, whole) == gigabytes * 1e9
 
 
 def test_adapters_are_no_faster_than_nvlink():
     layout = ParallelLayout.of(small(), 32)
-    fast = replace(GPUS["a100-80g"], network=60e9)
-    assert bandwidth(layout, "dp_shard", fast, Efficiency(links=0.5)) == 0.5 * 300e9
+    fast = Machine("fast", replace(A100.gpu, network=60e9), Efficiency(links=0.5))
+    assert bandwidth(layout, "dp_shard", fast) == 0.5 * 300e9
 
 
 # Time
@@ -326,7 +328,7 @@ def test_step_time_ratios_of_the_paper(stage, paper):
 
 def test_efficiency_of_windows_is_that_of_the_papers_prefill():
     """SCOPE 4.6: 2 times faster at 131,072 tokens. A forward pass with the head on the last token alone."""
-    e, gpu, scopes, T = Efficiency(), GPUS["a100-80g"], geometric_scopes(131072, 32), 131072
+    e, gpu, scopes, T = A100.efficiency, A100.gpu, geometric_scopes(131072, 32), 131072
     products = 2 * 32 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) * T / (gpu.bf16_flops * e.matmul)
 
     def attention(heads):
@@ -338,10 +340,8 @@ def test_efficiency_of_windows_is_that_of_the_papers_prefill():
 
 def test_more_overlap_hides_more_traffic():
     config = stages_of("scope_llama3_8b", {"training": {"local_batch_size": 1, "seq_len": 2048}})[0].config
-    layout = ParallelLayout.of(config, 64)
-    exposed = [
-        step_time(config, layout, GPUS["h100-80g"], Efficiency(overlap=overlap)).data_parallel for overlap in (0.0, 0.5)
-    ]
+    machines = [replace(H100, efficiency=Efficiency(overlap=overlap)) for overlap in (0.0, 0.5)]
+    exposed = [step_time(Run.of(config, 64), machine).data_parallel for machine in machines]
     assert exposed[0] > exposed[1] > 0
 
 
@@ -367,7 +367,7 @@ def test_a_plan_has_the_contracts_keys(tmp_path, capsys):
 
 def test_what_is_suggested_fits():
     config = build_config({"model": {"flavor": "70b"}, "training": {"seq_len": 8192, "local_batch_size": 2}})
-    plan = make_plan("70b", config, 32, GPUS["h100-80g"], Efficiency())
+    plan = make_plan("70b", config, 32, H100)
     assert not plan.fits
     options = as_options(plan.suggestion).split()
     values = dict(zip(options[::2], options[1::2], strict=True))
@@ -376,7 +376,7 @@ def test_what_is_suggested_fits():
     for name, value in plan.suggestion.items():
         section, key = name.split(".")
         changed.setdefault(section, {})[key] = value
-    assert make_plan("70b", build_config(changed), 32, GPUS["h100-80g"], Efficiency()).fits
+    assert make_plan("70b", build_config(changed), 32, H100).fits
 
 
 def test_vocabulary_is_that_of_the_weights_a_run_starts_from(tmp_path):
@@ -384,12 +384,12 @@ def test_vocabulary_is_that_of_the_weights_a_run_starts_from(tmp_path):
     texts = [" ".join(f"{word}{number}" for word in ("line", "words", "other")) for number in range(200)]
     train_sentencepiece(texts, 330, tmp_path / "model" / "tokenizer")
     settings = {"architecture": {"vocab_size": 0}, "checkpoint": {"initial_load_path": str(tmp_path / "model")}}
-    plan = make_plan("start", small(**settings), 1, GPUS["h100-80g"], Efficiency())
+    plan = make_plan("start", small(**settings), 1, H100)
     assert plan.config.architecture.vocab_size == 384
     assert plan.notes == []
     settings["checkpoint"]["initial_load_path"] = str(tmp_path)
     with pytest.raises(ConfigError, match="has no tokenizer"):
-        make_plan("start", small(**settings), 1, GPUS["h100-80g"], Efficiency())
+        make_plan("start", small(**settings), 1, H100)
 
 
 def test_what_cannot_be_planned_is_said(capsys):

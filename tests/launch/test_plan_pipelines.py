@@ -9,6 +9,7 @@ from torch.distributed.pipelining.schedules import _ComputationType, get_schedul
 from farsight.errors import ConfigError
 from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import rank_memory
+from farsight.launch.plan.run import Run
 from tests.launch.test_plan import small
 
 
@@ -89,7 +90,7 @@ def test_receive_buffers_of_a_pipeline(name, buffers):
     config = small(parallelism=p, architecture={"n_layers": 8}, training={"local_batch_size": 8})
     layout = ParallelLayout.of(config, 4)
     one = 128 * 64 * 4  # a row of fp32
-    received = [rank_memory(config, layout, rank).caches["pipeline"] for rank in range(4)]
+    received = [rank_memory(Run(config, layout), rank).caches["pipeline"] for rank in range(4)]
     assert received == [count * 8 * one for count in buffers]
 
 

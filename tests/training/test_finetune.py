@@ -24,7 +24,7 @@ from farsight.configs.schema import (
     YarnRope,
 )
 from farsight.errors import ConfigError
-from farsight.launch.plan.finetune import read_finetune_config
+from farsight.launch.plan.read import read_finetune_config
 from farsight.model.adapt.garfa import garfa_of
 from farsight.model.adapt.layers import adapted_layers
 from farsight.model.adapt.quantized import dequantize

@@ -1,0 +1,128 @@
+"""A planned run: a config on a number of GPUs, with the figures that formulas of memory and of time share."""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+from farsight.configs.finetuning import FinetuneConfig, Projection
+from farsight.configs.schema import JobConfig
+from farsight.launch.plan.layout import ParallelLayout
+from farsight.launch.plan.weights import Weight, itemsize, layers_that_train, lora_ranks, weights
+from farsight.model.adapt.layers import AdaptedLayers
+from farsight.model.build import ModelConfig
+from farsight.model.position.layers import LayerPosition
+
+
+@cache
+def layers_of(model: ModelConfig) -> tuple[LayerPosition, ...]:
+    """Each layer's position settings at the trained length; cached, as a plan asks often."""
+    return model.layers()
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A config on a number of GPUs."""
+
+    config: JobConfig
+    """Of fine-tuning with the base's `architecture` and `position`."""
+    layout: ParallelLayout
+    cpu: bool = False
+    """Count activations as PyTorch keeps them on a CPU: norms that compute in another type or that train keep their output too,
+    and dropout keeps its factors in the activations' type."""
+
+    @classmethod
+    def of(cls, config: JobConfig, gpus: int = 1, cpu: bool = False) -> "Run":
+        """The run of a config on a number of GPUs.
+
+        Raises:
+            ConfigError: batches or layers do not divide over the degrees.
+        """
+        return cls(config, ParallelLayout.of(config, gpus), cpu)
+
+    @property
+    def finetune(self) -> FinetuneConfig | None:
+        """The config if it is one of fine-tuning."""
+        return self.config if isinstance(self.config, FinetuneConfig) else None
+
+    @property
+    def everything(self) -> bool:
+        """Whether all parameters train, embedding and head too."""
+        return self.finetune is None and not self.config.training.layers
+
+    @cached_property
+    def layers(self) -> AdaptedLayers:
+        """The layers that train, by method."""
+        return layers_that_train(self.config)
+
+    @cached_property
+    def ranks(self) -> dict[tuple[int, Projection], int]:
+        """The rank of each of LoRA's matrices, by layer and module."""
+        return lora_ranks(self.finetune, self.layers) if self.finetune else {}
+
+    @cached_property
+    def positions(self) -> tuple[LayerPosition, ...]:
+        """Each layer's scopes and rotation."""
+        return layers_of(ModelConfig.from_job(self.config))
+
+    @cached_property
+    def weights(self) -> tuple[Weight, ...]:
+        """All parameters, as a tensor-parallel rank holds them."""
+        return tuple(weights(self.config, self.layout.tp))
+
+    def own(self, rank: int) -> list[Weight]:
+        """The parameters of a pipeline rank."""
+        return [w for w in self.weights if any(stage.holds(w.layer, w.name) for stage in self.layout.stages[rank])]
+
+    def trained(self, group: str = "", layer: int | None = None) -> int:
+        """Number of trained parameters of a group of `Weight.group` and in a layer; by default, of all."""
+        chosen = (w for w in self.weights if w.trained and group in ("", w.group) and layer in (None, w.layer))
+        return sum(w.numel for w in chosen)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch that a context-parallel rank holds."""
+        return self.layout.rows * self.config.training.seq_len // self.layout.cp
+
+    @cached_property
+    def product(self) -> int:
+        """Bytes per number in inputs and outputs of matrix products."""
+        f = self.finetune
+        return itemsize(f.base_model.dtype if f else self.config.training.mixed_precision_param)
+
+    @cached_property
+    def stream(self) -> int:
+        """Bytes per number in the residual stream; without FSDP, autocast leaves pre-training's in the parameters' type."""
+        return self.product if self.finetune or self.layout.sharded else itemsize(self.config.training.dtype)
+
+    @cached_property
+    def reduced(self) -> int:
+        """Bytes per number in gradient reductions."""
+        return itemsize(self.config.training.mixed_precision_reduce)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether parameters, gradients and moments are in host memory: FSDP moves them there, so it has to wrap the model."""
+        return self.config.training.enable_cpu_offload and self.layout.sharded
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether FSDP keeps blocks gathered from the forward to the backward pass: if set so, and by default in pipelines."""
+        p = self.config.parallelism
+        policy = p.fsdp_reshard_after_forward
+        return policy == "never" or (policy == "default" and p.pipeline_parallel_degree > 1)
+
+    @property
+    def by_operator(self) -> bool:
+        """Whether selective checkpointing recomputes all but expensive operations."""
+        ac = self.config.activation_checkpoint
+        return ac.mode == "selective" and ac.selective_ac_option == "op"
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether the layer is recomputed, in whole or by operators; selective checkpointing can name every n-th, counted from 1.
+
+        In fine-tuning, recomputation by operators counts as none.
+        """
+        ac = self.config.activation_checkpoint
+        if self.by_operator:
+            return self.finetune is None
+        every = int(ac.selective_ac_option) if ac.mode == "selective" else 0
+        return ac.mode == "full" or (ac.mode == "selective" and (not every or (layer + 1) % every == 0))
