@@ -1,93 +1,85 @@
 """Memory and work that fine-tuning adds to a block: adapters, GARFA, and a base that bitsandbytes has packed.
 
-All functions take a run that fine-tunes. Products run under autocast with a bf16 base: trained parameters, which are fp32,
-have a bf16 copy.
+In pre-training it is 0. Products run under autocast with a bf16 base: trained parameters, which are fp32, have a bf16
+copy.
 """
 
 import math
 
-from farsight.configs.finetuning import FinetuneConfig, Projection
+from farsight.configs.finetuning import Projection
 from farsight.launch.plan.run import Run
-from farsight.launch.plan.weights import CODE_8BIT, module_shapes
 
 
-def tables_bytes(config: FinetuneConfig) -> int:
-    """Bytes of the values that the 8 bits of double quantisation's scales stand for; all layers share them."""
-    return CODE_8BIT * (config.base_model.quantization in ("nf4", "fp4") and config.base_model.double_quantization)
-
-
-def inputs_bytes(config: FinetuneConfig, run: Run, layer: int) -> int:
+def inputs_bytes(run: Run, layer: int) -> int:
     """Bytes per token kept for the inputs of a layer's linear layers, whose own weights are frozen.
 
     Frozen weights keep none, except 8-bit ones in bitsandbytes. Adapters share their inputs with the projections that read
     the same, unless dropout gives each a copy.
     """
-    a, shapes, lora = config.architecture, module_shapes(config), config.lora
+    a, lora = run.config.architecture, run.lora
     shared: dict[Projection, str] = {"q_proj": "attention", "k_proj": "attention", "v_proj": "attention"}
     shared |= {"gate_proj": "ffn", "up_proj": "ffn", "down_proj": "hidden"}  # o_proj reads what attention keeps
     sizes = {"attention": a.dim, "ffn": a.dim, "hidden": a.ffn_dim}
-    read = {*sizes} if config.base_model.quantization == "int8" else set()
+    read = {*sizes} if run.base.quantization == "int8" else set()
     own = 0
-    for (number, module), rank in run.ranks.items():
-        if number != layer:
-            continue
-        outputs, inputs = shapes[module]
+    for module, rank in run.ranks.get(layer, {}).items():
+        outputs, inputs = run.linears[module]
         own += run.product * (rank + 2 * outputs * lora.dora)
         if lora.dropout:
-            own += inputs * (run.product + _mask(config, run))
+            own += inputs * (run.product + _mask(run))
         elif module in shared:
             read.add(shared[module])
     return own + run.product * sum(sizes[name] for name in read)
 
 
-def kept_inputs(config: FinetuneConfig, run: Run) -> int:
+def kept_inputs(run: Run) -> int:
     """Bytes that a recomputed block keeps: the inputs of bitsandbytes' 8-bit layers, which recomputation does not free."""
-    a = config.architecture
+    a = run.config.architecture
     inputs = 2 * a.dim + a.n_heads * a.head_dim + a.ffn_dim
-    return run.tokens * run.product * inputs * (config.base_model.quantization == "int8")
+    return run.tokens * run.product * inputs * (run.base.quantization == "int8")
 
 
-def added_bytes(config: FinetuneConfig, run: Run, layer: int, norm: int) -> int:
+def added_bytes(run: Run, layer: int, norm: int) -> int:
     """Bytes that autograd keeps for a block besides those of `memory.block_bytes`; less than 0 if it keeps fewer.
 
     Args:
         norm: bytes per token that the block's first norm keeps.
     """
-    a, lora, layers, kept = config.architecture, config.lora, run.layers, 0
-    packed, adapted = config.base_model.quantization != "none", layer in layers.lora
+    a, lora, layers, kept = run.config.architecture, run.lora, run.layers, 0
+    packed, adapted = run.base.quantization != "none", layer in layers.lora
     if lora.dora and lora.dropout and packed and adapted:
         # DoRA also multiplies dropout's output by the weight, which autograd keeps dequantised.
-        kept += run.product * sum(math.prod(module_shapes(config)[module]) for module in lora.modules)
+        kept += run.product * sum(math.prod(run.linears[module]) for module in lora.modules)
     if layer in layers.garfa:  # keys before their rotation, and queries if they are rotated too
-        kept += run.tokens * run.product * a.head_dim * (a.n_kv_heads + a.n_heads * config.garfa.queries)
+        kept += run.tokens * run.product * a.head_dim * (a.n_kv_heads + a.n_heads * run.turns_queries)
     if layer == layers.lowest and layer not in layers.whole:
         # Its input needs no gradient: the first norm keeps nothing, and the projections' dropouts keep no masks.
-        norm += run.product * a.dim * (config.base_model.quantization == "int8")
+        norm += run.product * a.dim * (run.base.quantization == "int8")
         masked = sum(module in lora.modules for module in ("q_proj", "k_proj", "v_proj")) * adapted
-        kept -= run.tokens * (norm + masked * a.dim * _mask(config, run))
+        kept -= run.tokens * (norm + masked * a.dim * _mask(run))
     return kept
 
 
-def _mask(config: FinetuneConfig, run: Run) -> int:
+def _mask(run: Run) -> int:
     """Bytes that dropout keeps per number: its mask, or on CPUs its factor."""
-    return (run.product if run.cpu else 1) * bool(config.lora.dropout)
+    return (run.product if run.cpu else 1) * bool(run.lora.dropout)
 
 
-def dequantized_bytes(config: FinetuneConfig, run: Run) -> int:
+def dequantized_bytes(run: Run) -> int:
     """Bytes of the largest dequantised weight; for its row norms, DoRA also computes LoRA's product with an identity matrix, and
     its sum with the weight."""
     largest = max((w.numel for w in run.weights if w.linear and not w.trained), default=0)
-    size = run.product * largest if config.base_model.quantization != "none" else 0
-    if not (largest and config.lora.enable and config.lora.dora):
+    size = run.product * largest if run.base.quantization != "none" else 0
+    if not (largest and run.lora.enable and run.lora.dora):
         return size
-    inputs = max(module_shapes(config)[module][1] for module in config.lora.modules)
+    inputs = max(run.linears[module][1] for module in run.lora.modules)
     identity = inputs**2 * (4 if run.product == 4 else 4 + run.product)
     return size + max(identity + run.product * largest, 3 * run.product * largest)
 
 
 def casts_bytes(run: Run) -> int:
     """Bytes of cast weights that products keep for their input's gradient: in all blocks, but in only one of the recomputed ones."""
-    if run.product == 4:
+    if run.finetune is None or run.product == 4:
         return 0
     layers = range(run.config.architecture.n_layers)
     sizes = {layer: run.product * run.trained(layer=layer) for layer in layers}
@@ -96,7 +88,7 @@ def casts_bytes(run: Run) -> int:
 
 
 def gathered_bytes(run: Run) -> int:
-    """FSDP's unsharded copies of a block's packed weights and adapters and the next one's, and one's gradients to reduce."""
+    """FSDP's unsharded copies in fine-tuning: a block's packed weights and adapters, the next one's, and one's gradients to reduce."""
     if run.layout.fsdp == 1:
         return 0
     layers = range(run.config.architecture.n_layers)
@@ -106,21 +98,20 @@ def gathered_bytes(run: Run) -> int:
     return 2 * (packed + trained) + trained
 
 
-def added_work(config: FinetuneConfig, run: Run, layer: int, products: float, passes: float) -> tuple[float, float]:
+def added_work(run: Run, layer: int, products: float, passes: float) -> tuple[float, float]:
     """FLOPs, and bytes moved, in a layer for a micro-batch, besides those of the layer's own products and operations.
 
     Args:
         products: times that the layer's products are computed.
         passes: times that its other operations are.
     """
-    flops, moved, tokens, lora = 0.0, 0.0, run.tokens, config.lora
+    flops, moved, tokens, lora, shapes = 0.0, 0.0, run.tokens, run.lora, run.linears
     if layer in run.layers.lora:
-        shapes = module_shapes(config)
         flops += 2 * run.trained("lora", layer) * tokens * (products + 1)
         # Dropout reads and writes its input; the adapter's output is scaled and added.
         numbers = sum(2 * bool(lora.dropout) * shapes[m][1] + 4 * shapes[m][0] for m in lora.modules)
         moved += run.product * numbers * tokens * passes
-    if config.base_model.quantization != "none":  # each product first dequantises its weight
+    if run.base.quantization != "none":  # each product first dequantises its weight
         linears = [w for w in run.weights if w.layer == layer and w.linear and not w.trained]
         moved += sum(run.product * w.numel + w.held(1) for w in linears) * products
     return flops, moved

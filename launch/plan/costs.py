@@ -68,6 +68,12 @@ class StepTime:
     def total(self) -> float:
         return self.compute.total + self.bubble + self.data_parallel + self.optimizer
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part."""
+        others = {"bubble": self.bubble, "data_parallel": self.data_parallel, "optimizer": self.optimizer}
+        return vars(self.compute) | others
+
 
 def flops_per_token(run: Run) -> float:
     """FLOPs of training per token, as runs report them: without recomputation, and only for the pairs that heads see."""
@@ -119,14 +125,12 @@ def _stage_seconds(run: Run, stage: PipelineStage, machine: Machine) -> Seconds:
         # In pre-training these operations are taken to be in bf16.
         width = run.product if run.finetune else 2
         moved = width * numbers_moved(a, position) * tokens / layout.tp * passes.memory
-        if run.finetune:
-            more = added_work(run.finetune, run, number, passes.matmul, passes.memory)
-            flops, moved = flops + more[0], moved + more[1]
+        more_flops, more_moved = added_work(run, number, passes.matmul, passes.memory)
         pairs = layout.rows * pairs_of_busiest_rank(run, position, efficiency.windows)
         seconds += Seconds(
-            matmul=flops / (speed * efficiency.matmul),
+            matmul=(flops + more_flops) / (speed * efficiency.matmul),
             attention=a.head_dim * pairs * passes.attention / (speed * efficiency.attention),
-            memory=moved / machine.hbm,
+            memory=(moved + more_moved) / machine.hbm,
             tp=4 * collective * passes.exchanges / links["tp"],
             cp=received_in_forward(run, position.scopes) * passes.exchanges / links["cp"],
         )

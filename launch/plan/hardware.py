@@ -108,15 +108,8 @@ class Machine:
         return self.gpu.fp32_flops if itemsize == 4 else self.gpu.bf16_flops
 
 
-def find_device(kind: str = "") -> Device:
-    """The GPU of this name; without a name, this machine's GPU, or its main memory.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
-    if kind:
-        return Machine(kind, find_gpu(kind)).device
-
+def find_device() -> Device:
+    """This machine's GPU, or its main memory."""
     import torch
 
     from farsight.parallel.device import total_memory

@@ -76,6 +76,11 @@ class ParallelLayout:
         )
 
     @property
+    def gpus(self) -> int:
+        """Processes of the run."""
+        return math.prod(self.degrees().values())
+
+    @property
     def fsdp(self) -> int:
         """Ranks over which FSDP shards parameters: data-parallel shards times context-parallel ranks."""
         return self.dp_shard * self.cp

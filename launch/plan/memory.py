@@ -15,7 +15,7 @@ from farsight.launch.plan.heads import halo_bytes, keys_seen_numbers
 from farsight.launch.plan.layout import PipelineStage
 from farsight.launch.plan.optimizer import optimizer_bytes
 from farsight.launch.plan.run import Run
-from farsight.launch.plan.weights import Weight
+from farsight.launch.plan.weights import CODE_8BIT, Weight
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def memory_of(run: Run) -> list[RankMemory]:
 
 def rank_memory(run: Run, rank: int = 0) -> RankMemory:
     """The memory of pipeline rank `rank`."""
-    layout, stages, finetune = run.layout, run.layout.stages[rank], run.finetune
+    layout, stages, base = run.layout, run.layout.stages[rank], run.base
     own, layers = run.own(rank), [number for stage in stages for number in stage.layers]
     on_gpu = [] if run.offloads else own
     trained = [w for w in on_gpu if w.trained]
@@ -108,34 +108,40 @@ def rank_memory(run: Run, rank: int = 0) -> RankMemory:
         "halo": max((halo_bytes(run, run.positions[n].scopes) for n in layers), default=0),
         "pipeline": received * layout.microbatches * run.tokens // layout.tp * run.config.architecture.dim * run.stream,
     }
+    if run.finetune:
+        caches["rows"] = 4 * 8 * run.tokens
     logits, gathered_head = loss_bytes(run) if any(stage.last for stage in stages) else (0, 0)
     again = (block_bytes(run, n) for n in layers if n >= run.layers.lowest and run.recomputes(n))
+    trained_bytes = sum(w.held(layout.fsdp) for w in trained)
     return RankMemory(
+        # All scales of double quantisation share a table of values.
         frozen=sum(w.held(layout.fsdp) for w in on_gpu if not w.trained)
-        + (adapters.tables_bytes(finetune) if finetune else 0),
-        trained=sum(w.held(layout.fsdp) for w in trained),
-        gradients=sum(w.held(layout.fsdp) for w in trained),
+        + CODE_8BIT * (base.quantization in ("nf4", "fp4") and base.double_quantization),
+        trained=trained_bytes,
+        gradients=trained_bytes,
         optimizer=optimizer,
         paged=paged,
         saved=sum(saved_activations(run, stage) for stage in stages) * in_flight // len(stages),
         recomputed=max(again, default=0),
         gradients_of_activations=block_gradients(run) if layers else 0,
         logits=logits,
-        caches=caches | ({"rows": 4 * 8 * run.tokens} if finetune else {}),
-        dequantized=adapters.dequantized_bytes(finetune, run) if finetune else 0,
-        casts=adapters.casts_bytes(run) if finetune else 0,
-        gathered=adapters.gathered_bytes(run) if finetune else _gathered(run, own, layers[-1]) if layers else 0,
-        gathered_head=0 if finetune else gathered_head,
+        caches=caches,
+        dequantized=adapters.dequantized_bytes(run),
+        casts=adapters.casts_bytes(run),
+        gathered=_gathered(run, own, layers[-1]) if layers else 0,
+        gathered_head=gathered_head,
     )
 
 
 def _gathered(run: Run, own: Sequence[Weight], layer: int) -> int:
-    """Bytes of `RankMemory.gathered` in pre-training; under FSDP, a block's parameters, the next one's and their receive buffer,
-    and the block's gradients before and in their reduction.
+    """Bytes of `RankMemory.gathered`; under FSDP, a block's parameters, the next one's and their receive buffer, and the block's
+    gradients before and in their reduction.
 
     Args:
         layer: any that the rank holds.
     """
+    if run.finetune:
+        return adapters.gathered_bytes(run)
     layout, a = run.layout, run.config.architecture
     block, everything = sum(w.numel for w in own if w.layer == layer), sum(w.numel for w in own)
     if not layout.sharded:
@@ -155,18 +161,20 @@ def _gathered(run: Run, own: Sequence[Weight], layer: int) -> int:
 def saved_activations(run: Run, stage: PipelineStage) -> int:
     """Bytes that a stage keeps for a micro-batch between its forward and backward pass, without the loss's gradients."""
     recomputed = run.tokens // run.layout.tp * run.config.architecture.dim * run.stream
-    recomputed += _kept_results(run) if run.by_operator else 0
-    recomputed += adapters.kept_inputs(run.finetune, run) if run.finetune else 0
+    recomputed += _kept_results(run) * run.by_operator + adapters.kept_inputs(run)
     passed = [number for number in stage.layers if number >= run.layers.lowest]  # no gradients pass below
     saved = sum(recomputed if run.recomputes(number) else block_bytes(run, number) for number in passed)
     return saved + stage.last * run.tokens // run.layout.tp * norm_bytes(run, run.everything)
 
 
 def norm_bytes(run: Run, trains: bool) -> int:
-    """Bytes per token that a norm keeps: its input and a scale. On CPUs one that trains keeps its normalised input too, and a
-    frozen one keeps its input in fp32."""
-    copies = 2 if run.cpu and (trains or run.stream < 4) else 1
-    return copies * run.config.architecture.dim * run.stream + 4
+    """Bytes per token that a norm over the residual stream keeps: its input and a scale."""
+    return _norm_inputs(run, trains) * run.config.architecture.dim * run.stream + 4
+
+
+def _norm_inputs(run: Run, trains: bool) -> int:
+    """How many times a norm keeps its input: on CPUs one that trains keeps it normalised too, and a frozen one in fp32."""
+    return 2 if run.cpu and (trains or run.stream < 4) else 1
 
 
 def rope_tables_bytes(run: Run, layers: Sequence[int]) -> int:
@@ -183,7 +191,7 @@ def block_bytes(run: Run, number: int) -> int:
     norm = norm_bytes(run, whole)
     stream = tokens // layout.tp * 2 * norm
     if a.qk_norm:
-        inputs = 2 if run.cpu and (whole or run.stream < 4) else 1
+        inputs = _norm_inputs(run, whole)
         stream += tokens * ((heads + kv_heads) * inputs * product + 4 * (heads + kv_heads) // a.head_dim)
     attention = 2 * heads * product + 4 * a.n_heads // layout.tp  # queries, output, log-sum-exp
     hidden = 2 * a.ffn_dim // layout.tp
@@ -192,12 +200,8 @@ def block_bytes(run: Run, number: int) -> int:
         keys = product * layout.rows * keys_seen_numbers(run, run.positions[number].scopes)
         attention += heads * product  # outputs by piece, and joined
     # Linear layers' inputs are kept for weight gradients: whole sequences, even where TP divides the stream.
-    read = product * (2 * a.dim + a.ffn_dim // layout.tp) * whole
-    added = 0
-    if run.finetune and not whole:
-        read = adapters.inputs_bytes(run.finetune, run, number)
-    if run.finetune:
-        added = adapters.added_bytes(run.finetune, run, number, norm)
+    read = product * (2 * a.dim + a.ffn_dim // layout.tp) if whole else adapters.inputs_bytes(run, number)
+    added = adapters.added_bytes(run, number, norm)
     return stream + tokens * (read + hidden * product + attention) + keys + added
 
 
@@ -219,7 +223,7 @@ def block_gradients(run: Run) -> int:
 
 
 def loss_bytes(run: Run) -> tuple[int, int]:
-    """Bytes that `kernels.chunked_loss` holds, and FSDP's copy of the head.
+    """Bytes that `kernels.chunked_loss` holds, and FSDP's copy of the head, which fine-tuning's estimate leaves out.
 
     The loss holds a chunk's logits twice in fp32, and gradients with respect to hidden states and, if trained, the head.
     """
@@ -231,4 +235,4 @@ def loss_bytes(run: Run) -> tuple[int, int]:
     logits = (8 if product == 4 else 8 + product) * chunk * vocabulary + tokens * a.dim * product
     if run.everything:
         logits += head * (4 if product == 4 else 4 + 2 * product)
-    return logits, product * head if run.layout.sharded else 0
+    return logits, product * head if run.layout.sharded and not run.finetune else 0

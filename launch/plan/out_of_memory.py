@@ -28,7 +28,8 @@ def explain_out_of_memory(
         ranks: processes of the run.
     """
     marks, device = marks or MemoryMarks(phase="loading"), device or find_device()
-    memory = rank_memory(Run.of(config, ranks, device.cpu))
+    run = Run.of(config, ranks, device.cpu)
+    memory = rank_memory(run)
     rows = _rows(memory, marks)
     when = {"loading": "while loading the base", "optimizer": "while the optimizer stepped"}
     phase = when.get(marks.phase, f"in the {marks.phase} pass")
@@ -38,7 +39,7 @@ def explain_out_of_memory(
     ]
     lines += [f"  {name:<32}{gib(expected):>10}{gib(held) if held else '-':>10}" for name, expected, held in rows]
     lines.append(_what_grew(rows, memory, device))
-    alone, enough = suggestions(config, device, ranks)
+    alone, enough = suggestions(run, device)
     if alone:
         lines.append("Changes that save memory, mildest first:")
         lines += [f" {change_text(change, memory.peak)}" for change in alone]

@@ -26,7 +26,6 @@ class Plan:
 
     name: str
     run: Run
-    gpus: int
     machine: Machine
     memory: list[RankMemory]
     """Memory of each pipeline rank."""
@@ -71,7 +70,7 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: a share of the GPUs' peak FLOP/s."""
-        return self.flops_per_token * self.tokens_per_second / (self.gpus * self.machine.gpu.bf16_flops)
+        return self.flops_per_token * self.tokens_per_second / (self.layout.gpus * self.machine.gpu.bf16_flops)
 
     @cached_property
     def imbalance(self) -> tuple[float, float, float]:
@@ -104,7 +103,7 @@ class Plan:
         by_tp, by_cp, both = self.imbalance
         figures: dict[str, Any] = {
             "name": self.name,
-            "gpus": self.gpus,
+            "gpus": self.layout.gpus,
             "layout": self.layout.degrees(),
             "per_rank_bytes": _bytes(own),
             "pipeline_ranks": [
@@ -115,9 +114,7 @@ class Plan:
             "fits": self.fits,
             "flops_per_token": self.flops_per_token,
             "step_seconds": t.total,
-            "seconds": {
-                **vars(t.compute), "bubble": t.bubble, "data_parallel": t.data_parallel, "optimizer": t.optimizer
-            },
+            "seconds": t.parts,
             "tokens_per_step": self.tokens_per_step,
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_day": self.tokens_per_second * 86400,
@@ -174,10 +171,10 @@ def make_plan(name: str, config: JobConfig, gpus: int, machine: Machine) -> Plan
         changes, config = found, changed(config, found)
         notes.append(f"as written it can't run: {error}")
         run = Run.of(config, gpus)
-    plan = Plan(name, run, gpus, machine, memory_of(run), step_time(run, machine), notes, changes)
+    plan = Plan(name, run, machine, memory_of(run), step_time(run, machine), notes, changes)
     if plan.fits:
         return plan
     if run.finetune:
-        tried, enough = suggestions(run.finetune, device, gpus)
+        tried, enough = suggestions(run, device)
         return dataclasses.replace(plan, tried=tried, suggestion=enough)
     return dataclasses.replace(plan, suggestion=suggest(config, device, gpus))

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from farsight.configs.finetuning import FinetuneConfig, Projection
+from farsight.configs.finetuning import Base, FinetuneConfig, Lora, Projection
 from farsight.configs.schema import JobConfig
 from farsight.launch.plan.layout import ParallelLayout
-from farsight.launch.plan.weights import Weight, itemsize, layers_that_train, lora_ranks, weights
+from farsight.launch.plan.weights import Weight, itemsize, layers_that_train, lora_ranks, module_shapes, weights
 from farsight.model.adapt.layers import AdaptedLayers
 from farsight.model.build import ModelConfig
 from farsight.model.position.layers import LayerPosition
@@ -54,9 +54,32 @@ class Run:
         return layers_that_train(self.config)
 
     @cached_property
-    def ranks(self) -> dict[tuple[int, Projection], int]:
-        """The rank of each of LoRA's matrices, by layer and module."""
+    def base(self) -> Base:
+        """The frozen weights' storage and the type of computation; pre-training's base is not quantised."""
+        return (
+            self.finetune.base_model
+            if self.finetune
+            else Base(dtype=self.config.training.mixed_precision_param, quantization="none")
+        )
+
+    @cached_property
+    def lora(self) -> Lora:
+        return self.finetune.lora if self.finetune else Lora(enable=False)
+
+    @property
+    def turns_queries(self) -> bool:
+        """Whether GARFA rotates queries too."""
+        return self.finetune is not None and self.finetune.garfa.queries
+
+    @cached_property
+    def ranks(self) -> dict[int, dict[Projection, int]]:
+        """The ranks of LoRA's matrices, by layer and module."""
         return lora_ranks(self.finetune, self.layers) if self.finetune else {}
+
+    @cached_property
+    def linears(self) -> dict[Projection, tuple[int, ...]]:
+        """(outputs, inputs) of a block's linear layers."""
+        return module_shapes(self.config)
 
     @cached_property
     def positions(self) -> tuple[LayerPosition, ...]:
@@ -85,8 +108,7 @@ class Run:
     @cached_property
     def product(self) -> int:
         """Bytes per number in inputs and outputs of matrix products."""
-        f = self.finetune
-        return itemsize(f.base_model.dtype if f else self.config.training.mixed_precision_param)
+        return itemsize(self.base.dtype)
 
     @cached_property
     def stream(self) -> int:

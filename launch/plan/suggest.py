@@ -13,10 +13,8 @@ from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
 from farsight.launch.plan.hardware import Device
-from farsight.launch.plan.layout import ParallelLayout
-from farsight.launch.plan.memory import memory_of
+from farsight.launch.plan.memory import memory_of, rank_memory
 from farsight.launch.plan.run import Run
-from farsight.model.adapt.layers import adapted
 from farsight.units import gib
 
 C = TypeVar("C", bound=JobConfig)
@@ -83,18 +81,23 @@ def suggest(config: JobConfig, device: Device, gpus: int) -> Options | None:
     return next(fitting, None)
 
 
-def suggestions(config: FinetuneConfig, device: Device, gpus: int = 1) -> tuple[list[Change], Options | None]:
+def suggestions(run: Run, device: Device) -> tuple[list[Change], Options | None]:
     """Changes that save memory in fine-tuning, mildest first.
+
+    Args:
+        run: one that fine-tunes.
+        device: each of its GPUs.
 
     Returns:
         The changes, each tried alone; and the options of the shortest run of them, from the first, with which the run fits, or
         None if all together are not enough.
     """
-    peak = peak_with(config, {}, device, gpus)
+    assert run.finetune is not None
+    config, gpus, peak = run.finetune, run.layout.gpus, rank_memory(run).peak
     alone: list[Change] = []
     taken: Options = {}
     enough = False
-    for options, why in _finetuning(config, device, gpus):
+    for options, why in _finetuning(run, config, device):
         below = peak_with(config, options, device, gpus)
         if below >= peak:
             continue
@@ -161,11 +164,11 @@ def _pipelined(config: JobConfig, options: Options, gpus: int) -> Options:
 # Fine-tuning
 
 
-def _finetuning(config: FinetuneConfig, device: Device, gpus: int) -> Iterator[tuple[Options, str]]:
+def _finetuning(run: Run, config: FinetuneConfig, device: Device) -> Iterator[tuple[Options, str]]:
     """Changes and their cost, mildest first: first those that do not change training, then those that cost speed, precision,
     length, and trained parameters."""
-    t, base, optimizer, layers = config.training, config.base_model, config.optimizer.name, adapted(config)
-    layout, shared = ParallelLayout.of(config, gpus), shares_out(config, gpus)
+    t, base, optimizer, layers = config.training, config.base_model, config.optimizer.name, run.layers
+    layout, shared = run.layout, shares_out(config, run.layout.gpus)
     # Runs refuse these (configs/check_finetuning.py): bitsandbytes' moments can't be sharded, nor sharded 4-bit bases compiled.
     eight = not (device.cpu or shared or config.engine == "deepspeed")
     four = not (shared and config.compile.enable)

@@ -23,7 +23,7 @@ WIDTH = 110
 def plan_text(plan: "Plan") -> str:
     """One plan: header, memory, work, traffic, time, orders of heads, and whether it fits."""
     if plan.run.finetune:
-        memory = memory_text(plan.run, plan.machine.device, plan.gpus)
+        memory = memory_text(plan.run, plan.machine.device)
         return "\n".join([*_head(plan), "", memory, "", *_finetuning_time(plan)])
     lines = [*_head(plan), "", *_memory(plan), "", *_work(plan), "", *_time(plan)]
     if plan.head_layouts:
@@ -33,8 +33,8 @@ def plan_text(plan: "Plan") -> str:
 
 def _head(plan: "Plan") -> list[str]:
     t, layout = plan.config.training, plan.layout
-    nodes = -(-plan.gpus // plan.machine.gpu.per_node)
-    where = f"{plan.gpus} × {plan.machine.kind}" + (f" in {nodes} nodes" if nodes > 1 else "")
+    nodes = -(-layout.gpus // plan.machine.gpu.per_node)
+    where = f"{layout.gpus} × {plan.machine.kind}" + (f" in {nodes} nodes" if nodes > 1 else "")
     batch, each = plan.tokens_per_step // t.seq_len, f"{layout.rows} on a rank at a time"
     if layout.pp > 1:
         each += f", {layout.microbatches} in a pass of the pipeline ({layout.schedule})"
@@ -61,20 +61,13 @@ def _memory(plan: "Plan") -> list[str]:
     lines = [
         f"{title}{'param':>7}{'grad':>7}{'optim':>7}{'saved':>7}{'caches':>8}{'+ block':>9}{'or loss':>9}{'= peak':>8}"
     ]
-    for label, memory in zip(labels, plan.memory, strict=True):
-        lines.append(f"{'  ' + label:<{width}}{_memory_row(memory)}")
+    for label, m in zip(labels, plan.memory, strict=True):
+        narrow = "".join(f"{gib(size, 1):>7}" for size in (m.parameters, m.gradients, m.optimizer, m.saved))
+        wide = f"{gib(sum(m.caches.values()), 1):>8}{gib(m.in_block, 1):>9}{gib(m.in_loss, 1):>9}{gib(m.peak, 1):>8}"
+        lines.append(f"{'  ' + label:<{width}}{narrow}{wide}")
     mode = plan.config.activation_checkpoint.mode
     lines.append(f"  saved: activations, checkpointing {mode!r}; the peak has the larger of block and loss")
     return lines
-
-
-def _memory_row(memory: RankMemory) -> str:
-    caches = sum(memory.caches.values())
-    narrow = (memory.parameters, memory.gradients, memory.optimizer, memory.saved)
-    return (
-        "".join(f"{gib(size, 1):>7}" for size in narrow)
-        + f"{gib(caches, 1):>8}{gib(memory.in_block, 1):>9}{gib(memory.in_loss, 1):>9}{gib(memory.peak, 1):>8}"
-    )
 
 
 def _work(plan: "Plan") -> list[str]:
@@ -117,38 +110,22 @@ def _finetuning_time(plan: "Plan") -> list[str]:
 
 def _shares(time: StepTime) -> str:
     """The parts of a step's time that take more than half a per cent of it."""
-    parts = {
-        "products": time.compute.matmul,
-        "attention": time.compute.attention,
-        "memory": time.compute.memory,
-        "tp": time.compute.tp,
-        "cp": time.compute.cp,
-        "bubble": time.bubble,
-        "data parallel": time.data_parallel,
-        "optimizer": time.optimizer,
-    }
-    shown = (item for item in parts.items() if item[1] > 0.005 * time.total)
-    return ", ".join(f"{name} {100 * seconds / time.total:.0f} %" for name, seconds in shown)
+    shown = {name: seconds / time.total for name, seconds in time.parts.items() if seconds > 0.005 * time.total}
+    words = {"matmul": "products", "data_parallel": "data parallel"}
+    return ", ".join(f"{words.get(name, name)} {100 * share:.0f} %" for name, share in shown.items())
 
 
 def _head_layouts(plan: "Plan") -> list[str]:
     chosen = chosen_head_layout(plan.config)
     first = next(iter(plan.head_layouts.values()))
-    columns = [f"tp {degree}" for degree in first.imbalance]
-    halos = [f"cp {ranks}, GiB" for ranks in first.halo_bytes]
-    lines = [
-        f"{'order of heads':<26}"
-        + "".join(f"{column:>8}" for column in columns)
-        + "".join(f"{column:>13}" for column in halos)
-        + f"{'KV cache':>11}"
-    ]
+    tp = "".join(f"{f'tp {degree}':>8}" for degree in first.imbalance)
+    cp = "".join(f"{f'cp {ranks}, GiB':>13}" for ranks in first.halo_bytes)
+    lines = [f"{'order of heads':<26}{tp}{cp}{'KV cache':>11}"]
     for name, cost in plan.head_layouts.items():
-        lines.append(
-            f"  {name + ' (chosen)' * (name == chosen):<24}"
-            + "".join(f"{value:>8.2f}" for value in cost.imbalance.values())
-            + "".join(f"{size / GIB:>13.2f}" for size in cost.halo_bytes.values())
-            + f"{100 * cost.cache_share:>9.0f} %"
-        )
+        label = name + " (chosen)" * (name == chosen)
+        tp = "".join(f"{value:>8.2f}" for value in cost.imbalance.values())
+        cp = "".join(f"{size / GIB:>13.2f}" for size in cost.halo_bytes.values())
+        lines.append(f"  {label:<24}{tp}{cp}{100 * cost.cache_share:>9.0f} %")
     lines.append("  tp: imbalance; cp: keys received in one row's forward pass; KV cache: share of a dense one")
     return lines
 
@@ -206,18 +183,17 @@ def summary(config: FinetuneConfig, ranks: int) -> str:
                 if numbers
             ),
             f"{o.name}: lr {o.lr:g}, betas {o.beta1:g} and {o.beta2:g}, eps {o.eps:g}, weight decay {o.weight_decay:g}",
-            memory_text(run, device, ranks),
+            memory_text(run, device),
         ]
     )
 
 
-def memory_text(run: Run, device: Device, ranks: int = 1) -> str:
+def memory_text(run: Run, device: Device) -> str:
     """A table of fine-tuning's memory by part, whether it fits the device, and if not, what to change."""
-    assert run.finetune is not None
     memory = rank_memory(run)
     unit, size_of = ("GiB", GIB) if memory.peak >= GIB else ("MiB", 2**20)  # a test's model takes a few MiB
-    lines = [f"{'memory of a rank' if ranks > 1 else 'memory':<22}{unit:>8}"]
-    for name, note in _notes(memory, run, run.finetune).items():
+    lines = [f"{'memory of a rank' if run.layout.gpus > 1 else 'memory':<22}{unit:>8}"]
+    for name, note in _notes(memory, run).items():
         label = "trained parameters" if name == "adapters" else name
         lines.append(f"  {label:<20}{memory.parts[name] / size_of:>8.2f}  {note}".rstrip())
     peak = f"  {'at the peak':<20}{memory.peak / size_of:>8.2f}  {unit}"
@@ -228,7 +204,7 @@ def memory_text(run: Run, device: Device, ranks: int = 1) -> str:
         return "\n".join([*lines, "fits"])
     excess = gib(memory.peak - device.usable)
     lines.append(f"does not fit: {excess} GiB too much. Changes, and what each alone would save:")
-    alone, enough = suggestions(run.finetune, device, ranks)
+    alone, enough = suggestions(run, device)
     lines += [change_text(change, memory.peak) for change in alone]
     lines.append(
         "no change that was tried is enough: use a larger GPU, or several with data_parallel_shard_degree = -1"
@@ -238,9 +214,9 @@ def memory_text(run: Run, device: Device, ranks: int = 1) -> str:
     return "\n".join(lines)
 
 
-def _notes(memory: RankMemory, run: Run, config: FinetuneConfig) -> dict[str, str]:
+def _notes(memory: RankMemory, run: Run) -> dict[str, str]:
     """What is in each part of `RankMemory.parts`."""
-    base, mode = config.base_model, config.activation_checkpoint.mode
+    base, mode = run.base, run.config.activation_checkpoint.mode
     kind = base.quantization if base.quantization != "none" else base.dtype
     double = " with double quantisation" if base.quantization in ("nf4", "fp4") and base.double_quantization else ""
     labels = {"lora": "LoRA", "garfa": "GARFA", "layers": "layers"}
@@ -255,7 +231,7 @@ def _notes(memory: RankMemory, run: Run, config: FinetuneConfig) -> dict[str, st
         "base": f"{kind}{double}; norms, embedding and head {base.dtype}",
         "adapters": f"{counts}, fp32",
         "gradients": "fp32",
-        "optimizer": config.optimizer.name,
+        "optimizer": run.config.optimizer.name,
         "activations": f"{saved}; checkpointing {mode!r}",
         "logits": "of a chunk",
         "transient": ", ".join(name for name, size in copies.items() if size),

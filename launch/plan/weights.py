@@ -140,7 +140,7 @@ def _stored(weight: Weight, base: Base) -> Weight:
 # Adapters
 
 
-def module_shapes(config: FinetuneConfig) -> dict[Projection, tuple[int, ...]]:
+def module_shapes(config: JobConfig) -> dict[Projection, tuple[int, ...]]:
     """(outputs, inputs) of a block's linear layers."""
     shapes = {
         name.split(".")[-2]: shape for name, layer, shape in _shapes(ModelConfig.from_job(config), 1) if layer == 0
@@ -148,20 +148,20 @@ def module_shapes(config: FinetuneConfig) -> dict[Projection, tuple[int, ...]]:
     return {module: shapes[ours] for module, ours in MODULES.items()}
 
 
-def lora_ranks(config: FinetuneConfig, layers: AdaptedLayers) -> dict[tuple[int, Projection], int]:
-    """The rank of each of LoRA's matrices, by layer and module."""
-    ranks = by_linear(config.lora.rank_pattern, config.lora, layers.lora)
-    linears = [(layer, module) for layer in layers.lora for module in config.lora.modules]
-    return {linear: ranks.get(linear, config.lora.rank) for linear in linears}
+def lora_ranks(config: FinetuneConfig, layers: AdaptedLayers) -> dict[int, dict[Projection, int]]:
+    """The ranks of LoRA's matrices, by layer and module."""
+    lora, own = config.lora, by_linear(config.lora.rank_pattern, config.lora, layers.lora)
+    return {layer: {module: own.get((layer, module), lora.rank) for module in lora.modules} for layer in layers.lora}
 
 
 def _adapters(config: FinetuneConfig, layers: AdaptedLayers, kept: int) -> Iterator[Weight]:
     shapes = module_shapes(config)
-    for (layer, module), rank in lora_ranks(config, layers).items():
-        (outputs, inputs), name = shapes[module], f"layers.{layer}.{module}"
-        yield Weight(f"{name}.lora_A", layer, (rank, inputs), True, kept)
-        yield Weight(f"{name}.lora_B", layer, (outputs, rank), True, kept)
-        if config.lora.dora:
-            yield Weight(f"{name}.lora_magnitude_vector", layer, (outputs,), True, kept)
+    for layer, ranks in lora_ranks(config, layers).items():
+        for module, rank in ranks.items():
+            (outputs, inputs), name = shapes[module], f"layers.{layer}.{module}"
+            yield Weight(f"{name}.lora_A", layer, (rank, inputs), True, kept)
+            yield Weight(f"{name}.lora_B", layer, (outputs, rank), True, kept)
+            if config.lora.dora:
+                yield Weight(f"{name}.lora_magnitude_vector", layer, (outputs,), True, kept)
     for layer in layers.garfa:
         yield Weight(f"layers.{layer}.attention.garfa", layer, (config.architecture.n_kv_heads,), True, kept)

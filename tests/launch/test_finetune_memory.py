@@ -13,7 +13,8 @@ from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import build_config, load_config
 from farsight.errors import ConfigError
 from farsight.launch.plan.__main__ import main as plan
-from farsight.launch.plan.hardware import Device, find_device
+from farsight.launch.plan.costs import step_traffic
+from farsight.launch.plan.hardware import Device, Machine, find_device, find_gpu
 from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import rank_memory
 from farsight.launch.plan.run import Run
@@ -43,6 +44,10 @@ def paper(*options):
 
 def finetune_memory(config, ranks=1, cpu=False):
     return rank_memory(Run.of(config, ranks, cpu))
+
+
+def gpu(kind):
+    return Machine(kind, find_gpu(kind)).device
 
 
 def adapter_parameters(config):
@@ -340,6 +345,29 @@ def test_fsdp_divides_weights_and_ddp_does_not():
     assert four.gathered > 0
 
 
+def test_parallelism_costs_what_it_does_in_pre_training():
+    """By hand, with three layers, bf16, and two rows of 128 tokens."""
+    config = small(training={"local_batch_size": 2, "global_batch_size": 8}, base_model={"quantization": "none"})
+    config.parallelism.context_parallel_degree = 2
+    run = Run.of(config, 2)
+    # Zigzag: a rank has two quarters of a row and lacks two of the others' keys, with two heads of 16; so has the backward pass.
+    keys = 2 * 2 * 64 * 2 * 16 * 2
+    assert step_traffic(run, 0)["cp"] == 4 * 3 * 2 * keys
+    assert rank_memory(run).caches["halo"] == 2 * (keys + keys)
+
+    config.parallelism.context_parallel_degree, config.parallelism.data_parallel_replicate_degree = 1, 2
+    run = Run.of(config, 4)
+    assert run.layout.accumulation == 1
+    replicated = step_traffic(run, 0)["dp_replicate"]
+    assert replicated == 4 * run.trained() // 2  # of two replicas' shards
+    config.training.global_batch_size = 16
+    assert step_traffic(Run.of(config, 4), 0)["dp_replicate"] == 2 * replicated  # FSDP's gradients are summed in each pass
+
+    config.training.enable_cpu_offload = True
+    offloaded = finetune_memory(config, 4)
+    assert (offloaded.frozen, offloaded.trained, offloaded.gradients, offloaded.optimizer) == (0, 0, 0, 0)
+
+
 # Llama 3.1 8B
 
 
@@ -358,7 +386,7 @@ def test_llama_8b_fits_24_gb_and_the_papers_batch_80():
 
 def test_text_names_parts_device_and_verdict():
     memory = finetune_memory(paper())
-    text = memory_text(Run.of(paper()), find_device("h100-80g"))
+    text = memory_text(Run.of(paper()), gpu("h100-80g"))
     assert "LoRA 52,428,800, GARFA 80" in text
     assert text.endswith("fits")
     assert "5.31" in text
@@ -368,14 +396,14 @@ def test_text_names_parts_device_and_verdict():
     assert "--training.local_batch_size 1" in text
     assert find_device().usable > 2**28
     with pytest.raises(ConfigError, match="Did you mean 'rtx4090-24g'"):
-        find_device("rtx4090")
+        gpu("rtx4090")
 
 
 def test_suggestions_save_what_they_say_and_fit():
     config = paper("--training.seq_len=8192", "--base_model.quantization=none", "--activation_checkpoint.mode=none")
-    device = find_device("l4-24g")
+    device = gpu("l4-24g")
     before = finetune_memory(config).peak
-    alone, enough = suggestions(config, device)
+    alone, enough = suggestions(Run.of(config), device)
     tried = [next(iter(change.options)) for change in alone]
     assert tried[:3] == ["training.local_batch_size", "activation_checkpoint.mode", "base_model.quantization"]
     assert {"optimizer.name", "training.seq_len", "lora.rank", "lora.layers"} <= {*tried}
@@ -385,13 +413,13 @@ def test_suggestions_save_what_they_say_and_fit():
     assert config == paper(
         "--training.seq_len=8192", "--base_model.quantization=none", "--activation_checkpoint.mode=none"
     )
-    assert suggestions(config, Device("none", 2**20))[1] is None
+    assert suggestions(Run.of(config), Device("none", 2**20))[1] is None
 
 
 def test_a_batch_row_by_row_is_the_same_on_several_ranks():
     """The global batch is that of all ranks: two copies of four shards, with four rows each."""
     config = paper("--training.global_batch_size=-1", "--parallelism.data_parallel_replicate_degree=2")
-    before, first = ParallelLayout.of(config, 8), suggestions(config, Device("none", 2**20), gpus=8)[0][0]
+    before, first = ParallelLayout.of(config, 8), suggestions(Run.of(config, 8), Device("none", 2**20))[0][0]
     after = ParallelLayout.of(changed(config, first.options), 8)
     assert (before.rows, before.accumulation) == (4, 1)
     assert (after.rows, after.accumulation) == (1, 4)
@@ -414,7 +442,7 @@ def test_what_a_run_would_refuse_is_not_suggested(options, ranks, left_out, monk
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # paged moments need a GPU
     config = paper("--training.global_batch_size=-1", *options)
     check_base(config, ranks)
-    alone, _ = suggestions(config, Device("none", 2**20), ranks)
+    alone, _ = suggestions(Run.of(config, ranks), Device("none", 2**20))
     for change in alone:
         check_base(changed(config, change.options), ranks)
     tried = {name for change in alone for name in change.options}
