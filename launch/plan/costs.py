@@ -90,13 +90,6 @@ def step_time(run: Run, machine: Machine) -> StepTime:
     return replace(slowest, traffic={name: max(time.traffic[name] for time in times) for name in slowest.traffic})
 
 
-def tokens_per_step(run: Run) -> int:
-    """Tokens of an optimizer step, over all ranks."""
-    layout = run.layout
-    rows = layout.rows * layout.microbatches * layout.accumulation * layout.dp_replicate * layout.dp_shard
-    return rows * run.config.training.seq_len
-
-
 def _rank_step(run: Run, rank: int, machine: Machine) -> StepTime:
     layout, traffic = run.layout, step_traffic(run, rank)
     one = sum((_stage_seconds(run, stage, machine) for stage in layout.stages[rank]), Seconds())

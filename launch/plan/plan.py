@@ -8,7 +8,7 @@ from typing import Any
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
-from farsight.launch.plan.costs import StepTime, flops_per_token, step_time, tokens_per_step
+from farsight.launch.plan.costs import StepTime, flops_per_token, step_time
 from farsight.launch.plan.hardware import Machine
 from farsight.launch.plan.heads import HeadLayoutCost, chosen_head_layout, compare_head_layouts, imbalance
 from farsight.launch.plan.layout import ParallelLayout
@@ -56,12 +56,8 @@ class Plan:
         return self.worst.peak <= self.machine.device.usable
 
     @property
-    def tokens_per_step(self) -> int:
-        return tokens_per_step(self.run)
-
-    @property
     def tokens_per_second(self) -> float:
-        return self.tokens_per_step / self.time.total
+        return self.run.tokens_per_step / self.time.total
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -115,7 +111,7 @@ class Plan:
             "flops_per_token": self.flops_per_token,
             "step_seconds": t.total,
             "seconds": t.parts,
-            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_step": self.run.tokens_per_step,
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_day": self.tokens_per_second * 86400,
             "steps": self.config.training.steps,

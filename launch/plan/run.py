@@ -56,14 +56,12 @@ class Run:
     @cached_property
     def base(self) -> Base:
         """The frozen weights' storage and the type of computation; pre-training's base is not quantised."""
-        return (
-            self.finetune.base_model
-            if self.finetune
-            else Base(dtype=self.config.training.mixed_precision_param, quantization="none")
-        )
+        plain = Base(quantization="none", dtype=self.config.training.mixed_precision_param)
+        return self.finetune.base_model if self.finetune else plain
 
     @cached_property
     def lora(self) -> Lora:
+        """LoRA's settings."""
         return self.finetune.lora if self.finetune else Lora(enable=False)
 
     @property
@@ -99,6 +97,13 @@ class Run:
         """Number of trained parameters of a group of `Weight.group` and in a layer; by default, of all."""
         chosen = (w for w in self.weights if w.trained and group in ("", w.group) and layer in (None, w.layer))
         return sum(w.numel for w in chosen)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step, over all ranks."""
+        layout = self.layout
+        rows = layout.rows * layout.microbatches * layout.accumulation * layout.dp_replicate * layout.dp_shard
+        return rows * self.config.training.seq_len
 
     @property
     def tokens(self) -> int:

@@ -35,7 +35,7 @@ def _head(plan: "Plan") -> list[str]:
     t, layout = plan.config.training, plan.layout
     nodes = -(-layout.gpus // plan.machine.gpu.per_node)
     where = f"{layout.gpus} × {plan.machine.kind}" + (f" in {nodes} nodes" if nodes > 1 else "")
-    batch, each = plan.tokens_per_step // t.seq_len, f"{layout.rows} on a rank at a time"
+    batch, each = plan.run.tokens_per_step // t.seq_len, f"{layout.rows} on a rank at a time"
     if layout.pp > 1:
         each += f", {layout.microbatches} in a pass of the pipeline ({layout.schedule})"
     if layout.accumulation > 1:
