@@ -102,8 +102,7 @@ def suggestions(run: Run, device: Device) -> tuple[list[Change], Options | None]
         if below >= peak:
             continue
         alone.append(Change(options, int(below), why))
-        together = peak_with(config, taken | options, device, gpus)
-        if not enough and together < math.inf:
+        if not enough and (together := peak_with(config, taken | options, device, gpus)) < math.inf:
             taken, enough = taken | options, together <= device.usable
     return alone, taken if enough else None
 

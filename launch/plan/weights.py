@@ -79,7 +79,7 @@ def layers_that_train(config: JobConfig) -> AdaptedLayers:
     """The layers that train, by method; pre-training trains the model's own weights, in all layers unless it names some.
 
     Raises:
-        ConfigError: layers that the model does not have, patterns that match none of LoRA's, or nothing to train.
+        ConfigError: layers that the model does not have, or nothing to train.
     """
     if not isinstance(config, FinetuneConfig):
         return AdaptedLayers((), (), trained_layers(config) or tuple(range(config.architecture.n_layers)))
@@ -93,7 +93,7 @@ def weights(config: JobConfig, tp: int = 1) -> Iterator[Weight]:
     """Yields the model's parameters as a tensor-parallel rank holds them, and adapters.
 
     Raises:
-        ConfigError: as `layers_that_train`.
+        ConfigError: as `layers_that_train`, or rank patterns that match none of LoRA's layers.
     """
     layers, kept = layers_that_train(config), itemsize(config.training.dtype)
     finetune = config if isinstance(config, FinetuneConfig) else None
