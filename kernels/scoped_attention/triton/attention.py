@@ -87,10 +87,9 @@ def triton_attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, visibility:
         ValueError: the kernels cannot run here, or the bias is not ALiBi.
     """
     check_runs(q_BLNH)
-    slopes_N, seen = visibility.alibi_slopes("triton"), visibility
-    return triton_forward(
-        q_BLNH, k_BLKH, v_BLKH, seen.scopes_N, seen.document_starts_BL, slopes_N, seen.q_offset, scale
-    )[0]
+    scopes_N, document_starts_BL, _, _, q_offset = visibility.parts()
+    slopes_N = visibility.alibi_slopes("triton")
+    return triton_forward(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, slopes_N, q_offset, scale)[0]
 
 
 @torch.library.custom_op("farsight::triton_attention", mutates_args=())
