@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from farsight.benchmarks.layer_stack import Attend, LayerStack, StackShape
-from farsight.kernels.scoped_attention import RollingCache, scoped_attention, scoped_decode, visible_pairs
+from farsight.kernels.scoped_attention import RollingCache, Visibility, scoped_attention, scoped_decode, visible_pairs
 
 PASSES = ("forward", "forward+backward", "decode", "prefill", "training step")
 SCOPES = ("exponential", "dense", "window")
@@ -159,7 +159,7 @@ def largest_error(case: Case, attend: Callable[..., Tensor], scopes_N: Tensor, b
     for start in starts:
         run = slice(max(start, done), start + rows)  # short sequences: the runs overlap
         q, k, v = exact[0][:, run], exact[1][:, : run.stop], exact[2][:, : run.stop]
-        part = scoped_attention(q, k, v, scopes_N, q_offset=run.start, backend="reference")
+        part = scoped_attention(q, k, v, Visibility(scopes_N, q_offset=run.start), backend="reference")
         errors.append(relative(o.detach()[:, run], part.detach(), (0, 1, 3)))
         if dq is not None:
             part_dq, *part_dkv = torch.autograd.grad(part, exact, do[:, run].double())
@@ -240,7 +240,7 @@ def candidates(cases: list[Case], backends: list[str]) -> list[Candidate]:
         scopes_N = case.scopes_N()
         for name in backends:
             backward = not (name == "flex" and case.device == "cpu")
-            scoped = partial(scoped_attention, scopes_N=scopes_N, backend=name)
+            scoped = partial(scoped_attention, visibility=Visibility(scopes_N), backend=name)
             try:
                 error = checked(case, name, largest_error(case, scoped, scopes_N, backward))
             except (RuntimeError, ValueError, WrongNumbersError) as reason:
@@ -313,11 +313,11 @@ def measure_decode(case: Case, repeats: int) -> list[dict]:
 
     def error(o: Tensor, scopes: Tensor, name: str) -> float:
         wide = last.double(), k.double(), v.double()
-        exact = scoped_attention(*wide, scopes, q_offset=case.T - 1, backend="reference")
+        exact = scoped_attention(*wide, Visibility(scopes, q_offset=case.T - 1), backend="reference")
         return checked(case, name, relative(o.view_as(exact), exact, (0, 1, 3)))
 
     name = "triton" if case.device == "cuda" else "banded"
-    ours = partial(scoped_decode, last[:, 0], cache, scopes_N, backend=name)
+    ours = partial(scoped_decode, last[:, 0], cache, Visibility(scopes_N), backend=name)
     runs: dict[str, Callable[[], Tensor]] = {name: ours}
     errors = {name: error(ours(), scopes_N, name)}
     for dense_name, backend in dense_backends(case.device, case.dtype).items():
@@ -373,7 +373,7 @@ def measure_stack(
     scopes_N, causal = case.scopes_N(), case.scopes_N("dense")
 
     def scoped(q: Tensor, k: Tensor, v: Tensor, q_offset: int) -> Tensor:
-        return scoped_attention(q, k, v, scopes_N, q_offset=q_offset, backend=backend)
+        return scoped_attention(q, k, v, Visibility(scopes_N, q_offset=q_offset), backend=backend)
 
     attends: dict[str, Attend] = {backend: scoped}
     of_pytorch = dense_backends(case.device, case.dtype).items()
@@ -386,7 +386,7 @@ def measure_stack(
         scopes = scopes_N if name == backend else causal
 
         def reference(q: Tensor, k: Tensor, v: Tensor, q_offset: int, scopes: Tensor = scopes) -> Tensor:
-            return scoped_attention(q, k, v, scopes, q_offset=q_offset, backend="reference")
+            return scoped_attention(q, k, v, Visibility(scopes, q_offset=q_offset), backend="reference")
 
         try:
             found = result(attend, whole, 3 * short.shape[1] // 4)

@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from farsight.kernels.scoped_attention import DECODE_BACKENDS, RollingCache, scoped_decode, scoped_prefill
-from farsight.model.attention import Attention, PendingKV
+from farsight.kernels.scoped_attention import DECODE_BACKENDS, RollingCache, Visibility, scoped_decode, scoped_prefill
+from farsight.model.attention import Attention
+from farsight.model.context import SequenceContext
 from farsight.model.llama import Llama
 
 
@@ -35,20 +36,13 @@ class Batch:
         return torch.tensor(self.starts, device=self.device) if any(self.starts) else None
 
 
-class LayerCache(Protocol):
-    """A `model.attention.SequenceContext` that keeps keys and values between calls."""
-
-    @property
-    def rotates(self) -> bool:
-        """Whether it receives queries and keys before RoPE, and rotates them itself."""
-        ...
+class LayerCache(SequenceContext, Protocol):
+    """A context that keeps keys and values between calls."""
 
     @property
     def nbytes(self) -> int:
         """Bytes held for the sequences."""
         ...
-
-    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> PendingKV: ...
 
 
 class RollingLayer:
@@ -71,28 +65,18 @@ class RollingLayer:
         self.new = k_BLKH, v_BLKH
         return self
 
-    def attend(
-        self,
-        q_BLNH: Tensor,
-        scopes_N: Tensor,
-        document_starts_BT: Tensor | None,
-        alibi_slopes_N: Tensor | None,
-        backend: str,
-    ) -> Tensor:
-        assert document_starts_BT is None  # each row holds one document
+    def attend(self, q_BLNH: Tensor, visibility: Visibility, backend: str) -> Tensor:
         k_BLKH, v_BLKH = self.new
         del self.new
         seen, self.tokens = self.tokens, self.tokens + q_BLNH.shape[1]
         if q_BLNH.shape[1] > 1:
-            return scoped_prefill(
-                q_BLNH, k_BLKH, v_BLKH, self.cache, scopes_N, self.starts_B, alibi_slopes_N, backend, seen
-            )
+            return scoped_prefill(q_BLNH, k_BLKH, v_BLKH, self.cache, visibility, self.starts_B, backend, seen)
         self.cache.append(k_BLKH, v_BLKH)
         # A padding token sees itself, as in `scoped_prefill`.
         starts_B = None if self.starts_B is None else self.starts_B.clamp_max(self.tokens - 1)
         # Training backends that cannot decode leave the choice to the kernels.
         decode = backend if backend in DECODE_BACKENDS else "auto"
-        o_BNH = scoped_decode(q_BLNH[:, 0], self.cache, scopes_N, starts_B, alibi_slopes_N, backend=decode)
+        o_BNH = scoped_decode(q_BLNH[:, 0], self.cache, visibility, starts_B, backend=decode)
         return o_BNH[:, None]
 
 

@@ -3,51 +3,17 @@
 Shapes: B batch, L sequence, D model, N query heads, K key/value heads, H head dimension.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 
 from farsight.configs.schema import Architecture
 from farsight.kernels.head_rotation import rotate_heads
-from farsight.kernels.scoped_attention.api import scoped_attention
+from farsight.kernels.scoped_attention import Visibility
+from farsight.model.context import OwnKV, PendingKV, SequenceContext
 from farsight.model.norm import RMSNorm
 from farsight.model.position.garfa import HeadFrequencies, HeadRope
 from farsight.model.position.layers import LayerPosition
 from farsight.model.position.rope import rotate
-
-
-class PendingKV(Protocol):
-    """Keys and values that are still being gathered: a layer asks for them, computes its queries, then attends."""
-
-    def attend(
-        self,
-        q_BLNH: Tensor,
-        scopes_N: Tensor,
-        document_starts_BT: Tensor | None,
-        alibi_slopes_N: Tensor | None,
-        backend: str,
-    ) -> Tensor:
-        """Attention of this call's queries [B, L, N, H] over all the keys they see; arguments as in `scoped_attention`."""
-        ...
-
-
-class SequenceContext(Protocol):
-    """Keys beyond this call's tokens: on other ranks (`parallel.halo`), or cached from earlier calls (`inference.kv_cache`)."""
-
-    @property
-    def rotates(self) -> bool:
-        """Whether it rotates queries and keys itself, and so is given them unrotated."""
-        ...
-
-    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> PendingKV:
-        """Takes this call's keys and values [B, L, K, H] and starts gathering the others that its queries see.
-
-        Args:
-            scopes: scopes of the rank's query heads, as Python integers.
-        """
-        ...
 
 
 class Attention(nn.Module):
@@ -55,15 +21,15 @@ class Attention(nn.Module):
 
     Args:
         architecture: shapes; `qk_norm` adds RMSNorm over each head's queries and keys.
-        position: the layer's scopes and ALiBi slopes, in physical head order. (Its rotation is passed to `forward` as
+        position: the layer's scopes and bias, in physical head order. (Its rotation is passed to `forward` as
             tables, because layers that rotate alike share them.)
         backend: attention kernel, as in `scoped_attention`.
     """
 
     scopes_N: Tensor
     """int32 [N], the rank's heads."""
-    slopes_N: Tensor | None
-    """fp32 [N], the rank's heads."""
+    bias_PN: Tensor | None
+    """fp32 [P, N], coefficients of the bias of the rank's heads; None for no bias."""
     scopes: tuple[int, ...]
     """`scopes_N` as numbers."""
     heads: slice
@@ -84,7 +50,8 @@ class Attention(nn.Module):
         self.wo = nn.Linear(a.n_heads * a.head_dim, a.dim, bias=False)
         self.q_norm = RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None
         self.k_norm = RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None
-        self.has_slopes = position.alibi_slopes is not None
+        self.bias_kind = None if position.bias is None else position.bias.kind
+        self.coefficients = 0 if position.bias is None else len(position.bias.coefficients)
         self.group = a.n_heads // a.n_kv_heads
         self.garfa = None if position.garfa is None else HeadFrequencies(position.garfa, trained=False)
         self.hold_heads(0, a.n_heads)
@@ -94,8 +61,8 @@ class Attention(nn.Module):
         """Keeps only the layer's query heads [begin, end) on this rank; `set_position` then fills their buffers."""
         self.heads = slice(begin, end)
         self.register_buffer("scopes_N", torch.empty(end - begin, dtype=torch.int32), persistent=False)
-        slopes = torch.empty(end - begin, dtype=torch.float32) if self.has_slopes else None
-        self.register_buffer("slopes_N", slopes, persistent=False)
+        bias = None if self.bias_kind is None else torch.empty(self.coefficients, end - begin, dtype=torch.float32)
+        self.register_buffer("bias_PN", bias, persistent=False)
         if self.garfa is not None:
             self.garfa.hold_heads(begin // self.group, end // self.group)
 
@@ -109,9 +76,10 @@ class Attention(nn.Module):
         if self.scopes_N.is_meta:
             return
         self.scopes_N.copy_(torch.tensor(self.scopes, dtype=torch.int32))
-        if self.slopes_N is not None:
-            assert position.alibi_slopes is not None
-            self.slopes_N.copy_(torch.tensor(position.alibi_slopes[self.heads], dtype=torch.float32))
+        if self.bias_PN is not None:
+            assert position.bias is not None
+            rows = [values[self.heads] for values in position.bias.coefficients]
+            self.bias_PN.copy_(torch.tensor(rows, dtype=torch.float32))
         if self.garfa is not None:
             self.garfa.fill()
 
@@ -142,7 +110,10 @@ class Attention(nn.Module):
         elif rope is not None:
             k_BLKH = rotate(k_BLKH, *rope)
         # Keys and values first: the exchange overlaps with computing the queries.
-        exchange = None if self.context is None else self.context.exchange(k_BLKH, v_BLKH, self.scopes)
+        if self.context is None:
+            pending: PendingKV = OwnKV(k_BLKH, v_BLKH)
+        else:
+            pending = self.context.exchange(k_BLKH, v_BLKH, self.scopes)
         q_BLNH = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
         if self.q_norm is not None:
             q_BLNH = self.q_norm(q_BLNH)
@@ -152,16 +123,6 @@ class Attention(nn.Module):
             q_BLNH = rotate_heads(q_BLNH, positions_BL, inv_freq_NF, attention_factor)
         elif rope is not None:
             q_BLNH = rotate(q_BLNH, *rope)
-        if exchange is not None:
-            o_BLNH = exchange.attend(q_BLNH, self.scopes_N, document_starts_BL, self.slopes_N, self.backend)
-        else:
-            o_BLNH = scoped_attention(
-                q_BLNH,
-                k_BLKH,
-                v_BLKH,
-                self.scopes_N,
-                document_starts_BL=document_starts_BL,
-                alibi_slopes_N=self.slopes_N,
-                backend=self.backend,
-            )
+        visibility = Visibility.of_parts(self.scopes_N, document_starts_BL, self.bias_PN, self.bias_kind)
+        o_BLNH = pending.attend(q_BLNH, visibility, self.backend)
         return self.wo(o_BLNH.flatten(-2))

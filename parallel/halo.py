@@ -21,13 +21,13 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torchtitan.distributed import ParallelDims
 
 from farsight.configs.schema import JobConfig
-from farsight.kernels.scoped_attention import scoped_attention
+from farsight.kernels.scoped_attention import Visibility, scoped_attention
 from farsight.parallel.context import Rows, SequenceLayout, keys_seen, pieces, reaches, sent
 
 
 @dataclass(frozen=True)
 class Context:
-    """The ranks that sequences are split over, and how; a `model.attention.SequenceContext`."""
+    """The ranks that sequences are split over, and how; a `model.context.SequenceContext`."""
 
     group: dist.ProcessGroup
     layout: SequenceLayout
@@ -65,7 +65,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Keys and values in flight; a `model.attention.PendingKV`."""
+    """Keys and values in flight; a `model.context.PendingKV`."""
 
     plan: "_Plan"
     own_R2BH: Tensor
@@ -78,41 +78,18 @@ class Exchange:
         return self.received_R2BH.nbytes
 
     @torch.compiler.disable
-    def attend(
-        self,
-        q_BLNH: Tensor,
-        scopes_N: Tensor,
-        document_starts_BT: Tensor | None,
-        alibi_slopes_N: Tensor | None,
-        backend: str,
-    ) -> Tensor:
-        """Attention of the rank's queries over all keys that they see, on this rank or others: [B, L, N, H] in q's dtype.
-
-        Args:
-            document_starts_BT: integers, of the whole sequence; the others are as in `scoped_attention`.
-        """
+    def attend(self, q_BLNH: Tensor, visibility: Visibility, backend: str) -> Tensor:
+        """Attention of the rank's queries over all keys that they see, on this rank or others: [B, L, N, H] in q's dtype."""
         rows_R2BH = torch.cat((self.own_R2BH, self.received_R2BH))
         pieces_of_o = []
         for parts, order in self.plan.pieces:
             outputs = []
             for part in parts:
                 kv_BLKH = rows_R2BH.index_select(0, part.rows).unflatten(0, (-1, part.kv_heads)).permute(2, 3, 0, 1, 4)
-                starts = None
-                if document_starts_BT is not None:
-                    starts = (document_starts_BT[:, part.keys] - part.keys.start).clamp(min=0)
-                whole = order is None
-                outputs.append(
-                    scoped_attention(
-                        q_BLNH[:, part.queries] if whole else q_BLNH[:, part.queries].index_select(2, part.heads),
-                        kv_BLKH[0],
-                        kv_BLKH[1],
-                        scopes_N if whole else scopes_N[part.heads],
-                        starts,
-                        alibi_slopes_N if whole or alibi_slopes_N is None else alibi_slopes_N[part.heads],
-                        q_offset=part.q_offset,
-                        backend=backend,
-                    )
-                )
+                q, seen = q_BLNH[:, part.queries], visibility.for_keys(part.keys, part.q_offset)
+                if order is not None:
+                    q, seen = q.index_select(2, part.heads), seen.for_heads(part.heads)
+                outputs.append(scoped_attention(q, kv_BLKH[0], kv_BLKH[1], seen, backend=backend))
             pieces_of_o.append(outputs[0] if order is None else torch.cat(outputs, dim=2).index_select(2, order))
         return torch.cat(pieces_of_o, dim=1)
 

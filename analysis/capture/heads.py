@@ -47,13 +47,14 @@ def draw_heads(config: ModelConfig, length: int, most: int = HEADS, seed: int = 
 def describe_head(config: ModelConfig, layers: Sequence[LayerPosition], layer: int, head: int, length: int) -> Head:
     """Describes a query head, given the model's layers at this length."""
     a, position = config.architecture, layers[layer]
+    slopes = position.alibi_slopes("captured heads")
     return Head(
         layer=layer,
         head=head,
         kv_head=head // (a.n_heads // a.n_kv_heads),
         scope=min(position.scopes[head], length),
         rotates=not isinstance(position.rotary, NoRotary),
-        slope=0.0 if position.alibi_slopes is None else position.alibi_slopes[head],
+        slope=0.0 if slopes is None else slopes[head],
     )
 
 

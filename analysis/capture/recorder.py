@@ -3,18 +3,18 @@
 Shapes: B rows, L tokens of a call, t recorded tokens, N query heads, K key heads, H head dim.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from farsight.kernels.scoped_attention.api import scoped_attention
-from farsight.model.attention import Attention, PendingKV, SequenceContext
+from farsight.model.attention import Attention
+from farsight.model.context import PassThrough, SequenceContext
 
 
-class Recorder:
+class Recorder(PassThrough):
     """A layer's context that records the queries and keys of some tokens and changes nothing else.
 
     A batch may arrive in several calls, cut along its rows (as pipelines do) or along its tokens (as prompts are read).
@@ -26,8 +26,6 @@ class Recorder:
         along: the direction in which calls cut the batch.
     """
 
-    rotates = False
-
     def __init__(
         self,
         rows: Tensor,
@@ -35,7 +33,8 @@ class Recorder:
         inner: SequenceContext | None = None,
         along: Literal["rows", "tokens"] = "rows",
     ) -> None:
-        self.rows, self.columns, self.inner, self.along = rows, columns, inner, along
+        super().__init__(inner)
+        self.rows, self.columns, self.along = rows, columns, along
         self.seen = 0
         """Rows or tokens seen so far, in earlier calls."""
         self._queries: list[Tensor] = []
@@ -52,9 +51,9 @@ class Recorder:
     @property
     def nbytes(self) -> int:
         """Bytes of the recorded tensors and of the wrapped cache."""
-        return sum(x.nbytes for x in (*self._queries, *self._keys)) + getattr(self.inner, "nbytes", 0)
+        return sum(x.nbytes for x in (*self._queries, *self._keys)) + super().nbytes
 
-    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> "Recorder":
+    def pass_keys(self, k_BLKH: Tensor) -> Tensor:
         numbers = self.rows if self.along == "rows" else self.columns
         size = k_BLKH.shape[0 if self.along == "rows" else 1]
         here = (numbers >= self.seen) & (numbers < self.seen + size)
@@ -62,32 +61,11 @@ class Recorder:
         self._columns = self.columns[here] - (self.seen if self.along == "tokens" else 0)
         self.seen += size
         self._keys.append(k_BLKH.detach()[self._rows, self._columns])
-        self._pending: PendingKV | tuple[Tensor, Tensor] = (
-            (k_BLKH, v_BLKH) if self.inner is None else self.inner.exchange(k_BLKH, v_BLKH, scopes)
-        )
-        return self
+        return k_BLKH
 
-    def attend(
-        self,
-        q_BLNH: Tensor,
-        scopes_N: Tensor,
-        document_starts_BT: Tensor | None,
-        alibi_slopes_N: Tensor | None,
-        backend: str,
-    ) -> Tensor:
+    def pass_queries(self, q_BLNH: Tensor) -> Tensor:
         self._queries.append(q_BLNH.detach()[self._rows, self._columns])
-        keys = self._pending
-        del self._pending
-        if not isinstance(keys, tuple):
-            return keys.attend(q_BLNH, scopes_N, document_starts_BT, alibi_slopes_N, backend)
-        return scoped_attention(
-            q_BLNH,
-            *keys,
-            scopes_N,
-            document_starts_BL=document_starts_BT,
-            alibi_slopes_N=alibi_slopes_N,
-            backend=backend,
-        )
+        return q_BLNH
 
 
 _NOT_SET: Any = object()

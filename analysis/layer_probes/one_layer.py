@@ -7,7 +7,7 @@ Shape suffixes: B batch, S sequences, L tokens, D model, N query heads, K key-va
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from farsight.inference.kv_cache import Batch, LayerCache, RollingLayer, rolling
 from farsight.kernels.head_rotation import rotate_heads
 from farsight.model.attention import Attention
 from farsight.model.build import ModelConfig, set_length
+from farsight.model.context import PassThrough
 from farsight.model.llama import Llama
 from farsight.model.position.rope import RopeFrequencies, rope_frequencies, rope_tables, rotate
 
@@ -62,34 +63,27 @@ class RopeProbe:
         return torch.zeros_like(positions_BL) if self.masked else positions_BL // self.group
 
 
-class _ProbedLayer(RollingLayer):
+class _ProbedLayer(PassThrough):
     """A rolling cache of keys rotated by a probe."""
 
     rotates = True
 
     def __init__(self, attention: Attention, batch: Batch, frequencies: RopeFrequencies, probe: RopeProbe) -> None:
-        super().__init__(attention, batch, len(attention.scopes) // attention.group)
+        self.cache = RollingLayer(attention, batch, len(attention.scopes) // attention.group)
+        super().__init__(self.cache)
         self.group, self.garfa, self.probe = attention.group, attention.garfa, probe
         self.frequencies = frequencies._replace(inv_freq=frequencies.inv_freq.to(batch.device))
 
-    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Sequence[int]) -> "RollingLayer":
-        first, L = self.tokens, k_BLKH.shape[1]
+    def pass_keys(self, k_BLKH: Tensor) -> Tensor:
+        first, L = self.cache.tokens, k_BLKH.shape[1]
         columns_BL = torch.arange(first, first + L, device=k_BLKH.device)[None]
-        if self.starts_B is not None:
-            columns_BL = (columns_BL - self.starts_B[:, None]).clamp_min(0)
+        if self.cache.starts_B is not None:
+            columns_BL = (columns_BL - self.cache.starts_B[:, None]).clamp_min(0)
         self.positions_BL = self.probe.positions(columns_BL)
-        return super().exchange(self._rotated(k_BLKH, keys=True), v_BLKH, scopes)
+        return self._rotated(k_BLKH, keys=True)
 
-    def attend(
-        self,
-        q_BLNH: Tensor,
-        scopes_N: Tensor,
-        document_starts_BT: Tensor | None,
-        alibi_slopes_N: Tensor | None,
-        backend: str,
-    ) -> Tensor:
-        q_BLNH = self._rotated(q_BLNH, keys=False)
-        return super().attend(q_BLNH, scopes_N, document_starts_BT, alibi_slopes_N, backend)
+    def pass_queries(self, q_BLNH: Tensor) -> Tensor:
+        return self._rotated(q_BLNH, keys=False)
 
     def _rotated(self, x: Tensor, keys: bool) -> Tensor:
         """Rotates queries or keys as `model.attention.Attention` does, at the probe's positions."""

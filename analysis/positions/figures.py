@@ -47,7 +47,7 @@ def figures(config: ModelConfig, length: int) -> dict[str, Any]:
                 if isinstance(layer.rotary, NoRotary)
                 else wavelengths(layer.rotary, head_dim, length).tolist(),
                 "scopes": [min(scope, length) for scope in layer.scopes],
-                "alibi_slopes": list(layer.alibi_slopes or ()),
+                "alibi_slopes": list(layer.alibi_slopes("the figures of positions") or ()),
                 "garfa": None if layer.garfa is None else _garfa_figures(layer, layer.garfa, head_dim, length),
             }
             for layer in layers

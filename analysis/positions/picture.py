@@ -30,7 +30,7 @@ def draw(config: ModelConfig, length: int, path: Path) -> None:
         panels.append(lambda axes: _draw_wavelengths(axes, config, layers, length))
     if (garfa := config.position.garfa) is not None and garfa.layers:
         panels.append(lambda axes: draw_alphas_on(axes, alphas(garfa)))
-    if any(layer.alibi_slopes for layer in layers):
+    if any(layer.bias for layer in layers):
         panels.append(lambda axes: _draw_alibi(axes, layers, length))
     if config.position.embedding == "sinusoidal":
         panels.append(lambda axes: _draw_sinusoidal(axes, config.architecture.dim))
@@ -92,7 +92,8 @@ def _draw_alibi(axes: Any, layers: Sequence[LayerPosition], length: int) -> None
     """The factor ALiBi puts on an attention weight by distance, a line per slope."""
     from matplotlib import colormaps
 
-    slopes = sorted({slope for layer in layers for slope in layer.alibi_slopes or ()}, reverse=True)
+    of_layers = (layer.alibi_slopes("the picture of positions") or () for layer in layers)
+    slopes = sorted({slope for slopes in of_layers for slope in slopes}, reverse=True)
     distance = torch.logspace(0, math.log10(length), 200)
     for order, slope in enumerate(slopes):
         label = f"slope {slope:.3g}" if order in (0, len(slopes) - 1) else None

@@ -177,7 +177,7 @@ def _mechanisms(config: ModelConfig) -> list[str]:
         kinds: set[str] = set() if isinstance(layer.rotary, NoRotary) else {layer.rotary.kind}
         kinds |= {"lasp"} if kinds and config.position.lasp else set()
         kinds |= {"garfa"} if layer.garfa else set()
-        kinds |= {"alibi"} if layer.alibi_slopes else set()
+        kinds |= {layer.bias.kind} if layer.bias else set()
         kinds |= {"scope" if len({*layer.scopes}) > 1 else "window"} if windows else set()
         names |= kinds or (set() if sinusoidal else {"nope"})
     return sorted(names)

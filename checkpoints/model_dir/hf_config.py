@@ -105,11 +105,12 @@ def _resolved_layers(config: ModelConfig) -> dict[str, Any]:
     for layer in config.layers():
         if not isinstance(layer.rotary, NoRotary) and layer.rotary not in rotaries:
             rotaries.append(layer.rotary)
+        slopes = layer.alibi_slopes("the exported model")
         kind: dict[str, Any] = {
             "rotary": None if isinstance(layer.rotary, NoRotary) else rotaries.index(layer.rotary),
             "scopes": None if min(layer.scopes) == DENSE_SCOPE else list(layer.scopes),
             "scope_ranks": None if layer.scope_ranks is None else list(layer.scope_ranks),
-            "alibi_slopes": None if layer.alibi_slopes is None else list(layer.alibi_slopes),
+            "alibi_slopes": None if slopes is None else list(slopes),
         }
         if layer.garfa is not None:
             g = layer.garfa

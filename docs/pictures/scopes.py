@@ -8,7 +8,7 @@ matplotlib.use("Agg")
 import torch
 from matplotlib import pyplot as plt
 
-from farsight.kernels.scoped_attention.semantics import visibility, visible_pairs
+from farsight.kernels.scoped_attention import Visibility, visible_pairs
 from farsight.model.position.scope import geometric_scopes
 
 LENGTH, HEADS = 64, 8
@@ -18,7 +18,7 @@ RATIO_AT = 131072
 def draw(path: Path) -> None:
     scopes = geometric_scopes(LENGTH, HEADS)
     dense = torch.tril(torch.ones(LENGTH, LENGTH, dtype=torch.bool))
-    seen = visibility(torch.tensor(scopes), LENGTH)
+    seen = Visibility(torch.tensor(scopes)).mask(LENGTH)
     figure, panels = plt.subplots(1, HEADS, figsize=(13, 2.2), layout="constrained", sharey=True)
     for head, axes in enumerate(panels):
         # 0 the future, 1 seen by dense attention alone, 2 seen by this head

@@ -18,6 +18,7 @@ from farsight.inference.extend.remapped import RemappedLayer
 from farsight.inference.extend.ripra import Allocation, Ripra, chunk_scores, relevance_landscape
 from farsight.inference.generate.completions import encode_prompt
 from farsight.inference.loading import LoadedModel
+from farsight.model.context import PassThrough
 from farsight.progress import progress
 
 NEIGHBOURS = 10
@@ -26,26 +27,17 @@ SAMPLES = 64
 """Queries whose positions and logits are compared."""
 
 
-class Observed:
+class Observed(PassThrough):
     """Wraps a layer's cache and records its queries."""
 
-    rotates = True
-
     def __init__(self, layer: RemappedLayer) -> None:
+        super().__init__(layer)
         self.layer = layer
         self.queries: list[Tensor] = []
 
-    @property
-    def nbytes(self) -> int:
-        return self.layer.nbytes
-
-    def exchange(self, k_BLKH: Tensor, v_BLKH: Tensor, scopes: Any) -> "Observed":
-        self.layer.exchange(k_BLKH, v_BLKH, scopes)
-        return self
-
-    def attend(self, q_BLNH: Tensor, *arguments: Any) -> Tensor:
+    def pass_queries(self, q_BLNH: Tensor) -> Tensor:
         self.queries.append(q_BLNH[0])
-        return self.layer.attend(q_BLNH, *arguments)
+        return q_BLNH
 
     def relevance(self, query: int, chunk: int) -> Tensor:
         """Relevance of the chunks up to a query to the query at this index, fp64 [C]."""

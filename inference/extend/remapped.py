@@ -3,7 +3,8 @@
 A prompt is read in spans of queries. A method cuts their pairs with keys into regions in which the relative position is the
 difference of a query position and a key position, so that a region is plain attention. The last token of a prompt, whose logits
 choose the first new token, and every token after it are decoded: the query is at position 0 and each key at minus its relative
-position P, which is plain RoPE if P is the distance. Layers with ALiBi use −slope · P instead; layers without either are unchanged.
+position P, which is plain RoPE if P is the distance. In layers with ALiBi P takes the place of the distance; layers without either
+are unchanged.
 
 Shape suffixes: B batch, R rows that start together, L queries, T keys, N query heads, K key-value heads, G = N/K, H head dim.
 """
@@ -19,6 +20,7 @@ from farsight.configs.schema import DynamicNtkRope, LongRope, NoRotary
 from farsight.errors import ConfigError
 from farsight.inference.extend.logit_noise import logit_noise
 from farsight.inference.kv_cache import Batch, LayerCache
+from farsight.kernels.scoped_attention import ScoreBias, Visibility
 from farsight.model.attention import Attention
 from farsight.model.build import ModelConfig
 from farsight.model.llama import Llama
@@ -176,24 +178,17 @@ class RemappedLayer:
         self.tokens = stop
         return self
 
-    def attend(
-        self,
-        q_BLNH: Tensor,
-        scopes_N: Tensor,
-        document_starts_BT: Tensor | None,
-        alibi_slopes_N: Tensor | None,
-        backend: str,
-    ) -> Tensor:
-        assert document_starts_BT is None  # each row holds one document
+    def attend(self, q_BLNH: Tensor, visibility: Visibility, backend: str) -> Tensor:
+        assert visibility.document_starts_BL is None  # each row holds one document
         begin = self.tokens - q_BLNH.shape[1]
         decoded = max(begin, min(self.tokens, self.batch.prompt - 1))  # the prompt's last token is
         # In order, since positions may carry over from query to query.
-        parts = [self._read(q_BLNH[:, : decoded - begin], begin, alibi_slopes_N)] if decoded > begin else []
+        parts = [self._read(q_BLNH[:, : decoded - begin], begin, visibility.bias)] if decoded > begin else []
         for column in range(decoded, self.tokens):
-            parts.append(self._decode(q_BLNH[:, column - begin], column, alibi_slopes_N)[:, None])
+            parts.append(self._decode(q_BLNH[:, column - begin], column, visibility.bias)[:, None])
         return torch.cat(parts, dim=1)
 
-    def _read(self, q_BLNH: Tensor, begin: int, slopes_N: Tensor | None) -> Tensor:
+    def _read(self, q_BLNH: Tensor, begin: int, bias: ScoreBias | None) -> Tensor:
         """Attention of the prompts' queries from column `begin` on, together for rows that start together."""
         o_BLNH, stop = torch.zeros_like(q_BLNH), begin + q_BLNH.shape[1]
         for start in sorted(set(self.batch.starts)):
@@ -204,7 +199,7 @@ class RemappedLayer:
             q_RLNH = q_BLNH[rows, column - begin :]
             k_RKTH, v_RKTH = (x[rows, :, start:stop] for x in (self.k_BKTH, self.v_BKTH))
             self.positions.observe(self, rows, q_RLNH, column - start)
-            o_BLNH[rows, column - begin :] = self._prefill(rows, q_RLNH, k_RKTH, v_RKTH, column - start, slopes_N)
+            o_BLNH[rows, column - begin :] = self._prefill(rows, q_RLNH, k_RKTH, v_RKTH, column - start, bias)
         return o_BLNH
 
     def _prefill(
@@ -214,7 +209,7 @@ class RemappedLayer:
         k_RKTH: Tensor,
         v_RKTH: Tensor,
         first: int,
-        slopes_N: Tensor | None,
+        bias: ScoreBias | None,
     ) -> Tensor:
         """Attention of the queries [first, T) of sequences with T keys so far, span by span."""
         (R, L, N, _), T = q_RLNH.shape, k_RKTH.shape[2]
@@ -224,7 +219,7 @@ class RemappedLayer:
             stop = min(begin + span, first + L)
             regions = positions.regions(begin, stop, q_RLNH.device)
             q = q_RLNH[:, begin - first : stop - first].unflatten(2, (k_RKTH.shape[1], -1)).permute(0, 2, 3, 1, 4)
-            o_RKGLH = self._attend(q, k_RKTH[:, :, :stop], v_RKTH[:, :, :stop], regions, begin, slopes_N)
+            o_RKGLH = self._attend(q, k_RKTH[:, :, :stop], v_RKTH[:, :, :stop], regions, begin, bias)
             parts.append(o_RKGLH.permute(0, 3, 1, 2, 4).flatten(2, 3))
         return torch.cat(parts, dim=1)
 
@@ -235,7 +230,7 @@ class RemappedLayer:
         v_RKTH: Tensor,
         regions: Iterable[Region],
         begin: int,
-        slopes_N: Tensor | None,
+        bias: ScoreBias | None,
     ) -> Tensor:
         """Attention of one span, whose first query has index `begin`."""
         scores_RKGLT = q_RKGLH.new_full((*q_RKGLH.shape[:-1], k_RKTH.shape[2]), -torch.inf, dtype=torch.float32)
@@ -246,9 +241,9 @@ class RemappedLayer:
                 q = rotated(q, self.rotation.tables(region.query_positions[None], False))
                 k = rotated(k, self.rotation.tables(key_positions_RT, self.positions.interpolated))
             scores = (q @ k[:, :, None].transpose(-1, -2)).float() * self.head_dim**-0.5
-            if slopes_N is not None:
+            if bias is not None:
                 relative_RLT = region.query_positions[:, None] - key_positions_RT[:, None]
-                scores -= slopes_N.view(*scores.shape[1:3], 1, 1) * relative_RLT[:, None, None].float()
+                scores += bias(relative_RLT[:, None, None].float(), *scores.shape[1:3], 1, 1)
             if region.noise is not None:
                 queries = torch.arange(begin, begin + q_RKGLH.shape[3], device=q.device)[region.queries]
                 keys = torch.arange(k_RKTH.shape[2], device=q.device)[region.keys]
@@ -257,7 +252,7 @@ class RemappedLayer:
             part.copy_(torch.where(region.seen, scores, part))
         return scores_RKGLT.softmax(-1).to(v_RKTH.dtype) @ v_RKTH[:, :, None]
 
-    def _decode(self, q_BNH: Tensor, column: int, slopes_N: Tensor | None) -> Tensor:
+    def _decode(self, q_BNH: Tensor, column: int, bias: ScoreBias | None) -> Tensor:
         """Attention of each row's query in one column."""
         step = self.positions.step(self, q_BNH, column)
         q_BKGH = q_BNH.unflatten(1, (self.k_BKTH.shape[1], -1))
@@ -267,9 +262,8 @@ class RemappedLayer:
             q_BKGH = q_BKGH * self.rotation.frequencies.attention_factor
             k_BKTH = rotated(k_BKTH, step.tables(self.rotation))
         scores_BKGT = (q_BKGH @ k_BKTH.transpose(-1, -2)).float() * self.head_dim**-0.5
-        if slopes_N is not None:
-            slopes = slopes_N.view(*scores_BKGT.shape[1:3], 1)
-            scores_BKGT -= slopes * step.positions_BT[:, None, None].float()
+        if bias is not None:
+            scores_BKGT += bias(step.positions_BT[:, None, None].float(), *scores_BKGT.shape[1:3], 1)
         for row, start in enumerate(self.batch.starts):
             if step.noise_BT is not None:
                 keys = torch.arange(column + 1 - start, device=q_BNH.device)
@@ -305,7 +299,7 @@ def check_remappable(name: str, config: ModelConfig) -> None:
         ConfigError: it cannot; names the method and the reason.
     """
     p, layers = config.position, config.layers()
-    if all(isinstance(layer.rotary, NoRotary) and layer.alibi_slopes is None for layer in layers):
+    if all(isinstance(layer.rotary, NoRotary) and layer.bias is None for layer in layers):
         raise ConfigError(
             f"--extend {name}: the model has neither RoPE nor ALiBi, so there are no positions to change."
         )

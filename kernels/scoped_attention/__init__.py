@@ -7,13 +7,17 @@ from farsight.kernels.scoped_attention.api import (
     scoped_decode,
     scoped_prefill,
 )
+from farsight.kernels.scoped_attention.bias import ScoreBias
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 from farsight.kernels.scoped_attention.semantics import visible_pairs, visible_pairs_in_documents
+from farsight.kernels.scoped_attention.visibility import Visibility
 
 __all__ = [
     "BACKENDS",
     "DECODE_BACKENDS",
     "RollingCache",
+    "ScoreBias",
+    "Visibility",
     "scoped_attention",
     "scoped_decode",
     "scoped_prefill",

@@ -15,36 +15,30 @@ from farsight.kernels.scoped_attention.decode import ring_attention
 from farsight.kernels.scoped_attention.prefill import chunk_attention
 from farsight.kernels.scoped_attention.reference import reference_attention
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
+from farsight.kernels.scoped_attention.visibility import INTEGERS, Visibility, require
 
 BACKENDS = ("reference", "banded", "triton", "flex", "flash")
 """Values of `backend`, besides "auto"; `configs.training.Attention` lists the same."""
 DECODE_BACKENDS = ("banded", "triton")
 """Values of `backend` in `scoped_decode`, besides "auto"."""
-INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def scoped_attention(
     q_BLNH: Tensor,
     k_BLKH: Tensor,
     v_BLKH: Tensor,
-    scopes_N: Tensor,
-    document_starts_BL: Tensor | None = None,
-    alibi_slopes_N: Tensor | None = None,
-    q_offset: int = 0,
+    visibility: Visibility,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
     """Causal attention in which head n of token t sees the tokens max(document start of t, t - S_n + 1) to t.
 
     Args:
-        q_BLNH: queries [B, Lq, N, H]; bf16, fp16, fp32 or fp64. Query row r is token r + q_offset.
+        q_BLNH: queries [B, Lq, N, H]; bf16, fp16, fp32 or fp64. Query row r is token r + `visibility.q_offset`.
         k_BLKH: keys [B, Lk, K, H], tokens 0 to Lk - 1, with Lk = Lq + q_offset. N is a multiple of K; head n uses
             key-value head n // (N // K).
         v_BLKH: values, shaped like the keys.
-        scopes_N: integer tensor [N]; the number of tokens a head sees, the query's own included. Lk or more is dense.
-        document_starts_BL: integer tensor [B, Lk]; the index of the first token of each token's document.
-        alibi_slopes_N: float tensor [N]; slope_n * (t - i) is subtracted from the score of token i seen from token t.
-        q_offset: number of tokens before the first query, as in chunked prefill.
+        visibility: the heads' scopes, and documents, bias and offset if there are any.
         scale: factor on the scores; None is 1 / sqrt(H).
         backend: "reference" (O(L²) memory, any device), "banded" (O(L) memory, any device), "triton" (GPUs), "flex"
             (PyTorch's FlexAttention; GPUs, and CPUs without gradients), "flash" (the package flash-attn; GPUs, bf16 and
@@ -56,9 +50,9 @@ def scoped_attention(
     Raises:
         ValueError: invalid shapes, dtypes, devices or values; the message says what to set instead.
 
-    Source: SCOPE, Eq. 2 (t - S < i <= t); ALiBi, Press et al. 2022 (arXiv:2108.12409).
+    Source: SCOPE, Eq. 2 (t - S < i <= t).
     """
-    _check(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset)
+    _check(q_BLNH, k_BLKH, v_BLKH, visibility)
     scale = q_BLNH.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "auto":
         backend = pick_backend(q_BLNH.device.type, str(q_BLNH.dtype), q_BLNH.shape[-1])
@@ -76,15 +70,14 @@ def scoped_attention(
             from farsight.kernels.scoped_attention.flash import flash_attention as attention
         case _:
             raise ValueError(f'backend is "{backend}": set it to "auto" or one of {", ".join(BACKENDS)}')
-    return attention(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)
+    return attention(q_BLNH, k_BLKH, v_BLKH, visibility, scale)
 
 
 def scoped_decode(
     q_BNH: Tensor,
     cache: RollingCache,
-    scopes_N: Tensor,
+    visibility: Visibility,
     document_starts_B: Tensor | None = None,
-    alibi_slopes_N: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -93,11 +86,10 @@ def scoped_decode(
     Args:
         q_BNH: the queries [B, N, H] of the token that was appended last.
         cache: holds that token and those before it.
-        scopes_N: integer tensor [N], the scopes that the cache was made for; head n sees the last S_n tokens. "triton",
-            which reads nothing on the host, cuts wider ones to what the cache keeps.
+        visibility: with the scopes that the cache was made for; head n sees the last S_n tokens. "triton", which reads
+            nothing on the host, cuts wider ones to what the cache keeps. It has neither documents nor an offset.
         document_starts_B: integer tensor [B]; the first token that each row sees, as for prompts padded on the left. It
             must not be later than the newest token.
-        alibi_slopes_N: float tensor [N], as in `scoped_attention`.
         scale: factor on the scores; None is 1 / sqrt(H).
         backend: "auto", "banded" (any device) or "triton" (GPUs).
 
@@ -107,7 +99,7 @@ def scoped_decode(
     Raises:
         ValueError: invalid shapes, dtypes, devices or values; the message says what to set instead.
     """
-    _check_decode(q_BNH, cache, scopes_N, document_starts_B, alibi_slopes_N)
+    _check_decode(q_BNH, cache, visibility, document_starts_B)
     scale = q_BNH.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "auto":
         backend = pick_backend(q_BNH.device.type, str(q_BNH.dtype), q_BNH.shape[-1], decode=True)
@@ -119,7 +111,7 @@ def scoped_decode(
             from farsight.kernels.scoped_attention.triton.decode import triton_decode as attention
         case _:
             raise ValueError(f'backend is "{backend}": set it to "auto", "banded" or "triton"')
-    return attention(q_BNH, cache, scopes_N, document_starts_B, alibi_slopes_N, scale)
+    return attention(q_BNH, cache, visibility, document_starts_B, scale)
 
 
 def scoped_prefill(
@@ -127,9 +119,8 @@ def scoped_prefill(
     k_BLKH: Tensor,
     v_BLKH: Tensor,
     cache: RollingCache,
-    scopes_N: Tensor,
+    visibility: Visibility,
     document_starts_B: Tensor | None = None,
-    alibi_slopes_N: Tensor | None = None,
     backend: str = "auto",
     seen: int | None = None,
 ) -> Tensor:
@@ -141,10 +132,10 @@ def scoped_prefill(
     Args:
         q_BLNH, k_BLKH, v_BLKH: those of the next L tokens, shaped as in `scoped_attention`.
         cache: holds the tokens before them, as far as they can be seen.
-        scopes_N: integer tensor [N], the scopes that the cache was made for.
+        visibility: with the scopes that the cache was made for, and neither documents nor an offset.
         document_starts_B: integer tensor [B]; the first token that each row sees, as for prompts padded on the left.
             A padding token sees only itself.
-        alibi_slopes_N, backend: as in `scoped_attention`.
+        backend: as in `scoped_attention`.
         seen: number of tokens already appended; None reads it from the cache, which waits for the device.
 
     Returns:
@@ -153,9 +144,10 @@ def scoped_prefill(
     Raises:
         ValueError: more tokens than the cache has room for; otherwise as `scoped_attention`.
     """
+    _check_one_document(visibility)
     attend = partial(scoped_attention, backend=backend)
     seen = int(cache.tokens) if seen is None else seen
-    return chunk_attention(attend, q_BLNH, k_BLKH, v_BLKH, cache, scopes_N, document_starts_B, alibi_slopes_N, seen)
+    return chunk_attention(attend, q_BLNH, k_BLKH, v_BLKH, cache, visibility, document_starts_B, seen)
 
 
 @torch.compiler.assume_constant_result
@@ -165,73 +157,52 @@ def _require_triton() -> None:
         raise ValueError('backend "triton" needs the package triton: install it, or use "banded"')
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, scopes: Tensor, documents: Tensor | None, slopes: Tensor | None, q_offset: int
-) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> None:
     """Checks everything that does not need a tensor's values; backends check values where reading them is free."""
     for name, x in (("q_BLNH", q), ("k_BLKH", k), ("v_BLKH", v)):
-        _require(x.dim() == 4, f"{name} has shape {list(x.shape)}: pass [batch, tokens, heads, head dim]")
+        require(x.dim() == 4, f"{name} has shape {list(x.shape)}: pass [batch, tokens, heads, head dim]")
         floats = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-        _require(x.dtype in floats, f"{name} is {x.dtype}: pass bfloat16, float16, float32 or float64")
-        _require(x.dtype == q.dtype, f"{name} is {x.dtype} and q_BLNH is {q.dtype}: cast them to the same dtype")
-        _require(x.device == q.device, f"{name} is on {x.device} and q_BLNH on {q.device}: move them together")
+        require(x.dtype in floats, f"{name} is {x.dtype}: pass bfloat16, float16, float32 or float64")
+        require(x.dtype == q.dtype, f"{name} is {x.dtype} and q_BLNH is {q.dtype}: cast them to the same dtype")
+        require(x.device == q.device, f"{name} is on {x.device} and q_BLNH on {q.device}: move them together")
     B, Lq, N, H = q.shape
     Lk, K = k.shape[1:3]
-    _require(k.shape == v.shape, f"k_BLKH is {list(k.shape)} and v_BLKH {list(v.shape)}: they have to be equal")
-    _require(k.shape[0] == B, f"q_BLNH has batch {B} and k_BLKH {k.shape[0]}: they have to be equal")
-    _require(k.shape[3] == H, f"q_BLNH has head dim {H} and k_BLKH {k.shape[3]}: they have to be equal")
-    _require(min(*q.shape, *k.shape) > 0, f"q_BLNH is {list(q.shape)}, k_BLKH {list(k.shape)}: no dimension may be 0")
-    _require(N % K == 0, f"{N} query heads do not share {K} key-value heads evenly: make N a multiple of K")
-    _require(q_offset >= 0, f"q_offset is {q_offset}: set the number of tokens before the first query, 0 or more")
-    _require(
-        Lk == Lq + q_offset,
-        f"{Lk} keys for {Lq} queries at q_offset {q_offset}: keys are the tokens 0 to q_offset + queries - 1, "
-        f"so pass {Lq + q_offset} keys or set q_offset to {Lk - Lq}",
-    )
-    _check_per_head(N, scopes, slopes)
-    if documents is not None:
-        shape = list(documents.shape)
-        _require(shape == [B, Lk], f"document_starts_BL has shape {shape}: pass one index a key, [{B}, {Lk}]")
-        integer = documents.dtype in INTEGERS
-        _require(integer, f"document_starts_BL is {documents.dtype}: pass an integer tensor, such as int64")
+    require(k.shape == v.shape, f"k_BLKH is {list(k.shape)} and v_BLKH {list(v.shape)}: they have to be equal")
+    require(k.shape[0] == B, f"q_BLNH has batch {B} and k_BLKH {k.shape[0]}: they have to be equal")
+    require(k.shape[3] == H, f"q_BLNH has head dim {H} and k_BLKH {k.shape[3]}: they have to be equal")
+    require(min(*q.shape, *k.shape) > 0, f"q_BLNH is {list(q.shape)}, k_BLKH {list(k.shape)}: no dimension may be 0")
+    require(N % K == 0, f"{N} query heads do not share {K} key-value heads evenly: make N a multiple of K")
+    visibility.check(B, Lq, Lk, N)
 
 
-def _check_decode(
-    q: Tensor, cache: RollingCache, scopes: Tensor, documents: Tensor | None, slopes: Tensor | None
-) -> None:
+def _check_decode(q: Tensor, cache: RollingCache, visibility: Visibility, document_starts_B: Tensor | None) -> None:
     keys = cache.keys_BSH
-    _require(q.dim() == 3, f"q_BNH has shape {list(q.shape)}: pass [batch, heads, head dim]")
+    require(q.dim() == 3, f"q_BNH has shape {list(q.shape)}: pass [batch, heads, head dim]")
     B, N, H = q.shape
-    _require(
+    require(
         (keys.shape[0], keys.shape[2]) == (B, H),
         f"q_BNH has batch {B} and head dim {H}, the cache {keys.shape[0]} and {keys.shape[2]}: they have to be equal",
     )
     K = cache.kv_heads
-    _require(N > 0 and N % K == 0, f"{N} query heads do not share {K} key-value heads evenly: make N a multiple of K")
-    _require(q.dtype == keys.dtype, f"q_BNH is {q.dtype} and the cache {keys.dtype}: cast them to the same dtype")
-    _require(q.device == keys.device, f"q_BNH is on {q.device} and the cache on {keys.device}: move them together")
-    _check_per_head(N, scopes, slopes)
-    if documents is not None:
-        _require(
-            list(documents.shape) == [B],
-            f"document_starts_B has shape {list(documents.shape)}: pass one token index a row, [{B}]",
+    require(N > 0 and N % K == 0, f"{N} query heads do not share {K} key-value heads evenly: make N a multiple of K")
+    require(q.dtype == keys.dtype, f"q_BNH is {q.dtype} and the cache {keys.dtype}: cast them to the same dtype")
+    require(q.device == keys.device, f"q_BNH is on {q.device} and the cache on {keys.device}: move them together")
+    visibility.check_heads(N)
+    _check_one_document(visibility)
+    if document_starts_B is not None:
+        require(
+            list(document_starts_B.shape) == [B],
+            f"document_starts_B has shape {list(document_starts_B.shape)}: pass one token index a row, [{B}]",
         )
-        _require(
-            documents.dtype in INTEGERS,
-            f"document_starts_B is {documents.dtype}: pass an integer tensor, such as int64",
+        require(
+            document_starts_B.dtype in INTEGERS,
+            f"document_starts_B is {document_starts_B.dtype}: pass an integer tensor, such as int64",
         )
 
 
-def _check_per_head(N: int, scopes: Tensor, slopes: Tensor | None) -> None:
-    _require(list(scopes.shape) == [N], f"scopes_N has shape {list(scopes.shape)}: pass one scope a query head, [{N}]")
-    _require(scopes.dtype in INTEGERS, f"scopes_N is {scopes.dtype}: pass an integer tensor, such as int64")
-    if slopes is not None:
-        shape = list(slopes.shape)
-        _require(shape == [N], f"alibi_slopes_N has shape {shape}: pass one slope a query head, [{N}]")
-        _require(slopes.dtype.is_floating_point, f"alibi_slopes_N is {slopes.dtype}: pass a float tensor")
-        _require(not slopes.requires_grad, "alibi_slopes_N requires grad, but slopes are constants here: detach them")
-
-
-def _require(holds: bool, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
+def _check_one_document(visibility: Visibility) -> None:
+    """A cache holds one document a row, and knows how many tokens precede a query."""
+    require(
+        visibility.document_starts_BL is None and visibility.q_offset == 0,
+        "over a cache a visibility has neither document_starts_BL nor q_offset: pass document_starts_B",
+    )

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from farsight.kernels.scoped_attention.reference import reference_attention
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
+from farsight.kernels.scoped_attention.visibility import Visibility
 
 TRITON_DTYPES = ("torch.bfloat16", "torch.float16", "torch.float32")
 TRIAL_TOLERANCE = {"torch.bfloat16": 3e-2, "torch.float16": 4e-3, "torch.float32": 1e-3}
@@ -70,13 +71,13 @@ def _attention_error(device_type: str, dtype: str, head_dim: int) -> float:
     from farsight.kernels.scoped_attention.triton.attention import triton_attention
 
     q, k, v, do = _trial_inputs(device_type, dtype, head_dim)
-    scopes = torch.tensor(TRIAL_SCOPES, device=device_type)
+    scopes_N = torch.tensor(TRIAL_SCOPES, device=device_type)
     two_documents = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int32, device=device_type)
     two_documents[:, TRIAL_DOCUMENT:] = TRIAL_DOCUMENT
 
     def with_gradients(attend: Callable[..., Tensor], kind: torch.dtype, starts: Tensor | None) -> tuple[Tensor, ...]:
         leaves = [x.to(kind).requires_grad_() for x in (q, k, v)]
-        o = attend(*leaves, scopes, starts, None, 0, head_dim**-0.5)
+        o = attend(*leaves, Visibility(scopes_N, starts), head_dim**-0.5)
         return o.detach(), *torch.autograd.grad(o, leaves, do.to(kind))
 
     return max(
@@ -93,11 +94,11 @@ def _decode_error(device_type: str, dtype: str, head_dim: int) -> float:
     from farsight.kernels.scoped_attention.triton.decode import triton_decode
 
     q, k, v, _ = _trial_inputs(device_type, dtype, head_dim)
-    scopes, scale = torch.tensor(TRIAL_SCOPES, device=device_type), head_dim**-0.5
+    visibility, scale = Visibility(torch.tensor(TRIAL_SCOPES, device=device_type)), head_dim**-0.5
     cache = RollingCache(TRIAL_SCOPES, 2, TRIAL_TOKENS, 1, head_dim, q.dtype, device_type)
     cache.append(k, v)
-    found = triton_decode(q[:, -1], cache, scopes, None, None, scale)
-    exact = reference_attention(q.float(), k.float(), v.float(), scopes, None, None, 0, scale)
+    found = triton_decode(q[:, -1], cache, visibility, None, scale)
+    exact = reference_attention(q.float(), k.float(), v.float(), visibility, scale)
     return _largest_error((found,), (exact[:, -1],))
 
 

@@ -8,19 +8,15 @@ from torch import Tensor
 
 from farsight.kernels.scoped_attention import semantics
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
+from farsight.kernels.scoped_attention.visibility import Visibility
 
 
 @torch.no_grad()
 def ring_attention(
-    q_BNH: Tensor,
-    cache: RollingCache,
-    scopes_N: Tensor,
-    document_starts_B: Tensor | None,
-    alibi_slopes_N: Tensor | None,
-    scale: float,
+    q_BNH: Tensor, cache: RollingCache, visibility: Visibility, document_starts_B: Tensor | None, scale: float
 ) -> Tensor:
     """`api.scoped_decode` with all arguments given."""
-    scopes = scopes_N.tolist()
+    scopes, bias = visibility.scopes_N.tolist(), visibility.bias
     semantics.check_values(scopes, None)
     token = int(cache.tokens) - 1
     if token < 0:
@@ -39,15 +35,15 @@ def ring_attention(
         filled = min(capacity, token + 1)
         keys_BKSH, values_BKSH = (x[:, :, :filled].to(dtype) for x in cache.rings(run))
         scores_BKGS = q_BKGH[:, run] @ keys_BKSH.transpose(2, 3)
-        if min(scopes[members]) < filled or document_starts_B is not None or alibi_slopes_N is not None:
+        if min(scopes[members]) < filled or document_starts_B is not None or bias is not None:
             query = torch.tensor(token, device=q_BNH.device)
             # The token in each slot: the latest one, up to the query, that was written to it.
             held_S = token - (token - torch.arange(filled, device=q_BNH.device)) % capacity
             scopes_KG = torch.tensor(scopes[members], device=q_BNH.device).unflatten(0, (-1, group))
             seen = semantics.visible(query, held_S, scopes_KG[..., None])
-            if alibi_slopes_N is not None:
-                slopes_KG = alibi_slopes_N[members].to(q_BNH.device, dtype).unflatten(0, (-1, group))
-                scores_BKGS += semantics.alibi_bias(token, held_S, slopes_KG[..., None])
+            if bias is not None:
+                here = bias.for_heads(members).to(q_BNH.device, dtype)
+                scores_BKGS += here(token - held_S, *scopes_KG.shape, 1)
             if document_starts_B is not None:
                 starts_B = document_starts_B.to(q_BNH.device)
                 seen = seen & semantics.in_document(held_S, starts_B[:, None, None, None])

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from farsight.kernels.scoped_attention import semantics
 from farsight.kernels.scoped_attention.host import cached, host_values
+from farsight.kernels.scoped_attention.visibility import Visibility
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
@@ -27,29 +28,21 @@ MAX_DOCUMENTS = 65535
 """Documents are the second dimension of the package's CUDA grids, and this is its limit."""
 
 
-def flash_attention(
-    q_BLNH: Tensor,
-    k_BLKH: Tensor,
-    v_BLKH: Tensor,
-    scopes_N: Tensor,
-    document_starts_BL: Tensor | None,
-    alibi_slopes_N: Tensor | None,
-    q_offset: int,
-    scale: float,
-) -> Tensor:
+def flash_attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, visibility: Visibility, scale: float) -> Tensor:
     """`api.scoped_attention` with all arguments given.
 
     In the backward pass the package sums dq in no fixed order. Under `torch.use_deterministic_algorithms(True)` the order
     is fixed, but each of a call's heads and batch rows may take as many fp32 copies of its dq as the GPU has SMs.
 
     Raises:
-        ValueError: the package is missing or cannot run, or this is called under torch.compile.
+        ValueError: the package is missing or cannot run, the bias is not ALiBi, or this is called under torch.compile.
     """
     if torch.compiler.is_compiling():
         _refuse_compilation()
     _check(q_BLNH)
     flash_attn = package()
-    scopes = host_values(scopes_N)
+    slopes_N, document_starts_BL = visibility.alibi_slopes("flash"), visibility.document_starts_BL
+    scopes = host_values(visibility.scopes_N)
     semantics.check_values(scopes, None)
     options: dict[str, Any] = {
         "softmax_scale": scale, "causal": True, "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -59,12 +52,12 @@ def flash_attention(
         longest = k.shape[1]
         attend = partial(flash_attn.flash_attn_func, **options)
     else:
-        build = partial(_sequences, q_offset=q_offset, device=device)
-        sequences = cached(document_starts_BL, ("sequences", q_offset, device), build)
+        build = partial(_sequences, q_offset=visibility.q_offset, device=device)
+        sequences = cached(document_starts_BL, ("sequences", visibility.q_offset, device), build)
         longest = sequences.max_seqlen_k
         attend = partial(flash_attn.flash_attn_varlen_func, **sequences._asdict(), **options)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    slopes_N = None if alibi_slopes_N is None else alibi_slopes_N.to(device, torch.float32).contiguous()
+    slopes_N = None if slopes_N is None else slopes_N.to(device, torch.float32).contiguous()
 
     # The right end is 0, not the equivalent -1: with both ends -1 and no document of more than one query, the package assumes
     # exactly one query in each document (Dao-AILab/flash-attention#1537).

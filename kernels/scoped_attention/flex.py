@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 
 from farsight.kernels.scoped_attention import semantics
+from farsight.kernels.scoped_attention.bias import ScoreBias
 from farsight.kernels.scoped_attention.host import host_values
+from farsight.kernels.scoped_attention.visibility import Visibility
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 128
@@ -63,16 +65,7 @@ class Mask(NamedTuple):
         return sum(table.nbytes for table in self.tables)
 
 
-def flex_attention(
-    q_BLNH: Tensor,
-    k_BLKH: Tensor,
-    v_BLKH: Tensor,
-    scopes_N: Tensor,
-    document_starts_BL: Tensor | None,
-    alibi_slopes_N: Tensor | None,
-    q_offset: int,
-    scale: float,
-) -> Tensor:
+def flex_attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, visibility: Visibility, scale: float) -> Tensor:
     """`api.scoped_attention` with all arguments given.
 
     Layers with equal scopes share one mask, which is cached across calls: see `shared_mask`. Under torch.compile each
@@ -93,22 +86,18 @@ def flex_attention(
         q_BLNH, k_BLKH, v_BLKH = q_BLNH.detach(), k_BLKH.detach(), v_BLKH.detach()
     q_BNLH, k_BKLH, v_BKLH = q_BLNH.transpose(1, 2), k_BLKH.transpose(1, 2), v_BLKH.transpose(1, 2)
     Lq, device = q_BLNH.shape[1], q_BLNH.device
-    slopes_N = None if alibi_slopes_N is None else alibi_slopes_N.to(device, torch.float32)
+    bias = None if visibility.bias is None else visibility.bias.to(device, torch.float32)
     with torch.autocast(device.type, enabled=False):
         if torch.compiler.is_compiling():
             # Scopes and documents unchanged: on a CPU, torch 2.13 can't compile a mask that reads tensors its graph computes.
-            scopes_N = scopes_N.to(device)
-            document_starts_BL = None if document_starts_BL is None else document_starts_BL.to(device)
-            tables = block_tables(scopes_N, document_starts_BL, Lq, q_offset)
-            mask = Mask(tables, scopes_N, document_starts_BL, q_offset)
-            return _attend(q_BNLH, k_BKLH, v_BKLH, mask, slopes_N, scale).transpose(1, 2)
-        mask = shared_mask(scopes_N, document_starts_BL, Lq, q_offset, device)
-        return _attend_compiled(q_BNLH, k_BKLH, v_BKLH, mask, slopes_N, scale).transpose(1, 2)
+            here = visibility.to(device)
+            mask = Mask(block_tables(here, Lq), here.scopes_N, here.document_starts_BL, here.q_offset)
+            return _attend(q_BNLH, k_BKLH, v_BKLH, mask, bias, scale).transpose(1, 2)
+        mask = shared_mask(visibility, Lq, device)
+        return _attend_compiled(q_BNLH, k_BKLH, v_BKLH, mask, bias, scale).transpose(1, 2)
 
 
-def _attend(
-    q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask, slopes_N: Tensor | None, scale: float
-) -> Tensor:
+def _attend(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask, bias: ScoreBias | None, scale: float) -> Tensor:
     """The function that is compiled: [B, N, Lq, H]. Everything that varies between calls is a tensor or a size."""
     if not torch.compiler.is_compiling():
         raise RuntimeError(
@@ -122,12 +111,12 @@ def _attend(
         return semantics.visible(token, key, scopes_N[n], None if starts_BL is None else starts_BL[b, token])
 
     def biased(score: Tensor, b: Tensor, n: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        assert slopes_N is not None
-        return score + semantics.alibi_bias(row + q_offset, key, slopes_N[n])
+        assert bias is not None
+        return score + bias.of_head(row + q_offset - key, n)
 
     sizes = (q_BNLH.shape[2], k_BKLH.shape[2])
     block_mask = torch_flex.BlockMask(sizes, *tables, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=seen)
-    score_mod = None if slopes_N is None else biased
+    score_mod = None if bias is None else biased
     return torch_flex.flex_attention(q_BNLH, k_BKLH, v_BKLH, score_mod, block_mask, scale, enable_gqa=True)
 
 
@@ -140,7 +129,7 @@ _variants: dict[str, set] = {}
 
 
 def _attend_compiled(
-    q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask, slopes_N: Tensor | None, scale: float
+    q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Mask, bias: ScoreBias | None, scale: float
 ) -> Tensor:
     global _compiled
     if _compiled is None:
@@ -149,10 +138,10 @@ def _attend_compiled(
     for name, value in (
         ("dtype", q_BNLH.dtype), ("device", q_BNLH.device), ("query heads", N), ("key-value heads", k_BKLH.shape[1]),
         ("head dim", H), ("scale", scale), ("documents", mask.document_starts_BL is not None),
-        ("ALiBi", slopes_N is not None), ("gradients", torch.is_grad_enabled()),
+        ("bias", None if bias is None else bias.kind), ("gradients", torch.is_grad_enabled()),
     ):  # fmt: skip
         _variants.setdefault(name, set()).add(value)
-    arguments = (q_BNLH, k_BKLH, v_BKLH, mask, slopes_N, scale)
+    arguments = (q_BNLH, k_BKLH, v_BKLH, mask, bias, scale)
     limit_hit = torch._dynamo.exc.FailOnRecompileLimitHit
     with contextlib.suppress(limit_hit):
         return _compiled(*arguments)
@@ -172,17 +161,17 @@ def _attend_compiled(
 # Masks
 
 
-def block_tables(scopes_N: Tensor, document_starts_BL: Tensor | None, queries: int, q_offset: int = 0) -> BlockTables:
+def block_tables(visibility: Visibility, queries: int) -> BlockTables:
     """The blocks to compute, by rows and by columns, without reading a tensor on the host.
 
     A block is full if all its queries see all its keys. One that extends past the end of the sequence is not full, as in
     PyTorch's `create_block_mask`. Blocks without a visible pair are left out.
 
     Args:
-        scopes_N: integer tensor [N].
-        document_starts_BL: integer tensor [B, Lk], on the same device; starts never fall.
+        visibility: its scopes and document starts are on one device, and starts never fall.
         queries: number of queries Lq.
     """
+    scopes_N, document_starts_BL, q_offset = visibility.scopes_N, visibility.document_starts_BL, visibility.q_offset
     device = scopes_N.device
     keys = queries + q_offset
     rows, columns = -(-queries // BLOCK), -(-keys // BLOCK)
@@ -244,10 +233,11 @@ def _runs(
     return end - begin - full_count, partial.clamp(max=last), full_count, full.clamp(max=last)
 
 
-def _new_mask(scopes_N: Tensor, document_starts_BL: Tensor | None, queries: int, q_offset: int) -> Mask:
+def _new_mask(visibility: Visibility, queries: int) -> Mask:
     """A mask of new tensors with fixed dtypes, so that one program serves all, and the caller's tensors are not kept alive."""
-    tables = block_tables(scopes_N, document_starts_BL, queries, q_offset)
-    scopes_N = scopes_N.long().clamp(max=queries + q_offset).int()
+    document_starts_BL, q_offset = visibility.document_starts_BL, visibility.q_offset
+    tables = block_tables(visibility, queries)
+    scopes_N = visibility.scopes_N.long().clamp(max=queries + q_offset).int()
     if document_starts_BL is not None:
         document_starts_BL = document_starts_BL.to(torch.int32, copy=True, memory_format=torch.contiguous_format)
         if document_starts_BL.device.type == "cpu":
@@ -278,9 +268,7 @@ _kept: OrderedDict[tuple, _Kept] = OrderedDict()
 """The masks last used, the latest at the end."""
 
 
-def shared_mask(
-    scopes_N: Tensor, document_starts_BL: Tensor | None, queries: int, q_offset: int, device: torch.device
-) -> Mask:
+def shared_mask(visibility: Visibility, queries: int, device: torch.device) -> Mask:
     """A new mask, or that of an earlier call with equal scopes and sizes and the same, unchanged document tensor.
 
     Scopes are read on the host once per tensor, and again when it changes; documents on a GPU are never read. The most
@@ -291,9 +279,9 @@ def shared_mask(
     Raises:
         ValueError: a scope below 1 or, on a CPU, invalid document starts.
     """
-    scopes = host_values(scopes_N)
-    documents = document_starts_BL
-    key = (scopes, queries, q_offset, device, None if documents is None else id(documents))
+    scopes = host_values(visibility.scopes_N)
+    documents = visibility.document_starts_BL
+    key = (scopes, queries, visibility.q_offset, device, None if documents is None else id(documents))
     keep = documents is None or not documents.is_inference()
     if keep and (kept := _kept.get(key)) is not None:
         same = documents is None or (kept.documents is not None and kept.documents() is documents)
@@ -302,7 +290,7 @@ def shared_mask(
             return kept.mask
     semantics.check_values(scopes, documents if documents is not None and documents.device.type == "cpu" else None)
     with torch.inference_mode(False), torch.no_grad():  # training may reuse a mask made for an evaluation
-        mask = _new_mask(scopes_N.to(device), None if documents is None else documents.to(device), queries, q_offset)
+        mask = _new_mask(visibility.to(device), queries)
     if keep:
         forget = functools.partial(_forget, key)
         reference = None if documents is None else weakref.ref(documents, forget)

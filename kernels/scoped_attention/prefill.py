@@ -4,11 +4,13 @@ Shape suffixes: B batch, L tokens of the chunk, T keys from cache and chunk, N q
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
+from farsight.kernels.scoped_attention.visibility import Visibility
 
 
 @torch.no_grad()
@@ -18,9 +20,8 @@ def chunk_attention(
     k_BLKH: Tensor,
     v_BLKH: Tensor,
     cache: RollingCache,
-    scopes_N: Tensor,
+    visibility: Visibility,
     document_starts_B: Tensor | None,
-    alibi_slopes_N: Tensor | None,
     seen: int,
 ) -> Tensor:
     """`api.scoped_prefill`; `attend` is `scoped_attention`, called for all key-value heads with equally long rings at once."""
@@ -55,9 +56,6 @@ def chunk_attention(
             q_BLNH[:, :, queries],
             keys_BTKH,
             values_BTKH,
-            scopes_N[queries],
-            document_starts_BL=starts_BT,
-            alibi_slopes_N=None if alibi_slopes_N is None else alibi_slopes_N[queries],
-            q_offset=before,
+            replace(visibility.for_heads(queries), document_starts_BL=starts_BT, q_offset=before),
         )
     return o_BLNH

@@ -31,24 +31,6 @@ def in_document(key: Tensor, document_start: Tensor) -> Tensor:
     return key >= document_start
 
 
-def visibility(scopes_N: Tensor, queries: int, q_offset: int = 0) -> Tensor:
-    """The full mask without documents: bool [N, queries, queries + q_offset], True where seen."""
-    keys = torch.arange(queries + q_offset, device=scopes_N.device)
-    return visible(keys[None, q_offset:, None], keys[None, None, :], scopes_N.long()[:, None, None])
-
-
-def visibility_in_documents(scopes_N: Tensor, document_starts_BL: Tensor, q_offset: int = 0) -> Tensor:
-    """The full mask with documents: bool [B, N, Lk - q_offset, Lk], True where seen; `document_starts_BL` is [B, Lk]."""
-    starts = document_starts_BL[:, q_offset:].long().to(scopes_N.device)
-    keys = torch.arange(document_starts_BL.shape[1], device=scopes_N.device)
-    return visibility(scopes_N, starts.shape[1], q_offset) & in_document(keys, starts[:, None, :, None])
-
-
-def alibi_bias(query: Tensor | int, key: Tensor, slope: Tensor) -> Tensor:
-    """ALiBi's term in the score of `key` seen from `query`: -slope * (query - key). Arguments broadcast."""
-    return -slope * (query - key)
-
-
 def visible_pairs(scopes: Sequence[int] | Tensor, length: int, q_offset: int = 0) -> int:
     """Exact number of query-key pairs that all heads see: the sum over heads and queries of min(S, t + 1).
 

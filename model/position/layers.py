@@ -6,12 +6,12 @@ scopes and slopes of the layer's heads. NoPE in every k-th layer is the rule `la
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import assert_never
 
 import torch
 
-from farsight.configs.schema import Alibi, LayerRule, LongRope, NoBias, NoRotary, Position, Rotary, Scope
-from farsight.model.position.alibi import alibi_slopes
+from farsight.configs.schema import LayerRule, LongRope, NoRotary, Position, Rotary, Scope
+from farsight.errors import ConfigError
+from farsight.model.position.bias import LayerBias, layer_bias
 from farsight.model.position.garfa import LayerGarfa, alpha, layer_garfas
 from farsight.model.position.lasp import apply_lasp
 from farsight.model.position.rope import rope_frequencies
@@ -26,12 +26,27 @@ class LayerPosition:
     """After rules and LASP."""
     scopes: tuple[int, ...]
     """Tokens that each of the N query heads sees, the query's own included, in physical head order."""
-    alibi_slopes: tuple[float, ...] | None
-    """Slope of each query head's bias −slope · distance, in physical head order; None for no bias."""
+    bias: LayerBias | None
+    """Term in the scores that depends on the distance; None for no bias."""
     scope_ranks: tuple[int, ...] | None = None
     """h in each query head's scope ceil(T^(h/N)), if T grows with sequences past the trained length; else None."""
     garfa: LayerGarfa | None = None
     """Factors on the base of each key/value head; None rotates all heads alike."""
+
+    def alibi_slopes(self, user: str) -> tuple[float, ...] | None:
+        """Slope of each query head's bias −slope · distance, in physical head order; None for no bias.
+
+        Args:
+            user: what has no other bias than ALiBi, for the error's message.
+
+        Raises:
+            ConfigError: another bias; names it and the user.
+        """
+        if self.bias is None:
+            return None
+        if self.bias.kind != "alibi":
+            raise ConfigError(f'{user}: there is no bias of kind "{self.bias.kind}" here, only "alibi"')
+        return self.bias.coefficients[0]
 
 
 def resolve_layers(
@@ -63,17 +78,11 @@ def resolve_layers(
         if layer in garfas and isinstance(rotary, NoRotary):
             raise ValueError(f"position.garfa.layers names layer {layer}, which does not rotate: leave it out")
         scopes = head_scopes(setting.heads, n_heads, n_kv_heads, trained_length, length)
-        match setting.bias:
-            case NoBias():
-                slopes = None
-            case Alibi():
-                slopes = tuple(alibi_slopes(n_heads, setting.bias.uniform).tolist())
-            case _:
-                assert_never(setting.bias)
+        bias = layer_bias(setting.bias, n_heads)
         ranks = None
         if isinstance(setting.heads, Scope) and setting.heads.scope_max == "length":
             ranks = tuple(index + 1 for index in layout_order(setting.heads.layout, n_heads, n_kv_heads))
-        resolved.append(LayerPosition(rotary, scopes, slopes, ranks, garfas.get(layer)))
+        resolved.append(LayerPosition(rotary, scopes, bias, ranks, garfas.get(layer)))
     return tuple(resolved)
 
 
@@ -184,11 +193,13 @@ def _scopes(layer: LayerPosition) -> str:
 
 
 def _bias(layer: LayerPosition) -> str:
-    if layer.alibi_slopes is None:
+    if layer.bias is None:
         return "-"
-    smallest, largest = min(layer.alibi_slopes), max(layer.alibi_slopes)
-    span = f"{smallest:.4g}" if smallest == largest else f"{smallest:.4g}..{largest:.4g}"
-    return f"alibi {span}"
+    spans = []
+    for values in layer.bias.coefficients:
+        smallest, largest = min(values), max(values)
+        spans.append(f"{smallest:.4g}" if smallest == largest else f"{smallest:.4g}..{largest:.4g}")
+    return " ".join([layer.bias.kind, *spans])
 
 
 def _alphas(layer: LayerPosition) -> str:

@@ -38,6 +38,7 @@ from farsight.model.position.layers import LayerPosition
 from farsight.model.position.rope import RopeFrequencies
 from farsight.model.position.scope import DENSE_SCOPE
 from tests.inference.test_extension_maps import CPU, matrix
+from tests.kernels.test_scoped_attention import sees
 from tests.model.test_model import SMALL, fresh_model
 
 # ── Attention ─────────────────────────────────────────────────────────────────────────────────────────
@@ -82,10 +83,10 @@ def drawn(rows, tokens, heads, seed=0):
 def run_layer(layer, q, k, v, prompt, chunk, slopes=None):
     """[B, T, N, H]: the prompt in chunks, then token by token."""
     cuts = [*range(0, prompt, chunk), *range(prompt, q.shape[1] + 1)]
-    outs = []
+    outs, visibility = [], sees([DENSE_SCOPE] * q.shape[2], slopes=slopes)
     for a, b in itertools.pairwise(cuts):
         exchange = layer.exchange(k[:, a:b], v[:, a:b], (DENSE_SCOPE,) * q.shape[2])
-        outs.append(exchange.attend(q[:, a:b], None, None, slopes, "auto"))
+        outs.append(exchange.attend(q[:, a:b], visibility, "auto"))
     return torch.cat(outs, dim=1)
 
 

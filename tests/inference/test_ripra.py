@@ -25,6 +25,7 @@ from farsight.model.build import ModelConfig
 from farsight.model.position.scope import DENSE_SCOPE
 from tests.inference.test_extension_maps import CPU
 from tests.inference.test_extensions import drawn, pair_by_pair
+from tests.kernels.test_scoped_attention import sees
 from tests.model.test_model import SMALL, fresh_model
 
 RELEVANCES = {
@@ -143,7 +144,8 @@ def test_layers_equal_pair_by_pair(settings, bias):
     starts, prompt, tokens = (0, 7), 44, 50
     batch = Batch(starts, prompt, tokens, CPU, torch.float32)
     block = settings.allocation(32).block
-    slopes = model.layers["0"].attention.slopes_N
+    slopes = None if bias == "rope" else model.layers["0"].attention.bias_PN[0]
+    visibility = sees([DENSE_SCOPE] * 4, slopes=slopes)
     inv_freq = model.rope_frequencies[0] if bias == "rope" else None
     inputs = {
         number: (drawn(2, tokens, 4, number), drawn(2, tokens, 2, 10 + number), drawn(2, tokens, 2, 20 + number))
@@ -155,7 +157,7 @@ def test_layers_equal_pair_by_pair(settings, bias):
     for a, b in itertools.pairwise(cuts):
         for number, (q, k, v) in inputs.items():
             exchange = caches[str(number)].exchange(k[:, a:b], v[:, a:b], (DENSE_SCOPE,) * 4)
-            outs[number].append(exchange.attend(q[:, a:b], None, None, slopes, "auto"))
+            outs[number].append(exchange.attend(q[:, a:b], visibility, "auto"))
     for row, start in enumerate(starts):
         q0, k0, _ = (x[row, start:] for x in inputs[0])
         maps = {}

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farsight.kernels.scoped_attention import semantics, visible_pairs
+from farsight.kernels.scoped_attention import Visibility, visible_pairs
 from farsight.kernels.scoped_attention.banded import tiles
 from farsight.kernels.scoped_attention.banded.tiles import Mask, Shape
 from tests.kernels.test_scoped_attention import documents
@@ -22,9 +22,9 @@ def test_plan_covers_every_visible_pair_once(data):
     threads, fused, biased = data.draw(st.sampled_from([1, 2, 16])), data.draw(st.booleans()), data.draw(st.booleans())
     starts = documents(B, end, 0.03, seed=data.draw(st.integers(0, 9))) if data.draw(st.booleans()) else None
     shape = Shape(B, group, 16, first, end, threads, fused, biased)
-    seen = semantics.visibility(torch.tensor(scopes), end - first, first).expand(B, -1, -1, -1)
+    seen = Visibility(torch.tensor(scopes), q_offset=first).mask(end - first).expand(B, -1, -1, -1)
     if starts is not None:
-        seen = semantics.visibility_in_documents(torch.tensor(scopes), starts, first)
+        seen = Visibility(torch.tensor(scopes), starts, q_offset=first).mask(end - first)
     covered, written = torch.zeros_like(seen, dtype=torch.int), torch.zeros(B, heads, end - first, dtype=torch.int)
     edges = None
     if starts is not None:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from farsight.kernels.scoped_attention import RollingCache, choice, scoped_attention, scoped_decode, scoped_prefill
 from farsight.kernels.scoped_attention.triton import attention as triton_attention
 from farsight.kernels.scoped_attention.triton import decode as triton_decode
-from tests.kernels.test_scoped_attention import INT32_MAX, draw, math_attention
+from tests.kernels.test_scoped_attention import INT32_MAX, draw, math_attention, sees
 from tests.kernels.test_triton_attention import DEVICE, on_device
 
 BACKENDS = ("banded", "triton")
@@ -35,10 +35,9 @@ def assert_steps_equal_reference(q, k, v, scopes, chunks, backend, starts_B=None
         end += chunk
         documents_BL = None if starts_B is None else starts_B[:, None].minimum(torch.arange(end)).to(q.device)
         qkv = (x[:, :end].double() for x in (q, k, v))
-        exact = scoped_attention(
-            *qkv, scopes_N, documents_BL, None if slopes is None else slopes.double(), backend="reference"
-        )[:, -1]
-        found = scoped_decode(q[:, end - 1], cache, scopes_N, starts_B, slopes, backend=backend)
+        wide = None if slopes is None else slopes.double()
+        exact = scoped_attention(*qkv, sees(scopes_N, documents_BL, wide), backend="reference")[:, -1]
+        found = scoped_decode(q[:, end - 1], cache, sees(scopes_N, slopes=slopes), starts_B, backend=backend)
         assert found.dtype == q.dtype
         same_dtype = q[:, end - 1 : end], k[:, :end], v[:, :end]
         pytorch = math_attention(*same_dtype, scopes_N, documents_BL, slopes, end - 1)[:, 0]
@@ -82,11 +81,11 @@ def test_padding_on_the_left_and_slopes(backend):
     scopes = torch.tensor([3, 60, 30, 8], device=DEVICE)
     together = cache_for(k, scopes.tolist(), 60)
     together.append(k, v)
-    o = scoped_decode(q[:, -1], together, scopes, starts, slopes, backend=backend)
+    o = scoped_decode(q[:, -1], together, sees(scopes, slopes=slopes), starts, backend=backend)
     for row, start in enumerate(starts.tolist()):
         alone = cache_for(k[:1], scopes.tolist(), 60)
         alone.append(k[row : row + 1, start:], v[row : row + 1, start:])
-        single = scoped_decode(q[row : row + 1, -1], alone, scopes, None, slopes, backend=backend)
+        single = scoped_decode(q[row : row + 1, -1], alone, sees(scopes, slopes=slopes), backend=backend)
         torch.testing.assert_close(o[row : row + 1], single, rtol=1e-5, atol=1e-6)
 
 
@@ -118,18 +117,18 @@ def test_prompts_in_any_chunks(data):
     starts = torch.tensor(data.draw(st.lists(st.integers(0, L - 1), min_size=B, max_size=B)))
     (q, k, v), _ = draw(B=B, Lq=L, N=N, K=K, H=8, seed=data.draw(st.integers(0, 9)))
     documents_BL = starts[:, None].minimum(torch.arange(L))
-    exact = scoped_attention(q, k, v, scopes.cpu(), documents_BL, slopes, backend="reference")
+    exact = scoped_attention(q, k, v, sees(scopes.cpu(), documents_BL, slopes), backend="reference")
     q, k, v = on_device((q, k, v))
     cache = cache_for(k, scopes.tolist(), L)
     slopes = None if slopes is None else slopes.to(DEVICE)
     found = [
-        scoped_prefill(*parts, cache, scopes, starts.to(DEVICE), slopes)
+        scoped_prefill(*parts, cache, sees(scopes, slopes=slopes), starts.to(DEVICE))
         for parts in zip(*(x.split(chunks, dim=1) for x in (q, k, v)), strict=True)
     ]
     torch.testing.assert_close(torch.cat(found, dim=1), exact.to(DEVICE), rtol=1e-9, atol=1e-9)
     assert int(cache.tokens) == L
     with pytest.raises(ValueError, match=f"{L} tokens and 1 more do not fit into a cache of most_tokens = {L}"):
-        scoped_prefill(q[:, :1], k[:, :1], v[:, :1], cache, scopes)
+        scoped_prefill(q[:, :1], k[:, :1], v[:, :1], cache, sees(scopes))
 
 
 def test_the_cache_keeps_what_can_be_seen_and_no_more():
@@ -152,7 +151,7 @@ def test_memory_never_written_is_never_used():
             cache = cache_for(k, [3, 900, 200, 8], 900)
             assert cache.keys_BSH.isnan().all()
             cache.append(k, v)
-            o = scoped_decode(q[:, -1].detach(), cache, torch.tensor([3, 900, 200, 8]), backend=backend)
+            o = scoped_decode(q[:, -1].detach(), cache, sees([3, 900, 200, 8]), backend=backend)
             assert o.isfinite().all()
     finally:
         torch.use_deterministic_algorithms(False)
@@ -169,7 +168,7 @@ def test_opcheck_and_strided_queries():
         torch.library.opcheck(triton_decode.decode_op, (q_BNH, *arguments, *extra, 0.3))
     strided = q_BNH.transpose(1, 2).contiguous().transpose(1, 2)
     assert strided.stride() != q_BNH.stride()
-    a, b = (scoped_decode(x, cache, torch.tensor(scopes), backend="triton") for x in (q_BNH, strided))
+    a, b = (scoped_decode(x, cache, sees(scopes), backend="triton") for x in (q_BNH, strided))
     assert torch.equal(a, b)
 
 
@@ -179,19 +178,21 @@ def test_opcheck_and_strided_queries():
         ({"q_BNH": torch.zeros(1, 4, 8)}, "batch 1 and head dim 8, the cache 2 and 8"),
         ({"q_BNH": torch.zeros(2, 4, 6)}, "batch 2 and head dim 6"),
         ({"q_BNH": torch.zeros(2, 1, 4, 8)}, "pass .batch, heads, head dim"),
-        ({"q_BNH": torch.zeros(2, 3, 8), "scopes_N": torch.ones(3).long()}, "3 query heads do not share 2"),
+        ({"q_BNH": torch.zeros(2, 3, 8), "visibility": sees([1] * 3)}, "3 query heads do not share 2"),
         ({"q_BNH": torch.zeros(2, 4, 8).half()}, "float16 and the cache torch.float32"),
-        ({"scopes_N": torch.ones(3).long()}, "one scope a query head, .4."),
+        ({"visibility": sees([1] * 3)}, "one scope a query head, .4."),
         ({"document_starts_B": torch.zeros(2, 1).long()}, "one token index a row, .2."),
         ({"document_starts_B": torch.zeros(2)}, "pass an integer tensor"),
-        ({"alibi_slopes_N": torch.ones(3)}, "one slope a query head"),
+        ({"visibility": sees([4] * 4, slopes=torch.ones(3))}, "one value a query head"),
+        ({"visibility": sees([4] * 4, torch.zeros(2, 3).long())}, "pass document_starts_B"),
+        ({"visibility": sees([4] * 4, q_offset=3)}, "neither document_starts_BL nor q_offset"),
         ({"backend": "flash"}, 'set it to "auto", "banded" or "triton"'),
     ],
 )
 def test_refuses(change, message):
     cache = RollingCache([4, 4, 4, 4], 2, 10, 2, 8)
     cache.append(torch.zeros(2, 3, 2, 8), torch.zeros(2, 3, 2, 8))
-    good = {"q_BNH": torch.zeros(2, 4, 8), "scopes_N": torch.full((4,), 4)}
+    good = {"q_BNH": torch.zeros(2, 4, 8), "visibility": sees([4] * 4)}
     scoped_decode(cache=cache, **good)
     with pytest.raises(ValueError, match=message):
         scoped_decode(cache=cache, **(good | change))
@@ -200,11 +201,11 @@ def test_refuses(change, message):
 def test_what_the_cache_does_not_keep_is_refused():
     cache = RollingCache([2, 3, 5, 4], 2, 10, 1, 8)
     with pytest.raises(ValueError, match="the cache is empty"):
-        scoped_decode(torch.zeros(1, 4, 8), cache, torch.tensor([2, 3, 5, 4]))
+        scoped_decode(torch.zeros(1, 4, 8), cache, sees([2, 3, 5, 4]))
     cache.append(torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8))
-    scoped_decode(torch.zeros(1, 4, 8), cache, torch.tensor([3, 2, 1, 5]))
+    scoped_decode(torch.zeros(1, 4, 8), cache, sees([3, 2, 1, 5]))
     with pytest.raises(ValueError, match="key-value head 1 has scope 6, of which the cache keeps 5 tokens"):
-        scoped_decode(torch.zeros(1, 4, 8), cache, torch.tensor([2, 3, 6, 4]))
+        scoped_decode(torch.zeros(1, 4, 8), cache, sees([2, 3, 6, 4]))
 
 
 def test_the_cache_refuses():
@@ -235,11 +236,11 @@ class TestChoice:
         q, k, v = on_device(draw(Lq=9, H=16, dtype=torch.float32)[0])
         scopes = torch.tensor([3, 4, 5, 6])
         with torch.inference_mode():
-            o = scoped_attention(q, k, v, scopes)
+            o = scoped_attention(q, k, v, sees(scopes))
             cache = cache_for(k, scopes.tolist(), 9)
             cache.append(k, v)
-            last = scoped_decode(q[:, -1], cache, scopes)
-        assert torch.equal(o, scoped_attention(q, k, v, scopes, backend="triton"))
+            last = scoped_decode(q[:, -1], cache, sees(scopes))
+        assert torch.equal(o, scoped_attention(q, k, v, sees(scopes), backend="triton"))
         torch.testing.assert_close(last, o[:, -1])
         said = [r.getMessage() for r in caplog.records]
         assert len(said) == 2
@@ -252,20 +253,20 @@ class TestChoice:
         monkeypatch.setattr(triton_attention, "triton_attention", lambda *args: right(*args) * wrong)
         q, k, v = on_device(draw(Lq=9, H=16, dtype=torch.float32)[0])
         with pytest.raises(RuntimeError, match=r'are off by .* set the attention backend to "banded"'):
-            scoped_attention(q, k, v, torch.tensor([3, 4, 5, 6]))
+            scoped_attention(q, k, v, sees([3, 4, 5, 6]))
 
     def test_inside_compilation_and_checkpointing(self):
         """The trial's own operators must not be recorded as the caller's."""
         qkv, do = draw(Lq=20, H=16, dtype=torch.float32)
         (q, k, v), do = on_device(qkv), do.to(DEVICE)
         scopes = torch.tensor([3, 4, 5, 30], device=DEVICE)
-        expected = scoped_attention(q, k, v, scopes, backend="reference")
+        expected = scoped_attention(q, k, v, sees(scopes), backend="reference")
         grads = torch.autograd.grad(expected, (q, k, v), do)
         save = partial(create_selective_checkpoint_contexts, [torch.ops.farsight.triton_attention.default])
-        o = checkpoint(lambda *x: scoped_attention(*x, scopes), q, k, v, use_reentrant=False, context_fn=save)
+        o = checkpoint(lambda *x: scoped_attention(*x, sees(scopes)), q, k, v, use_reentrant=False, context_fn=save)
         torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
         for a, b in zip(torch.autograd.grad(o, (q, k, v), do), grads, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         choice._pick.cache_clear()
-        compiled = torch.compile(lambda *x: scoped_attention(*x, scopes), fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(lambda *x: scoped_attention(*x, sees(scopes)), fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(q, k, v), expected, rtol=1e-4, atol=1e-5)

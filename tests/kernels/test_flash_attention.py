@@ -21,6 +21,7 @@ from tests.kernels.test_scoped_attention import (
     documents,
     draw,
     math_attention,
+    sees,
     with_grads,
 )
 
@@ -115,9 +116,9 @@ def package(monkeypatch):
     return package
 
 
-def run(q, k, v, scopes, document_starts_BL=None, alibi_slopes_N=None, q_offset=0, scale=None):
+def run(q, k, v, scopes, *options, scale=None, **named):
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return flash.flash_attention(q, k, v, torch.as_tensor(scopes), document_starts_BL, alibi_slopes_N, q_offset, scale)
+    return flash.flash_attention(q, k, v, sees(scopes, *options, **named), scale)
 
 
 def assert_equals_reference(qkv, do, scopes, **options):
@@ -145,7 +146,7 @@ def test_lengths_and_scopes(L, kind):
 def test_grouped_query_ratios(ratio, with_documents):
     scopes = ([5, 90, 90, 9, 64, 9, 1, 100, 90, 90] * 2)[: 2 * ratio]
     starts = documents(2, 97) if with_documents else None
-    assert_equals_reference(*draw(B=2, Lq=97, N=2 * ratio, K=2), scopes, document_starts_BL=starts)
+    assert_equals_reference(*draw(B=2, Lq=97, N=2 * ratio, K=2), scopes, starts=starts)
 
 
 @pytest.mark.usefixtures("package")
@@ -155,7 +156,7 @@ def test_grouped_query_ratios(ratio, with_documents):
 def test_documents_offsets_and_slopes(new_document, with_alibi, q_offset):
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.0, 1.0, 0.01]) if with_alibi else None
     starts = documents(2, 65 + q_offset, new_document, seed=1).int()
-    options = {"document_starts_BL": starts, "alibi_slopes_N": slopes, "q_offset": q_offset, "scale": 0.2}
+    options = {"starts": starts, "slopes": slopes, "q_offset": q_offset, "scale": 0.2}
     assert_equals_reference(*draw(B=2, Lq=65, N=6, K=2, q_offset=q_offset), [1, 40, 150, 40, INT32_MAX, 9], **options)
 
 
@@ -165,7 +166,7 @@ def test_one_query_of_the_last_of_many_documents():
     starts = torch.tensor([[0, 1, 1, 3, 3, 3], [0, 0, 0, 0, 0, 0]])
     qkv, do = draw(B=2, Lq=1, N=4, K=2, q_offset=5)
     for scopes in ([6, 6, 6, 6], [6, 2, 6, 2]):
-        assert_equals_reference(qkv, do, scopes, document_starts_BL=starts, q_offset=5)
+        assert_equals_reference(qkv, do, scopes, starts=starts, q_offset=5)
 
 
 @pytest.mark.usefixtures("package")
@@ -182,7 +183,7 @@ def test_heads_first_inputs():
     strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in qkv]
     for starts in (None, documents(2, 40)):
         assert_equals_reference(strided, do.transpose(1, 2).contiguous().transpose(1, 2), [3, 9, 3, 40],
-                                document_starts_BL=starts)  # fmt: skip
+                                starts=starts)  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -290,12 +291,12 @@ def test_documents_are_read_once_a_version_and_offset(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: reads.append(1) or cpu(x))
     starts = documents(1, 40)
     for layer in range(3):
-        assert_equals_reference(*draw(Lq=40), [3, 4, 5, 6 + layer], document_starts_BL=starts)
+        assert_equals_reference(*draw(Lq=40), [3, 4, 5, 6 + layer], starts=starts)
     assert len(reads) == 1
     starts.zero_()
     for q_offset in (0, 9, 9):
         qkv, do = draw(Lq=40 - q_offset, q_offset=q_offset)
-        assert_equals_reference(qkv, do, [3, 4, 5, 30], document_starts_BL=starts, q_offset=q_offset)
+        assert_equals_reference(qkv, do, [3, 4, 5, 30], starts=starts, q_offset=q_offset)
     assert len(reads) == 3
 
 
@@ -318,7 +319,7 @@ def test_training_after_inference():
     with torch.inference_mode():
         inferred = run(*qkv, scopes, starts)
         run(*qkv, scopes.clone(), starts.clone())  # tensors made under inference_mode
-    assert_equals_reference(qkv, do, scopes, document_starts_BL=starts)
+    assert_equals_reference(qkv, do, scopes, starts=starts)
     assert torch.equal(run(*qkv, scopes, starts), inferred)
 
 
@@ -402,7 +403,7 @@ def test_error_is_that_of_pytorch_in_the_same_dtype(kind, H, dtype):
     scopes = torch.tensor([700, 1, 40, 700, 40, 700, INT32_MAX, 300])
     starts = documents(2, 700, 0.01) if kind in ("documents", "decode", "all") else None
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.0, 1.0, 0.01, 0.02, 0.3]) if kind in ("alibi", "all") else None
-    options = {"document_starts_BL": starts, "alibi_slopes_N": slopes, "q_offset": q_offset}
+    options = {"starts": starts, "slopes": slopes, "q_offset": q_offset}
 
     wide = [x.detach().double().requires_grad_() for x in qkv]
     exact = with_grads(wide, do.double(), scopes, backend="reference", **options)

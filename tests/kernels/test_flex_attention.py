@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from farsight.kernels.scoped_attention import flex, scoped_attention
-from tests.kernels.test_scoped_attention import INT32_MAX, documents, draw, math_attention
+from tests.kernels.test_scoped_attention import INT32_MAX, documents, draw, math_attention, sees
 
 BLOCK = flex.BLOCK
 MIXED = [1, 40, 150, INT32_MAX]
@@ -44,11 +44,11 @@ def uncompiled_kernel(monkeypatch):
 def attend(qkv, scopes, starts=None, slopes=None, q_offset=0):
     """The outputs of FlexAttention, the reference and PyTorch."""
     q, k, v = (x.detach() for x in qkv)
-    arguments = (q, k, v, torch.as_tensor(scopes), starts, slopes, q_offset)
-    found = flex.flex_attention(*arguments, q.shape[-1] ** -0.5)
+    visibility = sees(scopes, starts, slopes, q_offset)
+    found = flex.flex_attention(q, k, v, visibility, q.shape[-1] ** -0.5)
     wide = (x.double() for x in (q, k, v))
-    exact = scoped_attention(*wide, *arguments[3:], backend="reference")
-    return found, exact, math_attention(*arguments)
+    exact = scoped_attention(*wide, visibility, backend="reference")
+    return found, exact, math_attention(q, k, v, visibility.scopes_N, starts, slopes, q_offset)
 
 
 def assert_equal(found_exact_and_pytorch):
@@ -84,7 +84,7 @@ def listed(num_blocks, indices):
 
 
 def assert_tables(scopes, starts, queries, q_offset):
-    tables = flex.block_tables(torch.as_tensor(scopes), starts, queries, q_offset)
+    tables = flex.block_tables(sees(scopes, starts, q_offset=q_offset), queries)
     seen = seen_pairs(scopes, starts, queries, q_offset)
     rows, columns = (math.ceil(n / BLOCK) for n in seen.shape[-2:])
     padded = torch.zeros(*seen.shape[:2], rows * BLOCK, columns * BLOCK, dtype=torch.bool)
@@ -139,7 +139,10 @@ def test_tables_are_those_of_create_block_mask(with_documents):
     B = 2 if with_documents else 1
     theirs = create_block_mask(mask_mod, B, len(scopes), queries, queries + q_offset, device="cpu")
     ours = BlockMask(
-        (300, 370), *flex.block_tables(scopes, starts, queries, q_offset), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask_mod
+        (300, 370),
+        *flex.block_tables(sees(scopes, starts, q_offset=q_offset), queries),
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=mask_mod,
     )
     assert torch.equal(ours.to_dense(), theirs.to_dense())
     for name in ("kv", "full_kv", "q", "full_q"):
@@ -175,8 +178,8 @@ def test_autocast_and_gradients_off(uncompiled_kernel):
     (q, k, v), _ = draw(Lq=90, dtype=torch.float32)
     scopes = torch.tensor(MIXED)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        found = flex.flex_attention(q, k, v, scopes, None, None, 0, 0.3)
-    expected = scoped_attention(q, k, v, scopes, scale=0.3, backend="reference")
+        found = flex.flex_attention(q, k, v, sees(scopes), 0.3)
+    expected = scoped_attention(q, k, v, sees(scopes), scale=0.3, backend="reference")
     assert found.dtype == torch.float32
     assert (found - expected).abs().max() < 3e-6
 
@@ -200,12 +203,12 @@ def test_compiles_whole(backend):
 
     @torch.compile(fullgraph=True, backend=backend)
     def block(q, k, v, scopes, starts):
-        return flex.flex_attention(q * 2.0, k, v, scopes, starts, None, 0, 0.25) + 1.0
+        return flex.flex_attention(q * 2.0, k, v, sees(scopes, starts), 0.25) + 1.0
 
     for i, scopes in enumerate((torch.tensor(MIXED), torch.tensor([300, 9, 1, 128]))):
         with torch.compiler.set_stance("fail_on_recompile" if i else "default"):
             found = block(q, k, v, scopes, starts)
-        expected = scoped_attention(q * 2.0, k, v, scopes, starts, scale=0.25, backend="reference") + 1.0
+        expected = scoped_attention(q * 2.0, k, v, sees(scopes, starts), scale=0.25, backend="reference") + 1.0
         assert (found - expected).abs().max() < 3e-6
     assert not flex._kept
 
@@ -233,7 +236,7 @@ def test_never_runs_uncompiled():
 
 
 def shared(scopes, starts=None, queries=300, q_offset=0):
-    return flex.shared_mask(scopes, starts, queries, q_offset, torch.device("cpu"))
+    return flex.shared_mask(sees(scopes, starts, q_offset=q_offset), queries, torch.device("cpu"))
 
 
 def test_layers_of_equal_scopes_share_a_mask():
@@ -324,7 +327,7 @@ def test_inference_tensors():
 def test_refuses(change, message):
     (q, k, v), _ = draw(**{"Lq": 8, "dtype": torch.float32, **change})
     with pytest.raises(ValueError, match=message):
-        flex.flex_attention(q, k, v, torch.ones(4, dtype=torch.long), None, None, 0, 1.0)
+        flex.flex_attention(q, k, v, sees([1] * 4), 1.0)
 
 
 def test_refuses_values(uncompiled_kernel):
@@ -349,10 +352,10 @@ def test_backward_on_a_gpu(kind, dtype):
         qkv, do = draw(B, L, 4, 2, 64, q_offset, dtype=dtype)
         qkv, do = [x.detach().cuda().requires_grad_() for x in qkv], do.cuda()
         scopes = torch.tensor(MIXED, device="cuda")
-        o = flex.flex_attention(*qkv, scopes, starts, slopes, q_offset, 0.125)
+        o = flex.flex_attention(*qkv, sees(scopes, starts, slopes, q_offset), 0.125)
         found = o, *torch.autograd.grad(o, qkv, do)
         wide = [x.detach().double().requires_grad_() for x in qkv]
-        o = scoped_attention(*wide, scopes, starts, slopes, q_offset, scale=0.125, backend="reference")
+        o = scoped_attention(*wide, sees(scopes, starts, slopes, q_offset), scale=0.125, backend="reference")
         expected = o, *torch.autograd.grad(o, wide, do.double())
         for name, a, b in zip(("o", "dq", "dk", "dv"), found, expected, strict=True):
             assert a.dtype == dtype
@@ -367,4 +370,4 @@ def test_backward_on_a_gpu(kind, dtype):
 def test_refuses_small_heads_on_a_gpu():
     q = torch.zeros(1, 8, 4, 8, device="cuda")
     with pytest.raises(ValueError, match='head dims from 16 on a GPU, not 8: use "triton"'):
-        flex.flex_attention(q, q, q, torch.ones(4, dtype=torch.long, device="cuda"), None, None, 0, 1.0)
+        flex.flex_attention(q, q, q, sees(torch.ones(4, dtype=torch.long, device="cuda")), 1.0)

@@ -1,5 +1,6 @@
 """Scoped attention: every backend against the reference, and the reference against the formula written as three loops."""
 
+import dataclasses
 import logging
 import math
 import typing
@@ -14,9 +15,17 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from farsight.benchmarks.attention_rows import extra_bytes
 from farsight.configs.training import Attention
-from farsight.kernels.scoped_attention import BACKENDS, choice, scoped_attention, semantics, visible_pairs
+from farsight.kernels.scoped_attention import (
+    BACKENDS,
+    ScoreBias,
+    Visibility,
+    choice,
+    scoped_attention,
+    visible_pairs,
+)
 from farsight.kernels.scoped_attention import visible_pairs_in_documents as pairs_in_documents
 from farsight.kernels.scoped_attention.banded import banded, masks
+from farsight.kernels.scoped_attention.bias import FORMULAS
 
 INT32_MAX = 2**31 - 1
 
@@ -50,8 +59,14 @@ def documents(B, L, new_document=0.05, seed=0):
     return (begins * torch.arange(L)).cummax(dim=1).values
 
 
-def with_grads(qkv, do, scopes, **options):
-    o = scoped_attention(*qkv, torch.as_tensor(scopes), **options)
+def sees(scopes, starts=None, slopes=None, q_offset=0):
+    """Scopes as a list or a tensor; ALiBi where there are slopes."""
+    bias = None if slopes is None else ScoreBias("alibi", slopes[None])
+    return Visibility(torch.as_tensor(scopes), starts, bias, q_offset)
+
+
+def with_grads(qkv, do, scopes, backend="auto", scale=None, **options):
+    o = scoped_attention(*qkv, sees(scopes, **options), scale, backend)
     return o, *torch.autograd.grad(o, qkv, do)
 
 
@@ -90,7 +105,7 @@ def test_reference_is_the_formula(q_offset, with_documents, with_alibi):
     scopes = torch.tensor([1, 2, 3, 6, L, INT32_MAX], dtype=torch.int32)
     starts = documents(2, L, 0.3) if with_documents else None
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.0, 1.0, 2.0], dtype=torch.float64) if with_alibi else None
-    o = scoped_attention(q, k, v, scopes, starts, slopes, q_offset, scale=0.3, backend="reference")
+    o = scoped_attention(q, k, v, sees(scopes, starts, slopes, q_offset), scale=0.3, backend="reference")
     for b in range(2):
         for row in range(7):
             for n in range(6):
@@ -107,10 +122,10 @@ def test_reference_is_the_formula(q_offset, with_documents, with_alibi):
 @pytest.mark.parametrize("q_offset", [0, 11])
 def test_visible_pairs_counts_the_mask(q_offset):
     scopes, starts = torch.tensor([1, 2, 17, 64, 100, INT32_MAX]), documents(3, 64, 0.1)
-    whole = semantics.visibility(scopes, 64 - q_offset, q_offset)
+    whole = Visibility(scopes, q_offset=q_offset).mask(64 - q_offset)
     assert visible_pairs(scopes, 64, q_offset) == int(whole.sum())
     assert visible_pairs(scopes.tolist(), 64, q_offset) == int(whole.sum())
-    packed = semantics.visibility_in_documents(scopes, starts, q_offset)
+    packed = Visibility(scopes, starts, q_offset=q_offset).mask(64 - q_offset)
     assert pairs_in_documents(scopes, starts, q_offset) == int(packed.sum())
 
 
@@ -160,7 +175,7 @@ def test_documents(new_document, L, with_alibi):
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.0, 1.0, 0.01]) if with_alibi else None
     starts = documents(2, L, new_document, seed=1)
     qkv, do = draw(B=2, Lq=L, N=6, K=2)
-    assert_equals_reference(qkv, do, scopes, document_starts_BL=starts.int(), alibi_slopes_N=slopes)
+    assert_equals_reference(qkv, do, scopes, starts=starts.int(), slopes=slopes)
 
 
 @pytest.mark.usefixtures("banded_path")
@@ -175,8 +190,8 @@ def test_offset_rows_equal_rows_of_the_whole():
     """Chunked prefill: the last rows alone equal the last rows of the whole sequence."""
     (q, k, v), _ = draw(Lq=400, N=4)
     scopes = torch.tensor([3, 100, 390, 400])
-    whole = scoped_attention(q, k, v, scopes)
-    torch.testing.assert_close(scoped_attention(q[:, 150:], k, v, scopes, q_offset=150), whole[:, 150:])
+    whole = scoped_attention(q, k, v, sees(scopes))
+    torch.testing.assert_close(scoped_attention(q[:, 150:], k, v, sees(scopes, q_offset=150)), whole[:, 150:])
 
 
 @pytest.mark.slow
@@ -187,8 +202,8 @@ def test_few_heads_on_many_threads(threads, kind):
     options = {
         "plain": {},
         "offset": {"q_offset": 70},
-        "documents": {"document_starts_BL": documents(1, 1543, 0.005)},
-        "alibi": {"alibi_slopes_N": torch.tensor([0.5, 0.01])},
+        "documents": {"starts": documents(1, 1543, 0.005)},
+        "alibi": {"slopes": torch.tensor([0.5, 0.01])},
     }[kind]
     q_offset = options.get("q_offset", 0)
     qkv, do = draw(Lq=1543 - q_offset, N=2, K=1, q_offset=q_offset)
@@ -205,9 +220,9 @@ def any_inputs(data, most, longest, H, dtype):
     scopes = data.draw(st.lists(scope, min_size=N, max_size=N))
     options: dict = {"q_offset": q_offset}
     if data.draw(st.booleans()):
-        options["document_starts_BL"] = documents(B, L, data.draw(st.sampled_from([0.5, 0.05, 0.01])))
+        options["starts"] = documents(B, L, data.draw(st.sampled_from([0.5, 0.05, 0.01])))
     if data.draw(st.booleans()):
-        options["alibi_slopes_N"] = torch.rand(N, generator=torch.Generator().manual_seed(0))
+        options["slopes"] = torch.rand(N, generator=torch.Generator().manual_seed(0))
     return *draw(B, Lq, N, K, H, q_offset, dtype, seed=data.draw(st.integers(0, 9))), scopes, options
 
 
@@ -231,11 +246,11 @@ def test_error_is_that_of_pytorch_in_the_same_dtype(dtype, L, options):
     if options != "plain":
         extra = (documents(1, L, 0.01), torch.tensor([0.5, 0.25, 0.0625, 0.01]))
     wide = [x.detach().double().requires_grad_() for x in qkv]
-    o = scoped_attention(*wide, scopes, *extra, backend="reference")
+    o = scoped_attention(*wide, sees(scopes, *extra), backend="reference")
     expected = o, *torch.autograd.grad(o, wide, do.double())
     o = math_attention(*qkv, scopes, *extra)
     pytorch = o, *torch.autograd.grad(o, qkv, do)
-    o = scoped_attention(*qkv, scopes, *extra, backend="banded")
+    o = scoped_attention(*qkv, sees(scopes, *extra), backend="banded")
     found = o, *torch.autograd.grad(o, qkv, do)
     for name, exact, theirs, ours in zip(("o", "dq", "dk", "dv"), expected, pytorch, found, strict=True):
         assert ours.dtype == dtype
@@ -248,7 +263,7 @@ def test_error_is_that_of_pytorch_in_the_same_dtype(dtype, L, options):
 def test_gradcheck():
     qkv, _ = draw(B=2, Lq=9, N=4, K=2, H=3)
     scopes, starts, slopes = torch.tensor([1, 3, 6, 20]), documents(2, 9, 0.2), torch.tensor([0.5, 0.2, 0.1, 0.0])
-    assert torch.autograd.gradcheck(lambda *x: scoped_attention(*x, scopes, starts, slopes), qkv)
+    assert torch.autograd.gradcheck(lambda *x: scoped_attention(*x, sees(scopes, starts, slopes)), qkv)
 
 
 @pytest.mark.usefixtures("banded_path")
@@ -258,16 +273,16 @@ def test_strided_inputs(with_documents):
     (q, k, v), do = draw(B=2, Lq=130, N=4, K=2)
     scopes, starts = torch.tensor([5, 70, 130, 128]), documents(2, 130) if with_documents else None
     fused = torch.cat((q, k, v), dim=2).detach()
-    expected = scoped_attention(q, k, v, scopes, starts, backend="reference")
+    expected = scoped_attention(q, k, v, sees(scopes, starts), backend="reference")
     layouts = {
         "fused": (fused[:, :, :4], fused[:, :, 4:6], fused[:, :, 6:]),
         "heads first": [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)],
         "strided head dim": [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)],
     }
     for name, (q_view, k_view, v_view) in layouts.items():
-        o = scoped_attention(q_view, k_view, v_view, scopes, starts, backend="banded")
+        o = scoped_attention(q_view, k_view, v_view, sees(scopes, starts), backend="banded")
         assert (o - expected).abs().max() < 1e-12, name
-    torch.autograd.grad(scoped_attention(q, k, v, scopes), q, do.transpose(1, 2).contiguous().transpose(1, 2))
+    torch.autograd.grad(scoped_attention(q, k, v, sees(scopes)), q, do.transpose(1, 2).contiguous().transpose(1, 2))
 
 
 @pytest.mark.usefixtures("banded_path")
@@ -279,7 +294,7 @@ def test_nothing_depends_on_uninitialised_memory():
         for starts in (None, documents(1, 700, 0.01)):
             for q_offset in (0, 100):
                 qkv, do = draw(Lq=700 - q_offset, N=4, K=2, q_offset=q_offset)
-                options = {"document_starts_BL": starts, "q_offset": q_offset}
+                options = {"starts": starts, "q_offset": q_offset}
                 assert_equals_reference(qkv, do, [2, 90, 300, 700], **options)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -291,7 +306,7 @@ def test_autocast_changes_nothing(backend):
     qkv, do = draw(B=2, Lq=90, dtype=torch.float32)
     expected = with_grads(qkv, do, [3, 20, 50, 90], backend=backend)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        o = scoped_attention(*qkv, torch.tensor([3, 20, 50, 90]), backend=backend)
+        o = scoped_attention(*qkv, sees([3, 20, 50, 90]), backend=backend)
     found = o, *torch.autograd.grad(o, qkv, do)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -302,7 +317,7 @@ def test_training_after_inference():
     qkv, do = draw(Lq=90)
     scopes = torch.tensor([3, 20, 50, 90])
     with torch.inference_mode():
-        inferred = scoped_attention(*qkv, scopes)
+        inferred = scoped_attention(*qkv, sees(scopes))
     o, *_ = with_grads(qkv, do, scopes)
     assert torch.equal(o, inferred)
 
@@ -313,11 +328,12 @@ def test_training_after_inference():
 def test_opcheck():
     (q, k, v), do = draw(B=2, Lq=40, N=4, K=2, dtype=torch.float32)
     scopes, starts, slopes = torch.tensor([1, 7, 30, 99]), documents(2, 40), torch.tensor([0.5, 0.25, 0.1, 0.0])
-    for extra in ((None, None), (starts, slopes)):
-        torch.library.opcheck(banded.banded_forward, (q, k, v, scopes, *extra, 0, 0.3))
+    for visibility in (sees(scopes), sees(scopes, starts, slopes)):
+        arguments = *visibility.parts(), 0.3
+        torch.library.opcheck(banded.banded_forward, (q, k, v, *arguments))
         with torch.no_grad():
-            o, lse = banded.banded_forward(q, k, v, scopes, *extra, 0, 0.3)
-            torch.library.opcheck(banded.banded_backward, (do, q, k, v, o, lse, scopes, *extra, 0, 0.3))
+            o, lse = banded.banded_forward(q, k, v, *arguments)
+            torch.library.opcheck(banded.banded_backward, (do, q, k, v, o, lse, *arguments))
 
 
 def test_compiles_whole_and_logs_its_pick_once(caplog):
@@ -327,10 +343,10 @@ def test_compiles_whole_and_logs_its_pick_once(caplog):
     expected = with_grads(qkv, do, scopes, backend="reference")
     with caplog.at_level(logging.INFO, logger="farsight.kernels"):
         compiled = torch.compile(
-            lambda q, k, v, s: scoped_attention(q * 1.0, k, v, s), fullgraph=True, backend="aot_eager"
+            lambda q, k, v, s: scoped_attention(q * 1.0, k, v, sees(s)), fullgraph=True, backend="aot_eager"
         )
         o = compiled(*qkv, scopes)
-        scoped_attention(*qkv, scopes)
+        scoped_attention(*qkv, sees(scopes))
     found = o, *torch.autograd.grad(o, qkv, do)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -352,7 +368,7 @@ def test_selective_checkpointing_saves_the_op(monkeypatch):
         return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
     def block(q, k, v):
-        return scoped_attention(q.sin(), k, v, scopes)
+        return scoped_attention(q.sin(), k, v, sees(scopes))
 
     o = checkpoint(block, *qkv, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy))
     found = torch.autograd.grad(o, qkv, do)
@@ -369,8 +385,8 @@ def test_memory_is_linear_in_tokens(kind):
         qkv, do = draw(Lq=L, N=3, K=3, H=8, dtype=torch.float32)
         options = {
             "plain": {},
-            "documents": {"document_starts_BL": (torch.arange(L) >= L // 5)[None] * (L // 5)},
-            "alibi": {"alibi_slopes_N": torch.tensor([0.5, 0.1, 0.01])},
+            "documents": {"starts": (torch.arange(L) >= L // 5)[None] * (L // 5)},
+            "alibi": {"slopes": torch.tensor([0.5, 0.1, 0.01])},
         }[kind]
         return extra_bytes(lambda: with_grads(qkv, do, [20, L // 3, L], **options), "cpu")
 
@@ -409,9 +425,11 @@ def test_memory_is_linear_in_tokens(kind):
         ),
         ({"document_starts_BL": torch.tensor([[0, -1, 0, 0, 0, 0, 0, 0]])}, "is negative"),
         ({"document_starts_BL": torch.tensor([[0, 1, 2, 2, 1, 1, 1, 1]])}, "falls from 2 to 1 at token 4"),
-        ({"alibi_slopes_N": torch.ones(2)}, r"one slope a query head, \[4\]"),
-        ({"alibi_slopes_N": torch.ones(4, dtype=torch.long)}, "pass a float tensor"),
-        ({"alibi_slopes_N": torch.ones(4, requires_grad=True)}, "detach them"),
+        ({"bias": ScoreBias("alibi", torch.ones(1, 2))}, r"one value a query head for each coefficient, \[P, 4\]"),
+        ({"bias": ScoreBias("alibi", torch.ones(4))}, r"coefficients_PN has shape \[4\]"),
+        ({"bias": ScoreBias("alibi", torch.ones(1, 4, dtype=torch.long))}, "pass a float tensor"),
+        ({"bias": ScoreBias("alibi", torch.ones(1, 4, requires_grad=True))}, "detach it"),
+        ({"bias": ScoreBias("alibis", torch.ones(1, 4))}, 'the bias is of kind "alibis": set it to one of alibi'),
         ({"backend": "triton3"}, 'backend is "triton3"'),
     ],
 )
@@ -424,9 +442,37 @@ def test_refuses(change, message, backend):
         "scopes_N": torch.tensor([1, 2, 3, 4]),
         "backend": backend,
     }
-    scoped_attention(**arguments)
+
+    def call(arguments):
+        fields = {field.name for field in dataclasses.fields(Visibility)}
+        visibility = Visibility(**{name: x for name, x in arguments.items() if name in fields})
+        scoped_attention(visibility=visibility, **{name: x for name, x in arguments.items() if name not in fields})
+
+    call(arguments)
     with pytest.raises(ValueError, match=message):
-        scoped_attention(**(arguments | change))
+        call(arguments | change)
+
+
+def test_a_bias_that_a_backend_lacks_is_refused_by_name(monkeypatch):
+    """Kernels for ALiBi name the backend, the bias and one that has it; the others compute whatever formula there is."""
+    monkeypatch.setitem(FORMULAS, "kerple", lambda distance, r1, r2: -r1 * torch.log1p(r2 * distance))
+    visibility = Visibility(torch.tensor([3, 9, 20, 50]), bias=ScoreBias("kerple", torch.rand(2, 4)))
+    for backend in ("triton", "flash"):
+        with pytest.raises(ValueError, match=f'backend "{backend}" has no bias of kind "kerple", only "alibi": use'):
+            visibility.alibi_slopes(backend)
+    qkv, do = draw(Lq=50, N=4, K=2)
+    found = []
+    for backend in ("banded", "reference"):
+        o = scoped_attention(*qkv, visibility, backend=backend)
+        found.append((o, *torch.autograd.grad(o, qkv, do)))
+    torch.testing.assert_close(*found)
+    r1, r2 = visibility.bias.coefficients_PN.double()[..., None, None]
+    distance = (torch.arange(50)[:, None] - torch.arange(50)).double()
+    seen = (distance >= 0) & (distance < visibility.scopes_N[:, None, None])
+    mask = torch.where(seen, -r1 * torch.log(1 + r2 * distance.clamp(min=0)), -torch.inf)
+    q, k, v = (x.transpose(1, 2) for x in qkv)
+    exact = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(found[0][0], exact, rtol=1e-6, atol=1e-6)  # the formula is computed in fp32 coefficients
 
 
 def test_the_config_names_the_backends_of_the_kernels():

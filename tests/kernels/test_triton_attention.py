@@ -22,6 +22,7 @@ from tests.kernels.test_scoped_attention import (
     documents,
     draw,
     math_attention,
+    sees,
     with_grads,
 )
 from tests.running import ROOT, environment
@@ -43,7 +44,7 @@ def assert_no_worse_than_pytorch(qkv, do, scopes, **options):
     """At most twice the error of PyTorch's math attention in the same dtype, both against fp64, or a few ulp."""
     wide = [x.detach().double().requires_grad_() for x in qkv]
     exact = with_grads(wide, do.double(), scopes, backend="reference", **options)
-    extra = (options.get("document_starts_BL"), options.get("alibi_slopes_N"), options.get("q_offset", 0))
+    extra = (options.get("starts"), options.get("slopes"), options.get("q_offset", 0))
     o = math_attention(*qkv, torch.as_tensor(scopes), *extra)
     pytorch = o, *torch.autograd.grad(o, qkv, do)
     found = triton_with_grads(qkv, do, scopes, **options)
@@ -69,7 +70,7 @@ def test_a_long_sequence():
     """Runs of blocks that all queries see, between blocks that only some see."""
     starts = documents(1, 1000, 0.003)
     qkv, do = draw(Lq=1000, N=2, K=1, H=16, dtype=torch.float32)
-    assert_no_worse_than_pytorch(qkv, do, [1000, 300], document_starts_BL=starts)
+    assert_no_worse_than_pytorch(qkv, do, [1000, 300], starts=starts)
 
 
 @pytest.mark.parametrize("ratio", [1, 3, 4, 8])
@@ -85,7 +86,7 @@ def test_documents_offsets_and_slopes(new_document, with_alibi, q_offset):
     slopes = torch.tensor([0.5, 0.25, 0.1, 0.0]) if with_alibi else None
     starts = documents(1, 130 + q_offset, new_document, seed=1).int()
     qkv, do = draw(Lq=130, N=4, K=2, H=16, q_offset=q_offset, dtype=torch.float32)
-    options = {"document_starts_BL": starts, "alibi_slopes_N": slopes, "q_offset": q_offset}
+    options = {"starts": starts, "slopes": slopes, "q_offset": q_offset}
     assert_no_worse_than_pytorch(qkv, do, [1, 40, 150, INT32_MAX], **options)
 
 
@@ -112,8 +113,8 @@ def test_strided_inputs_and_uninitialised_memory():
         strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
         assert strided[0].stride() != q.stride()
         scopes, starts = [2, 33, 60, 70], documents(2, 70, 0.05)
-        expected = triton_with_grads((q, k, v), do, scopes, document_starts_BL=starts)
-        found = triton_with_grads(strided, do, scopes, document_starts_BL=starts)
+        expected = triton_with_grads((q, k, v), do, scopes, starts=starts)
+        found = triton_with_grads(strided, do, scopes, starts=starts)
         for a, b in zip(found, expected, strict=True):
             assert torch.equal(a, b)
             assert b.isfinite().all()
@@ -132,7 +133,9 @@ def test_opcheck_and_whole_compilation():
             o, lse = triton_attention.triton_forward(q, k, v, scopes, *extra, 0, 0.3)
             torch.library.opcheck(triton_attention.triton_backward, (do, q, k, v, o, lse, scopes, *extra, 0, 0.3))
     compiled = torch.compile(
-        lambda q, k, v, s: scoped_attention(q * 1.0, k, v, s, backend="triton"), fullgraph=True, backend="aot_eager"
+        lambda q, k, v, s: scoped_attention(q * 1.0, k, v, sees(s), backend="triton"),
+        fullgraph=True,
+        backend="aot_eager",
     )
     o = compiled(q, k, v, scopes)
     found = o, *torch.autograd.grad(o, (q, k, v), do)
@@ -142,7 +145,7 @@ def test_opcheck_and_whole_compilation():
     with torch.compiler.set_stance("fail_on_recompile"):
         found = compiled(q, k, v, torch.tensor([9, 1], device=DEVICE))
     torch.testing.assert_close(
-        found, scoped_attention(q, k, v, torch.tensor([9, 1], device=DEVICE), backend="reference")
+        found, scoped_attention(q, k, v, sees(torch.tensor([9, 1], device=DEVICE)), backend="reference")
     )
 
 
@@ -163,13 +166,13 @@ def test_log_sum_exp_is_the_rows_own():
 def test_refuses(change, message):
     q, k, v = on_device(draw(**{"Lq": 8, "dtype": torch.float32, **change})[0])
     with pytest.raises(ValueError, match=message):
-        scoped_attention(q, k, v, torch.ones(4, dtype=torch.long), backend="triton")
+        scoped_attention(q, k, v, sees([1] * 4), backend="triton")
 
 
 def test_a_cpu_is_told_what_to_use():
     code = (
-        "import torch; from farsight.kernels.scoped_attention import scoped_attention as a; x = torch.zeros(1, 2, 1, 16);"
-        "a(x, x, x, torch.tensor([1]), backend='triton')"
+        "import torch; from farsight.kernels.scoped_attention import Visibility, scoped_attention as a;"
+        "x = torch.zeros(1, 2, 1, 16); a(x, x, x, Visibility(torch.tensor([1])), backend='triton')"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert 'needs a GPU: use "banded" on a CPU' in done.stderr

@@ -13,7 +13,7 @@ from farsight.configs.load import build_config
 from farsight.configs.shipped import shipped_configs
 from farsight.data.tokenizers.tokenizer import train_sentencepiece
 from farsight.errors import ConfigError
-from farsight.kernels.scoped_attention.semantics import visibility
+from farsight.kernels.scoped_attention import Visibility
 from farsight.launch.plan.__main__ import main
 from farsight.launch.plan.costs import bandwidth, flops_per_token, step_time, step_traffic
 from farsight.launch.plan.hardware import GPUS, Efficiency, Machine, find_gpu
@@ -179,7 +179,7 @@ def test_offload_leaves_no_state_on_the_gpu():
 @pytest.mark.parametrize("cut", ["contiguous", "zigzag"])
 def test_pairs_of_ranks_are_those_of_the_mask(cut):
     scopes, T = (3, 64, 17, 1), 64
-    seen = visibility(torch.tensor(scopes), T)
+    seen = Visibility(torch.tensor(scopes)).mask(T)
     for tp, cp in ((1, 4), (2, 1), (2, 4)):
         table = rank_pairs(scopes, T, tp, cp, cut)
         for i in range(tp):

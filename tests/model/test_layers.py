@@ -18,6 +18,8 @@ from farsight.configs.schema import (
     SlidingWindow,
     YarnRope,
 )
+from farsight.errors import ConfigError
+from farsight.model.position.bias import LayerBias
 from farsight.model.position.layers import LayerPosition, describe, resolve_layers, select_layers
 from farsight.model.position.scope import DENSE_SCOPE, geometric_scopes
 
@@ -122,7 +124,7 @@ def test_mixed_stack_and_later_rules_win():
     assert [layer.scopes for layer in layers] == [window, window, geometric, dense, geometric, geometric, dense, dense]
     assert [layer.rotary.kind for layer in layers] == ["rope"] * 2 + ["none"] * 4 + ["rope", "none"]
     slopes = tuple(2.0**-h for h in range(1, 9))
-    assert [layer.alibi_slopes for layer in layers] == [None] * 7 + [slopes]
+    assert [layer.alibi_slopes("this test") for layer in layers] == [None] * 7 + [slopes]
     assert layers[0].rotary == Rope(theta=5e5)
 
 
@@ -130,8 +132,15 @@ def test_scopes_follow_layout_and_length():
     position = Position(rotary=NoRotary(), heads=Scope(scope_max="length"), bias=Alibi(uniform=True))
     (layer,) = set(resolve(position, length=16384))
     assert layer.scopes == tuple(geometric_scopes(16384, 8)[index] for index in (0, 4, 2, 6, 1, 5, 3, 7))
-    assert layer.alibi_slopes == (1 / 256,) * 8
+    assert layer.bias == LayerBias("alibi", ((1 / 256,) * 8,))
     assert max(resolve(Position(heads=Scope()), length=16384)[0].scopes) == 4096
+
+
+def test_a_bias_other_than_alibi_is_refused_by_name():
+    layer = LayerPosition(Rope(), (4,), LayerBias("kerple", ((1.0,), (2.0,))))
+    with pytest.raises(ConfigError, match='the exported model: there is no bias of kind "kerple" here, only "alibi"'):
+        layer.alibi_slopes("the exported model")
+    assert "kerple 1 2" in describe((layer,))
 
 
 def test_lasp_applies_to_what_the_rules_left():

@@ -116,8 +116,8 @@ def test_attention_of_a_mixed_stack_against_the_equations():
                 seen = range(max(int(starts[0, t]), t - settings.scopes[n] + 1), t + 1)
                 qt = _rotated(q[t, n], positions[0, t], layer)
                 scores = torch.stack([qt @ _rotated(k[i, n // 2], positions[0, i], layer) / 8**0.5 for i in seen])
-                if settings.alibi_slopes is not None:
-                    scores = scores - settings.alibi_slopes[n] * torch.tensor([float(t - i) for i in seen])
+                if settings.bias is not None:
+                    scores = scores - settings.bias.coefficients[0][n] * torch.tensor([float(t - i) for i in seen])
                 out[t, n] = (scores.softmax(0)[:, None] * v[list(seen), n // 2]).sum(0)
         rope = None
         if layer == "2":

@@ -9,7 +9,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from farsight.configs.schema import Dense, Scope, SlidingWindow
 from farsight.kernels.scoped_attention.semantics import visible_pairs
-from farsight.model.position.alibi import alibi_slopes
+from farsight.model.position.bias import alibi_slopes
 from farsight.model.position.scope import DENSE_SCOPE, cost_ratio, geometric_scopes, head_scopes, layout_order
 
 LENGTHS = [4096, 32768, 131072, 262144]

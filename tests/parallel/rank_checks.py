@@ -24,7 +24,7 @@ from farsight.parallel.context import SequenceLayout, reaches, received_bytes
 from farsight.parallel.device import prepare_device
 from farsight.parallel.halo import Context
 from farsight.parallel.parallelize import parallelize
-from tests.kernels.test_scoped_attention import documents, draw
+from tests.kernels.test_scoped_attention import documents, draw, sees
 
 T, N, K = 96, 6, 3
 SCOPES = {
@@ -38,13 +38,13 @@ SCOPES = {
 
 def check(context: Context, scopes: list[int], starts, slopes) -> None:
     whole, do = draw(B=2, Lq=T, N=N, K=K, H=4, seed=3)
-    scopes_N = torch.tensor(scopes)
-    exact_o = scoped_attention(*whole, scopes_N, starts, slopes, backend="reference")
+    visibility = sees(scopes, starts, slopes)
+    exact_o = scoped_attention(*whole, visibility, backend="reference")
     exact = exact_o, *torch.autograd.grad(exact_o, whole, do)
 
     q, k, v = (context.own(x).detach().requires_grad_() for x in whole)
     exchange = context.exchange(k, v, scopes)
-    o = exchange.attend(q, scopes_N, starts, slopes, "banded")
+    o = exchange.attend(q, visibility, "banded")
     found = o, *torch.autograd.grad(o, (q, k, v), context.own(do))
     for name, a, b in zip(("o", "dq", "dk", "dv"), found, exact, strict=True):
         torch.testing.assert_close(a, context.own(b), rtol=1e-10, atol=1e-10, msg=lambda text, name=name: name + text)

@@ -17,23 +17,15 @@ from torch import Tensor
 from farsight.kernels.scoped_attention import semantics
 from farsight.kernels.scoped_attention.banded.masks import Masks
 from farsight.kernels.scoped_attention.banded.tiles import Mask, Shape, Tile, document_chunks, plan
+from farsight.kernels.scoped_attention.visibility import Visibility
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def banded_attention(
-    q_BLNH: Tensor,
-    k_BLKH: Tensor,
-    v_BLKH: Tensor,
-    scopes_N: Tensor,
-    document_starts_BL: Tensor | None,
-    alibi_slopes_N: Tensor | None,
-    q_offset: int,
-    scale: float,
-) -> Tensor:
+def banded_attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, visibility: Visibility, scale: float) -> Tensor:
     """`api.scoped_attention` with all arguments given."""
-    o_BLNH, _ = banded_forward(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)
+    o_BLNH, _ = banded_forward(q_BLNH, k_BLKH, v_BLKH, *visibility.parts(), scale)
     return o_BLNH
 
 
@@ -44,13 +36,15 @@ def banded_forward(
     v_BLKH: Tensor,
     scopes_N: Tensor,
     document_starts_BL: Tensor | None,
-    alibi_slopes_N: Tensor | None,
+    bias_PN: Tensor | None,
+    bias_kind: str | None,
     q_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output [B, Lq, N, H] in q's dtype, and the log-sum-exp of each row's scores [B, Lq, N], fp32 (fp64 for fp64)."""
     q, k, v = (_widened(x) for x in (q_BLNH, k_BLKH, v_BLKH))
-    band = _Band(q, k, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)
+    visibility = Visibility.of_parts(scopes_N, document_starts_BL, bias_PN, bias_kind, q_offset)
+    band = _Band(q, k, visibility, scale)
     if band.one_call:
         o, lse = band.attend(band.tiles[0], q, k, v)
         return o.transpose(1, 2).contiguous().to(q_BLNH.dtype), lse.transpose(1, 2).contiguous()
@@ -71,7 +65,7 @@ def banded_forward(
 
 
 @banded_forward.register_fake
-def _(q, k, v, scopes, documents, slopes, q_offset, scale):
+def _(q, k, v, scopes, documents, bias, bias_kind, q_offset, scale):
     o = q.new_empty(q.shape)
     return o, q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
@@ -86,13 +80,15 @@ def banded_backward(
     lse_BLN: Tensor,
     scopes_N: Tensor,
     document_starts_BL: Tensor | None,
-    alibi_slopes_N: Tensor | None,
+    bias_PN: Tensor | None,
+    bias_kind: str | None,
     q_offset: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v in their dtypes and shapes; sums are fp32 (fp64 for fp64)."""
     do, q, k, v, o = (_widened(x) for x in (do_BLNH, q_BLNH, k_BLKH, v_BLKH, o_BLNH))
-    band = _Band(q, k, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)
+    visibility = Visibility.of_parts(scopes_N, document_starts_BL, bias_PN, bias_kind, q_offset)
+    band = _Band(q, k, visibility, scale)
     if band.one_call:
         grads = band.attend_backward(band.tiles[0], do, q, k, v, o, lse_BLN)
         dq, dk, dv = (grad.transpose(1, 2).contiguous().to(q_BLNH.dtype) for grad in grads)
@@ -113,19 +109,19 @@ def banded_backward(
 
 
 @banded_backward.register_fake
-def _(do, q, k, v, o, lse, scopes, documents, slopes, q_offset, scale):
+def _(do, q, k, v, o, lse, scopes, documents, bias, bias_kind, q_offset, scale):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    q, k, v, scopes, documents, slopes, ctx.q_offset, ctx.scale = inputs
+    q, k, v, scopes, documents, bias, *ctx.numbers = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, scopes, documents, slopes)
+    ctx.save_for_backward(q, k, v, *output, scopes, documents, bias)
 
 
 def _backward(ctx, do, _dlse):
-    grads = banded_backward(do, *ctx.saved_tensors, ctx.q_offset, ctx.scale)
-    return *grads, None, None, None, None, None
+    grads = banded_backward(do, *ctx.saved_tensors, *ctx.numbers)
+    return *grads, None, None, None, None, None, None
 
 
 banded_forward.register_autograd(_backward, setup_context=_save_for_backward)
@@ -139,30 +135,20 @@ def _has_fused_kernel(device: torch.device) -> bool:
 class _Band:
     """The tiles of one call and their computation."""
 
-    def __init__(
-        self,
-        q_BLNH: Tensor,
-        k_BLKH: Tensor,
-        scopes_N: Tensor,
-        document_starts_BL: Tensor | None,
-        alibi_slopes_N: Tensor | None,
-        q_offset: int,
-        scale: float,
-    ) -> None:
-        self.q_offset, self.scale = q_offset, scale
-        scopes = tuple(scopes_N.tolist())
-        slopes = None if alibi_slopes_N is None else alibi_slopes_N.tolist()
+    def __init__(self, q_BLNH: Tensor, k_BLKH: Tensor, visibility: Visibility, scale: float) -> None:
+        self.q_offset, self.scale = visibility.q_offset, scale
+        scopes, document_starts_BL = tuple(visibility.scopes_N.tolist()), visibility.document_starts_BL
         semantics.check_values(scopes, document_starts_BL)
         self.fused = _has_fused_kernel(q_BLNH.device)
         shape = Shape(
             batch=q_BLNH.shape[0],
             kv_group=q_BLNH.shape[2] // k_BLKH.shape[2],
             head_dim=q_BLNH.shape[3],
-            first=q_offset,
+            first=self.q_offset,
             end=k_BLKH.shape[1],
             threads=torch.get_num_threads() if self.fused else 1,
             fused=self.fused,
-            biased=alibi_slopes_N is not None,
+            biased=visibility.bias is not None,
         )
         starts = None
         if document_starts_BL is not None:
@@ -170,7 +156,7 @@ class _Band:
             columns = [*begins, *(end - 1 for end in ends)]
             starts = tuple(map(tuple, document_starts_BL[:, columns].T.tolist()))
         self.tiles = plan(scopes, shape, starts)
-        self.masks = Masks(self.tiles, scopes, slopes, document_starts_BL, q_BLNH.dtype, q_BLNH.device)
+        self.masks = Masks(self.tiles, scopes, visibility.bias, document_starts_BL, q_BLNH.dtype, q_BLNH.device)
         self.one_call = len(self.tiles) == 1 and self.tiles[0].count == 1 and self.tiles[0].keys == shape.end
 
     def rows(self, tile: Tile, x_BLNH: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Masks of the banded backend, added to a tile's scores: 0 or ALiBi's bias where a key is visible, -inf elsewhere.
+"""Masks of the banded backend, added to a tile's scores: 0 or the bias where a key is visible, -inf elsewhere.
 
 Shape suffixes: B batch, L tokens, N query heads; within a call M blocks or batch rows, X heads or batch rows, C queries of
 a block, W keys of a block.
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from farsight.kernels.scoped_attention import semantics
 from farsight.kernels.scoped_attention.banded.tiles import Mask, Tile
+from farsight.kernels.scoped_attention.bias import ScoreBias
 
 CACHED_ELEMENTS = (
     2**20
@@ -29,12 +30,14 @@ class Masks:
         self,
         tiles: Sequence[Tile],
         scopes: Sequence[int],
-        slopes: Sequence[float] | None,
+        bias: ScoreBias | None,
         document_starts_BL: Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.scopes, self.slopes = tuple(scopes), None if slopes is None else tuple(slopes)
+        self.scopes, self.bias_kind = tuple(scopes), None if bias is None else bias.kind
+        # Of each head, as numbers that a cache can compare.
+        self.coefficients = None if bias is None else tuple(zip(*bias.coefficients_PN.tolist(), strict=True))
         self.document_starts_BL = document_starts_BL
         self.dtype, self.device = dtype, device
         self.extents: dict[tuple, tuple[int, int, int]] = {}
@@ -57,19 +60,20 @@ class Masks:
 
     def _heads(self, tile: Tile) -> tuple:
         heads = slice(tile.first_head, tile.first_head + tile.heads)
-        return self.scopes[heads], None if self.slopes is None else self.slopes[heads]
+        return self.scopes[heads], None if self.coefficients is None else self.coefficients[heads]
 
     def _band(self, tile: Tile) -> Tensor:
         heads = self._heads(tile)
         rows, before, after = self.extents[heads]
         if self.last is None or self.last[0] != heads:
-            scopes, slopes = heads
+            scopes, coefficients = heads
             scopes = tuple(min(scope, before + rows) for scope in scopes)  # no key is farther away
-            if slopes is None and len(set(scopes)) == 1:
+            if coefficients is None and len(set(scopes)) == 1:
                 scopes = scopes[:1]
             small = rows * (before + after) * len(scopes) <= CACHED_ELEMENTS
             build = _cached_band_mask if small else _band_mask
-            self.last = heads, build(rows, before, after, scopes, slopes, self.dtype, self.device)
+            mask = build(rows, before, after, scopes, self.bias_kind, coefficients, self.dtype, self.device)
+            self.last = heads, mask
         rows, lead, _ = _extent(tile)
         mask = self.last[1][:, :, :rows, before - lead : before - lead + tile.keys]
         if tile.count > 1 and tile.key_step == 0:  # blocks of rows over the same keys
@@ -88,7 +92,8 @@ def _band_mask(
     before: int,
     after: int,
     scopes: tuple[int, ...],
-    slopes: tuple[float, ...] | None,
+    bias_kind: str | None,
+    coefficients: tuple[tuple[float, ...], ...] | None,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
@@ -96,8 +101,9 @@ def _band_mask(
     key = torch.arange(1 - rows, before + after, device=device)  # all distances that occur, as keys seen from row 0
     seen = semantics.visible(torch.tensor(before, device=device), key, torch.tensor(scopes, device=device)[:, None])
     bias = torch.zeros((), dtype=dtype, device=device)
-    if slopes is not None:
-        bias = semantics.alibi_bias(before, key, torch.tensor(slopes, dtype=dtype, device=device)[:, None])
+    if bias_kind is not None:
+        of_heads = ScoreBias(bias_kind, torch.tensor(coefficients, dtype=dtype, device=device).T.contiguous())
+        bias = of_heads(before - key, len(scopes), 1)
     by_distance = torch.where(seen, bias, -torch.inf)
     last_row_first = by_distance.unfold(-1, before + after, 1)
     # Not flip(), whose result is transposed in memory: the fused kernel would copy the mask for every batch row and head.

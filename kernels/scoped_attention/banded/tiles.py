@@ -74,7 +74,7 @@ class Shape:
     end: int
     threads: int
     fused: bool  # a fused kernel computes CAUSAL and FULL tiles of any size without storing scores
-    biased: bool  # ALiBi: every tile needs its mask
+    biased: bool  # every tile needs its mask
     documents: bool = False  # every block needs its own mask
 
     def cost(self, tiles: Sequence[Tile]) -> float:

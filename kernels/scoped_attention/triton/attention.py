@@ -14,6 +14,7 @@ from torch import Tensor
 
 from farsight.kernels.scoped_attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from farsight.kernels.scoped_attention.triton.forward import forward_kernel
+from farsight.kernels.scoped_attention.visibility import Visibility
 from farsight.kernels.triton_launch import contiguous_rows, interpreted
 
 DELTA_ROWS = 64
@@ -79,23 +80,16 @@ def check_runs(q: Tensor) -> None:
         raise ValueError('backend "triton" needs a GPU: use "banded" on a CPU')
 
 
-def triton_attention(
-    q_BLNH: Tensor,
-    k_BLKH: Tensor,
-    v_BLKH: Tensor,
-    scopes_N: Tensor,
-    document_starts_BL: Tensor | None,
-    alibi_slopes_N: Tensor | None,
-    q_offset: int,
-    scale: float,
-) -> Tensor:
+def triton_attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, visibility: Visibility, scale: float) -> Tensor:
     """`api.scoped_attention` with all arguments given.
 
     Raises:
-        ValueError: the kernels cannot run here.
+        ValueError: the kernels cannot run here, or the bias is not ALiBi.
     """
     check_runs(q_BLNH)
-    return triton_forward(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, alibi_slopes_N, q_offset, scale)[0]
+    scopes_N, document_starts_BL, _, _, q_offset = visibility.parts()
+    slopes_N = visibility.alibi_slopes("triton")
+    return triton_forward(q_BLNH, k_BLKH, v_BLKH, scopes_N, document_starts_BL, slopes_N, q_offset, scale)[0]
 
 
 @torch.library.custom_op("farsight::triton_attention", mutates_args=())

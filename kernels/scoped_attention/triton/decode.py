@@ -19,6 +19,7 @@ from torch import Tensor
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 from farsight.kernels.scoped_attention.triton.attention import INTERPRETED, LOG2_E, check_runs
 from farsight.kernels.scoped_attention.triton.forward import dot, load_rows
+from farsight.kernels.scoped_attention.visibility import Visibility
 
 SHORTEST_PART = 128
 PROGRAMS_PER_PROCESSOR = 4  # parts per multiprocessor of a GPU, so that none waits long for the last
@@ -160,22 +161,17 @@ def combine_kernel(
 
 
 def triton_decode(
-    q_BNH: Tensor,
-    cache: RollingCache,
-    scopes_N: Tensor,
-    document_starts_B: Tensor | None,
-    alibi_slopes_N: Tensor | None,
-    scale: float,
+    q_BNH: Tensor, cache: RollingCache, visibility: Visibility, document_starts_B: Tensor | None, scale: float
 ) -> Tensor:
     """`api.scoped_decode` with all arguments given.
 
     Raises:
-        ValueError: the kernels cannot run here.
+        ValueError: the kernels cannot run here, or the bias is not ALiBi.
     """
     check_runs(q_BNH)
     return decode_op(
-        q_BNH, cache.keys_BSH, cache.values_BSH, cache.tokens, cache.capacities, scopes_N, document_starts_B,
-        alibi_slopes_N, scale,
+        q_BNH, cache.keys_BSH, cache.values_BSH, cache.tokens, cache.capacities, visibility.scopes_N,
+        document_starts_B, visibility.alibi_slopes("triton"), scale,
     )  # fmt: skip
 
 
