@@ -17,9 +17,9 @@ from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError
 from farsight.evals.needle import __main__ as needle
 from farsight.model.build import ModelConfig, build_model
-from farsight.reports import run_tools
+from farsight.reports import tools
 from farsight.reports.report.__main__ import main
-from farsight.reports.report.collect import collect
+from farsight.reports.report.build import collect
 from farsight.reports.results import line_numbers, names, of_kind
 from farsight.reports.sections.training import thin
 from farsight.training.runs import find_models
@@ -256,7 +256,7 @@ def test_measure_runs_the_tools_for_what_is_missing(tmp_path, monkeypatch):
     assert asked == [
         [str(model), "--lengths", "256", "512", "--depths", "10", "--json", str(model / "evals" / "needle.json")]
     ]
-    monkeypatch.setattr(run_tools, "run", lambda name, arguments: pytest.fail(f"ran {name} again"))
+    monkeypatch.setattr(tools, "run", lambda name, arguments: pytest.fail(f"ran {name} again"))
     make(tmp_path, *arguments)
 
 
