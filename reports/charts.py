@@ -140,7 +140,11 @@ def line_chart(
         _set_axis(axes.yaxis, y, [at[1] for one in series for at in one.points])
         axes.grid(False, axis="x")
         for mark in marks:
-            dots = {"color": _SOFT, "linestyle": ":"} if mark.label else {"color": _RULE, "linewidth": 2}
+            dots = (
+                {"color": _SOFT, "linestyle": (0, (1, 3)), "linewidth": 1}
+                if mark.label
+                else {"color": _RULE, "linewidth": 2}
+            )
             axes.axvline(mark.x, **dots, zorder=0)
         top = axes.get_xaxis_transform()
         labels = [axes.text(mark.x, 1.02, mark.label, transform=top, ha="center") for mark in marks if mark.label]
@@ -242,13 +246,17 @@ def _set_axis(axis: Any, asked: Axis, values: Iterable[float]) -> None:
 
     known = [value for value in values if math.isfinite(value)] or [1.0]
     ratio = max(known) / min(known) if min(known) > 0 else 0
+    steps = MaxNLocator(6, steps=(1, 2, 2.5, 5, 10), integer=asked.scale == "whole")
+    axis.set_major_locator(steps)
     if asked.scale == "log" or (asked.scale == "auto" and ratio > 5):
         getattr(axis.axes, f"set_{axis.axis_name}scale")("log", base=asked.base)
-        steps = (1, 2, 5) if asked.base == 10 and ratio < 100 else (1,)
-        axis.set_major_locator(LogLocator(asked.base, steps, numticks=7))
+        low, high = axis.get_view_interval()
+        powers = LogLocator(asked.base, (1, 2, 5) if asked.base == 10 and ratio < 100 else (1,), numticks=7)
+        inside = [value for value in powers.tick_values(low, high) if low <= value <= high]
+        axis.set_major_locator(powers if len(inside) > 1 else steps)
         axis.set_minor_locator(NullLocator())
-    else:
-        axis.set_major_locator(MaxNLocator(5, steps=(1, 2, 2.5, 5, 10), integer=asked.scale == "whole"))
+    elif axis.axis_name == "y" and not asked.ends:  # begin and end at a line
+        axis.axes.set_ylim(*steps.tick_values(min(known), max(known))[[0, -1]])
     if asked.ticks:
         axis.set_major_locator(FixedLocator(asked.ticks))
     axis.set_major_formatter(lambda value, _: asked.text(value))
