@@ -35,7 +35,7 @@ THEME = {
 _PAPER, _INK, _SOFT, _RULE, _PANEL, _REFERENCE = (
     THEME[name][0] for name in ("paper", "ink", "soft", "rule", "panel", "reference")
 )
-WIDTH, HEAT_MAP_WIDTH = 440, 400
+WIDTH, HEIGHT, HEAT_MAP_WIDTH = 440, 300, 400
 _ROOM_FOR_FIGURES = 32.0
 """Width of a cell that its percentage fits into."""
 _SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
@@ -91,6 +91,9 @@ class Axis:
     ticks: Sequence[float] = ()
     """Where the labels are; if empty, at round numbers."""
     text: Callable[[float], str] = "{:,.10g}".format
+    """Labels of ticks."""
+    say: Callable[[float], str] = "{:,.0f}".format
+    """A value as it is in tables and under the pointer."""
     base: int = 10
     """Of a logarithmic axis' round numbers."""
     ends: tuple[float, float] | None = None
@@ -106,7 +109,7 @@ class Mark:
 
 def length_axis(lengths: Iterable[int], title: str = "context length in tokens") -> Axis:
     """A logarithmic axis with a tick at each length."""
-    return Axis(title, "log", sorted(set(lengths)), short_tokens, 2)
+    return Axis(title, "log", sorted(set(lengths)), short_tokens, base=2)
 
 
 def short_tokens(tokens: float) -> str:
@@ -121,19 +124,22 @@ def line_chart(
     series: Sequence[Series],
     x: Axis,
     y: Axis,
-    hover: Callable[[Series, float, float], str],
     marks: Sequence[Mark] = (),
-    height: int = 300,
+    more: Callable[[Series, float], str] = lambda series, x: "",
 ) -> Markup:
     """A chart of lines over a common axis.
 
     Args:
-        hover: returns the text shown for a point, from its series and values.
+        more: what to show of a point beside its series and values.
     """
+
+    def hover(one: Series, at: Point) -> str:
+        return f"{one.name}\n{x.title} {x.say(at[0])}: {y.say(at[1])}{more(one, at[0])}"
+
     hovers = {}
-    with _drawing(WIDTH, height) as (figure, axes):
+    with _drawing(WIDTH, HEIGHT) as (figure, axes):
         for number, one in enumerate(series):
-            hovers[f"points-{number}"] = [hover(one, *at) for at in one.points if math.isfinite(at[1]) and one.markers]
+            hovers[f"points-{number}"] = [hover(one, at) for at in one.points if math.isfinite(at[1]) and one.markers]
             xs, ys = [at[0] for at in one.points], [at[1] for at in one.points]
             axes.plot(xs, ys, **one.style, gid=f"points-{number}", clip_on=False)
         _set_axis(axes.xaxis, x, [at[0] for one in series for at in one.points])
@@ -256,7 +262,8 @@ def _set_axis(axis: Any, asked: Axis, values: Iterable[float]) -> None:
         axis.set_major_locator(powers if len(inside) > 1 else steps)
         axis.set_minor_locator(NullLocator())
     elif axis.axis_name == "y" and not asked.ends:  # begin and end at a line
-        axis.axes.set_ylim(*steps.tick_values(min(known), max(known))[[0, -1]])
+        lines = steps.tick_values(min(known), max(known))
+        axis.axes.set_ylim(lines[0], lines[-1])
     if asked.ticks:
         axis.set_major_locator(FixedLocator(asked.ticks))
     axis.set_major_formatter(lambda value, _: asked.text(value))

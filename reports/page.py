@@ -3,7 +3,9 @@
 The markup is in Jinja's templates beside this file, which escape names of models, paths and other text that is not `Markup`.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from farsight.reports.charts import THEME, Series, map_scale, swatch
+from farsight.reports.charts import THEME, Axis, Mark, Series, line_chart, map_scale, swatch
 
 _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
@@ -50,8 +52,8 @@ def heading(text: str) -> Markup:
 
 
 def note(text: str) -> Markup:
-    """A sentence or two below a heading, on what is measured and how."""
-    return Markup('<p class="note">{}</p>').format(text)
+    """A sentence or two below a heading, on what is measured and how; what is between backticks is code."""
+    return Markup('<p class="note">{}</p>').format(Markup(re.sub("`(.*?)`", r"<code>\1</code>", Markup.escape(text))))
 
 
 def warning(text: str) -> Markup:
@@ -80,6 +82,29 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str, nu
 def figure(picture: Markup, caption: str, *beside: Markup) -> Markup:
     """A picture with its caption, and further parts beside it, usually a table of its figures."""
     return _PARTS.figure(picture, caption, beside)
+
+
+def line_figure(
+    lines: Sequence[Series],
+    x: Axis,
+    y: Axis,
+    captions: tuple[str, str],
+    marks: Sequence[Mark] = (),
+    more: Callable[[Series, float], str] = lambda series, x: "",
+    rows: Sequence[Sequence[str]] = (),
+) -> Markup:
+    """A legend, and a chart of lines beside a table of their figures.
+
+    Args:
+        captions: of the chart and of the table.
+        marks, more: see `line_chart`.
+        rows: further rows for the table.
+    """
+    known = [{at: y.say(value) for at, value in line.points if not math.isnan(value)} for line in lines]
+    places = sorted({at for line in lines for at, _ in line.points})
+    cells = [[x.say(at), *(values.get(at, "–") for values in known)] for at in places]
+    figures = table([x.title, *(line.name for line in lines)], [*cells, *rows], captions[1])
+    return legend(lines) + figure(line_chart(lines, x, y, marks, more), captions[0], figures)
 
 
 def panels(maps: Iterable[tuple[str, Markup, str]]) -> Markup:

@@ -48,16 +48,14 @@ def cost_parts(costs: Sequence[ModelCost]) -> list[Markup]:
     """Cache and prefill by context length."""
     return [
         note(
-            Markup(
-                "Calculated from each model's config, for one sequence. Past the trained length, scopes stay as trained or grow with the "
-                "sequence (<code>scope_max</code>); where both are possible, both are shown."
-            )
+            "Calculated from each model's config, for one sequence. Past the trained length, scopes stay as trained or grow with the "
+            "sequence (`scope_max`); where both are possible, both are shown."
         ),
         heading("KV cache"),
         *_figure(
             costs,
             "Cache",
-            Axis("bytes", "log", text=bytes_text, base=2),
+            Axis("bytes", "log", text=bytes_text, say=bytes_text, base=2),
             lambda c: (c.cache_bytes, c.dense_cache_bytes),
             lambda c: f"{c.cache_bytes:,} of {c.dense_cache_bytes:,} bytes",
             "Bytes that farsight generate allocates, in bfloat16: each key/value head keeps what the widest scope among its query "
@@ -67,7 +65,7 @@ def cost_parts(costs: Sequence[ModelCost]) -> list[Markup]:
         *_figure(
             costs,
             "Attention",
-            Axis("FLOPs", "log", text=flops_text),
+            Axis("FLOPs", "log", text=flops_text, say=flops_text),
             lambda c: (c.attention_flops, c.dense_attention_flops),
             lambda c: f"{c.pairs:,} of {c.dense_pairs:,} query-key pairs",
             "FLOPs of scores and values: 4 × head dimension for each query-key pair that a head sees, in all layers. Grey: "
@@ -92,12 +90,8 @@ def _figure(
     lines = [
         Series(c.name, [(cost.length, of(cost)[0]) for cost in c.costs], c.model.number, dashed=c.grown) for c in costs
     ]
-    says = {(c.name, cost.length): exactly(cost) for c in costs for cost in c.costs}
+    exact = {(c.name, cost.length): f"\n{exactly(cost)}" for c in costs for cost in c.costs}
     lengths = [cost.length for cost in costs[0].costs]
-
-    def hover(series: Series, length: float, figure: float) -> str:
-        exact = says.get((series.name, int(length)))
-        return f"{series.name}\n{length:,.0f} tokens: {y.text(figure)}" + (f"\n{exact}" if exact else "")
 
     column = dense if len(dense) == 1 else {}
     rows = [
@@ -113,7 +107,13 @@ def _figure(
     )
     return [
         legend([dataclasses.replace(references[0], name="dense"), *lines]),
-        figure(line_chart(references + lines, length_axis(lengths), y, hover), caption, figures),
+        figure(
+            line_chart(
+                references + lines, length_axis(lengths), y, (), lambda *at: exact.get((at[0].name, int(at[1])), "")
+            ),
+            caption,
+            figures,
+        ),
     ]
 
 

@@ -7,10 +7,11 @@ from markupsafe import Markup
 
 from farsight.json_files import or_nan
 from farsight.reports.charts import Axis, Series, heat_map, length_axis, line_chart, short_tokens
-from farsight.reports.page import figure, heading, legend, note, panels, table
+from farsight.reports.page import figure, heading, legend, line_figure, note, panels, table
 from farsight.reports.results import Result, labelled
-from farsight.reports.sections.plasticity import figure_text, layer_figure
+from farsight.reports.sections.plasticity import LAYER, figure_text, layer_figure
 
+PERPLEXITY = Axis("perplexity", "auto", say="{:.4g}".format)
 SAID = {
     "mask": "RoPE masked in one layer",
     "coarsen": "positions coarsened in one layer",
@@ -42,12 +43,9 @@ def show_layers(results: Sequence[Result]) -> list[Markup]:
     ]
     return [
         note(
-            Markup(
-                "δ: the cosine distance between correct and wrong texts after a layer. ρ: the increase in loss when one layer's RoPE base is "
-                "multiplied by γ. <code>farsight layers --help</code> says how both are measured; fine-tuning reads them from its profile."
-            )
+            "δ: the cosine distance between correct and wrong texts after a layer. ρ: the increase in loss when one layer's RoPE base is "
+            "multiplied by γ. `farsight layers --help` says how both are measured; fine-tuning reads them from its profile."
         ),
-        legend(delta),
         layer_figure(delta, "δ", "Sensitivity."),
         layer_figure(rho, "ρ", "Influence of RoPE; 0 where a layer has none."),
         table(header, rows, "Rank correlation of δ with ρ, and the top layers by each.", numbers=False),
@@ -56,11 +54,7 @@ def show_layers(results: Sequence[Result]) -> list[Markup]:
 
 def show_layer_probes(results: Sequence[Result]) -> list[Markup]:
     """Perplexity with one layer's positions masked or coarsened, or its output disturbed."""
-    parts = [
-        note(
-            Markup("Perplexity when one layer alone is disturbed. <code>farsight layer-probes --help</code> says how.")
-        )
-    ]
+    parts = [note("Perplexity when one layer alone is disturbed. `farsight layer-probes --help` says how.")]
     for probe in dict.fromkeys(result.values["probe"] for result in results):
         lines: list[Series] = []
         for r, name, n in labelled([result for result in results if result.values["probe"] == probe]):
@@ -76,8 +70,7 @@ def show_layer_probes(results: Sequence[Result]) -> list[Markup]:
             lines.append(Series(f"{name}, as it is", same, n, dashed=True, markers=False))
         parts += [
             heading(SAID.get(probe, probe)),
-            legend(lines),
-            layer_figure(lines, "perplexity", "Dashed: the model as it is.", 4, "auto"),
+            line_figure(lines, LAYER, PERPLEXITY, ("Dashed: the model as it is.", "By layer: perplexity.")),
         ]
     return parts
 
@@ -89,6 +82,7 @@ def show_probes(results: Sequence[Result]) -> list[Markup]:
         Series(name, [(float(layer["layer"]), or_nan(layer["error"])) for layer in r.values["layers"]], n)
         for r, name, n in found
     ]
+    error = Axis("mean error in tokens", say="{:.4g}".format)
     guesses = ", ".join(f"{name} {figure_text(r.values['guess'], 1)}" for r, name, _ in found)
     return [
         note(
@@ -97,8 +91,7 @@ def show_probes(results: Sequence[Result]) -> list[Markup]:
                 "trained on. Layer −1 is the embedding. The error of a constant guess: {}. <code>farsight probes --help</code> says how."
             ).format(guesses)
         ),
-        legend(lines),
-        layer_figure(lines, "mean error in tokens", "By layer.", 4),
+        line_figure(lines, LAYER, error, ("By layer.", "By layer: mean error in tokens.")),
         panels(_probe_map(name, r.values) for r, name, _ in found),
     ]
 
@@ -142,17 +135,14 @@ def show_order_awareness(results: Sequence[Result]) -> list[Markup]:
     chart = line_chart(
         lines,
         length_axis((int(x) for line in lines for x, _ in line.points), "distance of the exchanged tokens"),
-        Axis("relative change", "auto"),
-        lambda s, x, y: f"{s.name}\ntwo tokens exchanged {x:,.0f} tokens back: {y:.3g}",
+        Axis("relative change", "auto", say="{:.3g}".format),
     )
     rows = [[name, f"{r.values['horizon']:,}"] for r, name, _ in found]
     caption = "The widest span in which the model told every tested permutation apart."
     return [
         note(
-            Markup(
-                "How much the last token's hidden state changes when two neighbouring tokens at a distance before it swap places. "
-                "<code>farsight order-awareness --help</code> says how."
-            )
+            "How much the last token's hidden state changes when two neighbouring tokens at a distance before it swap places. "
+            "`farsight order-awareness --help` says how."
         ),
         legend(lines),
         figure(chart, "Median over texts.", table(["model", "horizon in tokens"], rows, caption)),
@@ -163,18 +153,16 @@ def show_grafts(results: Sequence[Result]) -> list[Markup]:
     """Perplexity of grafts by the layer where the two models meet (LASP, figure 4)."""
     parts = [
         note(
-            Markup(
-                "The first layers of one model before the last layers of another. <code>farsight graft-sweep --help</code> makes them."
-            )
+            "The first layers of one model before the last layers of another. `farsight graft-sweep --help` makes them."
         )
     ]
     for result in results:
         for length in result.values["plain"]["long"]["perplexity"]:
-            parts += [heading(f"{result.model.name}, {int(length):,} tokens"), *_graft_figure(result.values, length)]
+            parts += [heading(f"{result.model.name}, {int(length):,} tokens"), _graft_figure(result.values, length)]
     return parts
 
 
-def _graft_figure(values: Mapping[str, Any], length: str) -> list[Markup]:
+def _graft_figure(values: Mapping[str, Any], length: str) -> Markup:
     grafts = [
         Series(mode, [(float(p["depth"]), or_nan(p["perplexity"][length])) for p in points], place)
         for place, (mode, points) in enumerate(values["modes"].items())
@@ -183,21 +171,12 @@ def _graft_figure(values: Mapping[str, Any], length: str) -> list[Markup]:
     plain = [
         Series(
             f"{name} alone",
-            [(x, or_nan(one["perplexity"][length])) for x in (depths[0], depths[-1])],
+            [(x, or_nan(one["perplexity"][length])) for x in depths],
             2 + place,
             True,
             False,
         )
         for place, (name, one) in enumerate(values["plain"].items())
     ]
-    chart = line_chart(
-        grafts + plain,
-        Axis("layers from the front model", "whole"),
-        Axis("perplexity", "auto"),
-        lambda s, x, y: f"{s.name}\n{x:.0f} layers from the front model: {y:.4g}",
-    )
-    known = [dict(line.points) for line in grafts]
-    rows = [[f"{depth:.0f}", *(figure_text(points.get(depth), 2) for points in known)] for depth in depths]
-    figures = table(["layers from the front", *(line.name for line in grafts)], rows, "Perplexity of each graft.")
-    caption = f"base: {values['base']}; long: {values['long']}. Dashed: each alone."
-    return [legend(grafts + plain), figure(chart, caption, figures)]
+    captions = f"base: {values['base']}; long: {values['long']}. Dashed: each alone.", "Perplexity of each graft."
+    return line_figure(grafts + plain, Axis("layers from the front model", "whole"), PERPLEXITY, captions)

@@ -6,8 +6,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from farsight.reports.charts import Axis, Mark, Series, heat_map, length_axis, line_chart, short_tokens
-from farsight.reports.page import figure, folded, heading, legend, note, panels, table
+from farsight.reports.charts import Axis, Mark, Series, heat_map, length_axis, short_tokens
+from farsight.reports.page import folded, heading, line_figure, note, panels, table
 from farsight.reports.results import Result, labelled
 from farsight.reports.tools import Tool
 
@@ -33,17 +33,15 @@ def show(results: Sequence[Result]) -> list[Markup]:
     """A heat map of each reading for tasks with depths; lines over length for tasks without."""
     parts = [
         note(
-            Markup(
-                "The answer is hidden in a long text at some depth: 0 % is its start, 100 % its end, where the question is asked. "
-                "Figures are percentages of correct trials. <code>evals.needle</code> describes the tasks."
-            )
+            "The answer is hidden in a long text at some depth: 0 % is its start, 100 % its end, where the question is asked. "
+            "Figures are percentages of correct trials. `evals.needle` describes the tasks."
         )
     ]
     for task in dict.fromkeys(_task_of(result) for result in results):
         readings = _readings([result for result in results if _task_of(result) == task])
         parts.append(heading(task))
         if any(depth is None for reading in readings for _, depth in reading.cells):
-            parts += _over_length(readings)
+            parts.append(_over_length(readings))
         else:
             parts.append(panels(map(_needle_map, readings)))
             parts.append(folded("The same in numbers", *map(_needle_table, readings)))
@@ -106,7 +104,7 @@ def _needle_table(needles: Needles) -> Markup:
     return table(header, rows, f"{needles.name}: accuracy in percent by depth and context length in tokens.")
 
 
-def _over_length(readings: Sequence[Needles]) -> list[Markup]:
+def _over_length(readings: Sequence[Needles]) -> Markup:
     """Accuracy over length, with a line for each reading."""
     lines = [
         Series(
@@ -117,27 +115,17 @@ def _over_length(readings: Sequence[Needles]) -> list[Markup]:
         )
         for n in readings
     ]
-    lengths = sorted({length for n in readings for length in n.lengths})
     trained = sorted({n.trained_length for n in readings})
-    says = {
-        (line.name, length): _found(n.cells[length, None])
-        for line, n in zip(lines, readings, strict=True)
-        for length in n.lengths
-    }
-    chart = line_chart(
+    trials = {(n.name, length): n.cells[length, None]["trials"] for n in readings for length in n.lengths}
+    return line_figure(
         lines,
-        length_axis([*lengths, *trained]),
-        Axis("accuracy in percent", ends=(0, 100)),
-        lambda s, x, y: f"{s.name}\n{x:,.0f} tokens: {says[s.name, int(x)]}",
+        length_axis([*(length for n in readings for length in n.lengths), *trained]),
+        Axis("accuracy in percent", say="{:.1f}".format, ends=(0, 100)),
+        ("Dotted: the trained length.", "Accuracy in percent by context length."),
         [Mark(length, "trained") for length in trained],
+        lambda line, length: f" of {trials[line.name, int(length)]:,} trials",
+        [["mean", *(f"{100 * n.mean:.1f}" for n in readings)]],
     )
-    rows = [[f"{length:,}", *(_percent_of(n.cells.get((length, None))) for n in readings)] for length in lengths]
-    rows.append(["mean", *(f"{100 * n.mean:.1f}" for n in readings)])
-    header = ["tokens", *(line.name for line in lines)]
-    return [
-        legend(lines),
-        figure(chart, "Dotted: the trained length.", table(header, rows, "Accuracy in percent by context length.")),
-    ]
 
 
 def _depth(depth: float) -> str:

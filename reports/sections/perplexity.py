@@ -3,18 +3,25 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from markupsafe import Markup
 
 from farsight.evals.windows import Windows
 from farsight.reports.charts import Axis, Mark, Series, length_axis, line_chart, short_tokens
-from farsight.reports.page import figure, folded, heading, legend, note, table, warning
+from farsight.reports.page import figure, folded, heading, legend, line_figure, note, table, warning
 from farsight.reports.results import Result, labelled, names
 from farsight.reports.tools import Tool, is_number
 
 GROWN = "lengths_scope_length"
+
+
+def perplexity_text(value: float) -> str:
+    return f"{value:,.3f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+PERPLEXITY_AXIS = Axis("perplexity", "auto", say=perplexity_text)
 
 
 def show(results: Sequence[Result]) -> list[Markup]:
@@ -25,28 +32,19 @@ def show(results: Sequence[Result]) -> list[Markup]:
             points = [(float(length), value) for length, value in result.values.get(key, {}).items()]
             if points:
                 lines.append(Series(name + more, sorted(points), number, dashed=key == GROWN))
-    lengths = sorted({int(x) for line in lines for x, _ in line.points})
     trained = sorted({result.values.get("trained_length", result.model.config.trained_length) for result in results})
-    chart = line_chart(
-        lines,
-        length_axis([*lengths, *trained]),
-        Axis("perplexity", "auto"),
-        lambda s, x, y: f"{s.name}\n{x:,.0f} tokens: {perplexity_text(y)}",
-        [Mark(t, "trained") for t in trained],
-    )
-    caption = "Dotted: the trained length. " + "Dashed: with scopes grown with the length." * any(
-        s.dashed for s in lines
-    )
+    x = length_axis([*(int(at) for line in lines for at, _ in line.points), *trained])
+    if len(trained) == 1:
+        x = replace(x, say=lambda length: f"{length:,.0f}" + " (trained)" * (length == trained[0]))
+    dashed = "Dashed: with scopes grown with the length." * any(line.dashed for line in lines)
+    captions = f"Dotted: the trained length. {dashed}", "Perplexity by context length."
     return [
         note(
-            Markup(
-                "exp of the mean negative log-likelihood: of the last 256 tokens in each window of a length or, with sliding windows, of "
-                "every token once. Lower is better. <code>evals.perplexity</code> says how windows are cut."
-            )
+            "exp of the mean negative log-likelihood: of the last 256 tokens in each window of a length or, with sliding windows, of "
+            "every token once. Lower is better. `evals.perplexity` says how windows are cut."
         ),
         _comparable(results),
-        legend(lines),
-        figure(chart, caption, _by_length(lines, lengths, trained)),
+        line_figure(lines, x, PERPLEXITY_AXIS, captions, [Mark(t, "trained") for t in trained]),
         *_by_position(results),
     ]
 
@@ -64,21 +62,6 @@ def _comparable(results: Sequence[Result]) -> Markup:
             "The text has different numbers of tokens: tokenizers differ, so perplexities per token cannot be compared."
         )
     return note(f"Text: {next(iter(texts))}.")
-
-
-def _by_length(lines: Sequence[Series], lengths: Sequence[int], trained: Sequence[int]) -> Markup:
-    known = [dict(line.points) for line in lines]
-    rows = []
-    for length in lengths:
-        mark = " (trained)" if length in trained and len(trained) == 1 else ""
-        rows.append([f"{length:,}{mark}", *(perplexity_text(values.get(length)) for values in known)])
-    return table(["tokens", *(line.name for line in lines)], rows, "Perplexity by context length.")
-
-
-def perplexity_text(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.3f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
 @dataclass(frozen=True)
@@ -138,8 +121,8 @@ def _by_position(results: Sequence[Result]) -> list[Markup]:
     chart = line_chart(
         lines,
         Axis("tokens before the predicted one", "log", text=short_tokens, base=2),
-        Axis("perplexity", "auto"),
-        lambda s, x, y: f"{s.name}\n{says[s.name, x]} tokens before: {perplexity_text(y)}",
+        PERPLEXITY_AXIS,
+        more=lambda line, middle: f"\nmean of {says[line.name, middle]}",
     )
     first, *others = _position_tables([*drawn, *(curve for curve in [*ratio, *even] if curve not in drawn)])
     more = [folded("Other lengths and parts", *others)] if others else []

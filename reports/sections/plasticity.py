@@ -3,16 +3,17 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from markupsafe import Markup
 
 from farsight.analysis.plasticity.options import TARGET_DROP
 from farsight.json_files import or_nan
 from farsight.reports.charts import Axis, Series, heat_map, line_chart, short_tokens
-from farsight.reports.page import figure, folded, heading, legend, note, panels, table
+from farsight.reports.page import figure, folded, heading, legend, line_figure, note, panels, table
 from farsight.reports.results import Result, labelled
 
+LAYER = Axis("layer", "whole")
 CLASSES = ("position-dominated", "Q-positional", "K-positional", "content-focused", "mixed")
 
 
@@ -21,25 +22,9 @@ def figure_text(value: float | None, digits: int = 3) -> str:
     return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
-def layer_figure(
-    lines: Sequence[Series], title: str, caption: str, digits: int = 3, scale: Literal["linear", "auto"] = "linear"
-) -> Markup:
-    """A chart of lines over layers, with a table of their figures.
-
-    Args:
-        digits: of the figures.
-        scale: of the chart's vertical axis; see `Axis`.
-    """
-    layers = sorted({x for line in lines for x, _ in line.points})
-    known = [dict(line.points) for line in lines]
-    rows = [
-        [f"{layer:.0f}", *("–" if math.isnan(of.get(layer, math.nan)) else f"{of[layer]:.{digits}g}" for of in known)]
-        for layer in layers
-    ]
-    chart = line_chart(
-        lines, Axis("layer", "whole"), Axis(title, scale), lambda s, x, y: f"{s.name}\nlayer {x:.0f}: {y:.{digits}g}"
-    )
-    return figure(chart, caption, table(["layer", *(line.name for line in lines)], rows, f"By layer: {title}."))
+def layer_figure(lines: Sequence[Series], title: str, caption: str) -> Markup:
+    """A legend, and a chart of lines over layers beside a table of their figures."""
+    return line_figure(lines, LAYER, Axis(title, say="{:.3g}".format), (caption, f"By layer: {title}."))
 
 
 def by_layer(values: Mapping[str, Mapping[str, Any]], key: str) -> list[tuple[float, float]]:
@@ -64,8 +49,7 @@ def _profile_parts(results: Sequence[Result]) -> list[Markup]:
     chart = line_chart(
         profiles,
         Axis("position of the query in tokens"),
-        Axis("attention plasticity", ends=(0, 1)),
-        lambda s, x, y: f"{s.name}\nqueries at {x:,.0f}: {y:.3f}",
+        Axis("attention plasticity", say="{:.3f}".format, ends=(0, 1)),
     )
     drops = [Series(name, by_layer(r.values["layers"], "drop"), n) for r, name, n in found]
     header = ["model", "0–20 %", "20–40 %", "40–60 %", "60–80 %", "80–100 %", "overall", "drop", "target"]
@@ -80,10 +64,8 @@ def _profile_parts(results: Sequence[Result]) -> list[Markup]:
     caption = f"Means over fifths of the context; the drop is the first minus the last, and the target is a drop below {TARGET_DROP:.2f}."
     return [
         note(
-            Markup(
-                "How likely a random query is to change which of two earlier keys a head prefers: 1 if the query alone decides, 0 if "
-                "positions do. Mean over heads. <code>farsight plasticity --help</code> says how it is computed."
-            )
+            "How likely a random query is to change which of two earlier keys a head prefers: 1 if the query alone decides, 0 if "
+            "positions do. Mean over heads. `farsight plasticity --help` says how it is computed."
         ),
         legend(profiles),
         figure(chart, "By the position of the query.", table(header, rows, caption)),
@@ -157,13 +139,10 @@ def show_geometry(results: Sequence[Result]) -> list[Markup]:
     ]
     return [
         note(
-            Markup(
-                "Bias strength: how much the mean query's score grows if a key comes a whole context later; above 0, late keys are "
-                "favoured. Classes: whether the first principal component of queries and of keys follows position. "
-                "<code>farsight geometry --help</code> says how both are computed."
-            )
+            "Bias strength: how much the mean query's score grows if a key comes a whole context later; above 0, late keys are "
+            "favoured. Classes: whether the first principal component of queries and of keys follows position. "
+            "`farsight geometry --help` says how both are computed."
         ),
-        legend(bias),
         layer_figure(bias, "bias strength × context", "Mean of each layer's heads, before scores are divided by √H."),
         table(
             ["model", "bias × context", "recency heads", *CLASSES],

@@ -95,9 +95,8 @@ def losses_section(models: Sequence[NamedModel]) -> Markup:
     scaled = [dataclasses.replace(s, points=[(x / size, y) for x, y in s.points]) for s in drawn]
     chart = line_chart(
         scaled,
-        Axis(f"{unit} tokens"),
-        Axis("loss, nats per token"),
-        lambda s, x, y: f"{s.name}\n{x:,.4g} {unit} tokens\nloss {y:.4f}",
+        Axis(f"{unit} tokens", say="{:,.4g}".format),
+        Axis("loss, nats per token", say="{:.4f}".format),
         [Mark(mark / size) for mark in sorted(marks)],
     )
     caption = "Thin: the loss at logged training steps. With markers: the mean over held-out documents."

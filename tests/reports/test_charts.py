@@ -51,8 +51,8 @@ def test_points_stand_where_their_values_are(scale):
     draw = random.Random(4)
     points = [(draw.uniform(3, 9000), draw.uniform(0.02, 700)) for _ in range(40)]
     series = [Series("a", points[:30], 0), Series("b", [*points[30:], (50.0, math.nan)], 1, dashed=True)]
-    axes = Axis("across", scale), Axis("up", scale)
-    svg = line_chart(series, *axes, lambda s, x, y: f"{s.name} {x} {y}", [Mark(100.0, "here"), Mark(200.0)])
+    axes = Axis("across", scale, say=repr), Axis("up", scale, say=repr)
+    svg = line_chart(series, *axes, [Mark(100.0, "here"), Mark(200.0)], lambda s, x: f" of {s.name}{x:.0f}")
     chart = ElementTree.fromstring(svg)
     across = [(x, value) for x, _, value in labels(chart, "middle")]
     lines = sorted({place(e)[1] for e in chart.iter("path") if "--rule" in e.get("style") and not e.get("transform")})
@@ -69,7 +69,7 @@ def test_points_stand_where_their_values_are(scale):
         assert x_of(at[0]) == pytest.approx(x, rel=2e-3, abs=0.3)
         assert y_of(at[1]) == pytest.approx(y, rel=1e-2, abs=0.05)
         name = "b" if "fill: var(--paper)" in element.get("style") else "a"
-        assert element.find("title").text == f"{name} {x} {y}"
+        assert element.find("title").text == f"{name}\nacross {x}: {y} of {name}{x:.0f}"
         assert f"var(--series-{'ab'.index(name)})" in element.get("style")
     upright = [e for e in chart.iter("path") if re.fullmatch(r"M ([\d.]+) [\d.]+ L \1 [\d.]+", e.get("d"))]
     (dotted,) = [e for e in upright if "stroke-dasharray" in e.get("style")]
@@ -87,7 +87,7 @@ def test_axes_have_ticks_and_labels_that_do_not_touch():
         ys = [low * draw.uniform(1, 10 ** draw.uniform(0.01, 6)) for _ in range(3)]
         xs = sorted(draw.randrange(1, 2**20) for _ in ys)
         for scale, x in (("linear", length_axis(xs)), ("auto", Axis("x")), ("log", Axis("x", "log", base=2))):
-            svg = line_chart([Series("", list(zip(xs, ys, strict=True)), 0)], x, Axis("y", scale), lambda *_: "")
+            svg = line_chart([Series("", list(zip(xs, ys, strict=True)), 0)], x, Axis("y", scale))
             chart = ElementTree.fromstring(svg)
             middle = [text for text in chart.iter("text") if "middle" in text.get("style")]
             across = sorted((float(text.get("x")), text.text) for text in middle)
@@ -105,7 +105,7 @@ def test_axes_have_ticks_and_labels_that_do_not_touch():
 def test_lengths_are_written_short():
     said = [short_tokens(tokens) for tokens in (1, 512, 1000, 1024, 1536, 131072, 2**20)]
     assert said == ["1", "512", "1,000", "1k", "1,536", "128k", "1M"]
-    svg = line_chart([Series("", [(4096, 1), (512, 2)], 0)], length_axis([4096, 512, 4096]), Axis("y"), lambda *_: "")
+    svg = line_chart([Series("", [(4096, 1), (512, 2)], 0)], length_axis([4096, 512, 4096]), Axis("y"))
     assert [text for text in re.findall(r">([^<>]+)</text>", svg) if text in ("512", "4k")] == ["512", "4k"]
 
 
@@ -138,7 +138,7 @@ def test_heat_maps_show_each_cell_in_its_colour():
 
 def test_charts_take_the_page_s_colours_and_fonts():
     charts = [
-        line_chart([Series("<b>&", [(0, 1), (1, 2)], number) for number in range(7)], Axis("x"), Axis("y"), lambda s, *_: s.name),
+        line_chart([Series("<b>&", [(0, 1), (1, 2)], number) for number in range(7)], Axis("x"), Axis("y")),
         heat_map(["1"], ["2"], {(0, 0): 0.3}, lambda *_: "", ("x", "y")),
         swatch(Series("", (), None, dashed=True)),
     ]  # fmt: skip
@@ -147,7 +147,7 @@ def test_charts_take_the_page_s_colours_and_fonts():
         assert not re.search(r"font|url\(|href|\bid=|http", svg)
         assert not any(light in svg for light, _ in THEME.values())
     assert set(re.findall(r"--series-\d", charts[0])) == {f"--series-{number}" for number in range(7)}
-    assert charts[0].count("<title>&lt;b&gt;&amp;</title>") == 14
+    assert charts[0].count("<title>&lt;b&gt;&amp;\nx ") == 14
     # The colours of maps stay as they are.
     fixed = {matplotlib.colors.to_hex(matplotlib.colormaps["viridis"](n)) for n in range(256)} | {"#ffffff", "#000000"}
     assert not fixed & {light for light, _ in THEME.values()}

@@ -172,7 +172,7 @@ def test_every_figure_of_the_files_is_in_a_table(two_models, tmp_path):
     assert [[part, figure] for part, figure in zip(["1", "2–15", "16–63", "64–255"], by_ratio, strict=True)] == [
         row for row in page.rows if row[1] in by_ratio
     ]
-    assert any(title.endswith(f"2–15 tokens before: {by_ratio[1]}") for title in page.titles)
+    assert any(title.endswith(f": {by_ratio[1]}\nmean of 2–15") for title in page.titles)
     for values in (passkey, words):
         for key in ("cells", "cells_scope_length"):
             assert {f"{100 * cell['accuracy']:.1f}" for cell in values[key]} <= cells
