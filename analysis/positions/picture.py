@@ -72,7 +72,7 @@ def _draw_wavelengths(axes: Any, config: ModelConfig, layers: Sequence[LayerPosi
     axes.axhline(length, color=PALETTE[1], linewidth=1, linestyle=":", label=f"{length:,} tokens")
     original = getattr(host, "original_length", None)
     if original:
-        axes.axhline(original, color=PALETTE[6], linewidth=1, linestyle=":", label=f"{original:,} tokens, originally")
+        axes.axhline(original, color=PALETTE[3], linewidth=1, linestyle="-.", label=f"{original:,} tokens, originally")
     rotated = [n for numbers in layers_of.values() for n in numbers]
     still = [n for n in range(len(layers)) if n not in rotated]
     title = "wavelengths of RoPE" + (f" (not in {_layers(still, len(layers))})" if still else "")
