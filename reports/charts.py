@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Literal
 from xml.etree import ElementTree
 
@@ -146,19 +147,15 @@ def line_chart(
         _set_axis(axes.yaxis, y, [at[1] for one in series for at in one.points])
         axes.grid(False, axis="x")
         for mark in marks:
-            dots = (
-                {"color": _SOFT, "linestyle": (0, (1, 3)), "linewidth": 1}
-                if mark.label
-                else {"color": _RULE, "linewidth": 2}
-            )
-            axes.axvline(mark.x, **dots, zorder=0)
+            colour, line, width = (_SOFT, (0, (1, 3)), 1) if mark.label else (_RULE, "-", 2)
+            axes.axvline(mark.x, color=colour, linestyle=line, linewidth=width, zorder=0)
         top = axes.get_xaxis_transform()
         labels = [axes.text(mark.x, 1.02, mark.label, transform=top, ha="center") for mark in marks if mark.label]
         axes.set_title(y.title, loc="left", pad=22 if labels else 8, color=_INK)
         axes.set_xlabel(x.title, loc="right", color=_INK)
         _keep_apart(figure, [axes.get_xticklabels(), labels])
         said = f"{y.title} over {x.title}: {', '.join(dict.fromkeys(one.name for one in series))}"
-        return _svg(figure, f'class="chart" role="img" aria-label="{Markup.escape(said)}"', hovers)
+        return _svg(figure, "chart", said, hovers)
 
 
 def heat_map(
@@ -198,8 +195,7 @@ def heat_map(
         if axes.get_window_extent().width / len(columns) >= _ROOM_FOR_FIGURES:
             write_cells(axes, mesh, values, lambda share: f"{100 * share:.0f}")
         said = f"{of} by {titles[0]} and {titles[1]}"
-        label = f'class="chart" role="img" aria-label="{Markup.escape(said)}"'
-        return _svg(figure, label, {"cells": [hover(*place) for place in places]})
+        return _svg(figure, "chart", said, {"cells": [hover(*place) for place in places]})
 
 
 @cache
@@ -207,7 +203,7 @@ def map_scale() -> Markup:
     """The colours of heat maps from 0 to 1."""
     with _drawing(220, 12, whole=True) as (figure, axes):
         _cells(axes, [[number / 10 for number in range(11)]])
-        return _svg(figure, 'class="scale" aria-hidden="true"', {})
+        return _svg(figure, "scale")
 
 
 def swatch(series: Series) -> Markup:
@@ -220,7 +216,7 @@ def _swatch(number: int | None, dashed: bool, markers: bool) -> Markup:
     with _drawing(34, 12, whole=True) as (figure, axes):
         axes.plot([1, 17, 33], [0, 0, 0], **Series("", (), number, dashed, markers).style, markevery=[1])
         axes.set(xlim=(0, 34), ylim=(-1, 1))
-        return _svg(figure, 'class="swatch" aria-hidden="true"', {})
+        return _svg(figure, "swatch")
 
 
 @contextmanager
@@ -282,11 +278,12 @@ def _keep_apart(figure: Any, rows: Iterable[Sequence[Any]]) -> None:
             free = place.x0 - 6 if label.get_visible() else free
 
 
-def _svg(figure: Any, attributes: str, hovers: Mapping[str, Sequence[str]]) -> Markup:
+def _svg(figure: Any, kind: str, label: str = "", hovers: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Markup:
     """The figure as an element of a page.
 
     Args:
-        attributes: of the element, as HTML.
+        kind: its class.
+        label: says what it shows; decorations have none.
         hovers: texts for the points or cells of matplotlib's artists, by their ids.
     """
     file = io.StringIO()
@@ -312,7 +309,8 @@ def _svg(figure: Any, attributes: str, hovers: Mapping[str, Sequence[str]]) -> M
         kept = {key: value for key, value in element.items() if key not in ("id", "clip-path")}
         element.attrib = {key: _for_page(value) for key, value in kept.items() if "rotate(-0" not in value}
     body = "".join(ElementTree.tostring(child, encoding="unicode", method="html") for child in root)
-    return Markup('<svg viewBox="{}" ' + attributes + ">{}</svg>").format(root.get("viewBox"), Markup(body))
+    role = Markup('role="img" aria-label="{}"').format(label) if label else Markup('aria-hidden="true"')
+    return Markup('<svg viewBox="{}" class="{}" {}>{}</svg>').format(root.get("viewBox"), kind, role, Markup(body))
 
 
 def _for_page(attribute: str) -> str:

@@ -138,7 +138,7 @@ def test_heat_maps_show_each_cell_in_its_colour():
 
 def test_charts_take_the_page_s_colours_and_fonts():
     charts = [
-        line_chart([Series("<b>&", [(0, 1), (1, 2)], number) for number in range(7)], Axis("x"), Axis("y")),
+        line_chart([Series("<b>&{x}", [(0, 1), (1, 2)], number) for number in range(7)], Axis("x"), Axis("y")),
         heat_map(["1"], ["2"], {(0, 0): 0.3}, lambda *_: "", ("x", "y")),
         swatch(Series("", (), None, dashed=True)),
     ]  # fmt: skip
@@ -147,7 +147,7 @@ def test_charts_take_the_page_s_colours_and_fonts():
         assert not re.search(r"font|url\(|href|\bid=|http", svg)
         assert not any(light in svg for light, _ in THEME.values())
     assert set(re.findall(r"--series-\d", charts[0])) == {f"--series-{number}" for number in range(7)}
-    assert charts[0].count("<title>&lt;b&gt;&amp;\nx ") == 14
+    assert charts[0].count("<title>&lt;b&gt;&amp;{x}\nx ") == 14
     # The colours of maps stay as they are.
     fixed = {matplotlib.colors.to_hex(matplotlib.colormaps["viridis"](n)) for n in range(256)} | {"#ffffff", "#000000"}
     assert not fixed & {light for light, _ in THEME.values()}
