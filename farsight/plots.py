@@ -41,11 +41,10 @@ STYLE: dict[str, Any] = {
 def styled(more: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Draws in our style inside, with `more` of matplotlib's settings."""
     import matplotlib
-    from cycler import cycler
 
     settings: Any = {
         **STYLE,
-        "axes.prop_cycle": cycler(color=PALETTE),
+        "axes.prop_cycle": matplotlib.cycler(color=PALETTE),
         **(more or {}),
     }  # keys are matplotlib's literals
     with matplotlib.rc_context(settings):

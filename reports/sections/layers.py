@@ -86,10 +86,8 @@ def show_probes(results: Sequence[Result]) -> list[Markup]:
     guesses = ", ".join(f"{name} {figure_text(r.values['guess'], 1)}" for r, name, _ in found)
     return [
         note(
-            Markup(
-                "A small network predicts positions from hidden states; shown is its mean error in tokens on sequences that it was not "
-                "trained on. Layer −1 is the embedding. The error of a constant guess: {}. <code>farsight probes --help</code> says how."
-            ).format(guesses)
+            "A small network predicts positions from hidden states; shown is its mean error in tokens on sequences that it was not "
+            f"trained on. Layer −1 is the embedding. The error of a constant guess: {guesses}. `farsight probes --help` says how."
         ),
         line_figure(lines, LAYER, error, ("By layer.", "By layer: mean error in tokens.")),
         panels(_probe_map(name, r.values) for r, name, _ in found),

@@ -151,6 +151,8 @@ def test_the_page_stands_alone_and_escapes_names(two_models, tmp_path):
     page = Page(text)  # closes what it opens
     assert text.startswith("<!DOCTYPE html>")
     assert any(HOSTILE in said for said in page.texts)
+    assert "evals.perplexity" in page.texts  # in a tag of its own
+    assert not any(mark in said for said in page.texts for mark in ("<code", "<small", "<span", "`"))
     assert not {"script", "iframe", "object", "embed", "img", "base"} & {tag for tag, _ in page.tags}
     for tag, attributes in page.tags:
         assert not any(name.startswith("on") for name in attributes), (tag, attributes)
