@@ -22,6 +22,7 @@ MARKERS = "osD^v<>"
 STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.grid": True,
+    "axes.prop_cycle": f"cycler(color={list(PALETTE)})",
     "axes.titlesize": "medium",
     "figure.titlesize": "medium",
     "font.family": "DejaVu Sans",  # comes with matplotlib
@@ -42,11 +43,7 @@ def styled(more: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Draws in our style inside, with `more` of matplotlib's settings."""
     import matplotlib
 
-    settings: Any = {
-        **STYLE,
-        "axes.prop_cycle": matplotlib.cycler(color=PALETTE),
-        **(more or {}),
-    }  # keys are matplotlib's literals
+    settings: Any = {**STYLE, **(more or {})}  # matplotlib's types list every key
     with matplotlib.rc_context(settings):
         yield
 
