@@ -1,18 +1,26 @@
 """Writing files and folders atomically, and never over files that Farsight did not write."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from farsight.errors import UserError
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes a file atomically; if several nodes write it, the last one wins."""
+@contextmanager
+def written_whole(path: Path) -> Iterator[Path]:
+    """Yields a name to write a file under, which becomes `path` at the end; if several nodes write it, the last one wins."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_text(text, encoding="utf-8")
+    yield part
     part.replace(path)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file atomically."""
+    with written_whole(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def prepare_file(path: Path) -> None:

@@ -10,10 +10,6 @@ from typing import Any
 from farsight.errors import UserError
 from farsight.files import prepare_file, write_text
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
-"""A palette that colour-blind people can tell apart (Okabe and Ito, 2008)."""
-_MARKERS = "osD^v<>"
-
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Adds --json and --picture."""
@@ -55,21 +51,3 @@ def short_names(folders: Collection[str]) -> list[str]:
         if len(set(names)) == len(names):
             break
     return names
-
-
-def model_style(number: int, grown: bool = False) -> dict[str, Any]:
-    """Line style of a model in matplotlib's terms.
-
-    Args:
-        number: the model's place on the command line.
-        grown: dashed and hollow, for figures measured with scopes that grow with the sequence.
-    """
-    colour = _COLOURS[number % len(_COLOURS)]
-    marker = _MARKERS[(number + number // len(_COLOURS)) % len(_MARKERS)]
-    return {
-        "color": colour,
-        "marker": marker,
-        "markersize": 5,
-        "linestyle": "--" if grown else "-",
-        "markerfacecolor": "white" if grown else colour,
-    }

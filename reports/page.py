@@ -1,100 +1,129 @@
-"""Parts of a self-contained HTML page, which needs no network and no script.
+"""A self-contained HTML page, which needs no network and no script, and its parts.
 
-Parts are elements rather than text, so names of models and paths are escaped when the page is written, and every tag closes.
+The markup is in Jinja's templates beside this file, which escape names of models, paths and other text that is not `Markup`.
 """
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
+from typing import Any
 
-Part = Element | str
-"""An element or plain text."""
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-ALLOWED = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-"""What a browser may load or run: only the page's own styles and images."""
+from farsight.reports.charts import THEME, Axis, Mark, Series, line_chart, map_scale, swatch
 
-
-def tag(name: str, /, *children: Part | None, **attributes: object) -> Element:
-    """An element; `class_` becomes the attribute class, `stroke_width` stroke-width, and None leaves an attribute out."""
-    given = {key.rstrip("_").replace("_", "-"): str(value) for key, value in attributes.items() if value is not None}
-    element = Element(name, given)
-    for child in children:
-        if isinstance(child, Element):
-            element.append(child)
-        elif child is not None and len(element):
-            element[-1].tail = (element[-1].tail or "") + child
-        elif child is not None:
-            element.text = (element.text or "") + child
-    return element
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+)
+_PARTS: Any = _TEMPLATES.get_template("parts.html").module  # has the macros as attributes
 
 
-def page(title: str, *parts: Part) -> str:
-    """The text of the whole file, headed by `title`."""
-    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
-    html = tag(
-        "html",
-        tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            tag("meta", http_equiv="Content-Security-Policy", content=ALLOWED),
-            tag("link", rel="icon", href="data:,"),
-            tag("title", title),
-            tag("style", style),
-        ),
-        tag("body", tag("main", tag("h1", title), *parts)),
-        lang="en",
+def page(
+    title: str, intro: str, sections: Sequence[Markup], made_by: str, files: Sequence[Path], notes: Sequence[str] = ()
+) -> str:
+    """The text of the whole file.
+
+    Args:
+        made_by: the command line, shown at the page's end.
+        files: what the figures come from.
+        notes: sentences for the page's end.
+    """
+    text = _TEMPLATES.get_template("page.html").render(
+        title=title,
+        intro=f"{intro} Made on {datetime.now():%d %B %Y, %H:%M}.",
+        sections=sections,
+        made_by=made_by,
+        files=dict.fromkeys(map(str, files)),
+        notes=notes,
+        theme=THEME,
     )
-    text = "<!DOCTYPE html>\n" + ElementTree.tostring(html, encoding="unicode", method="html") + "\n"
     return text.encode("utf-8", "replace").decode("utf-8")  # file names may not be valid UTF-8
 
 
-def section(heading: str, *parts: Part | None) -> Element:
-    return tag("section", tag("h2", heading), *parts, id="-".join(heading.lower().split()))
+def section(heading: str, *parts: Markup) -> Markup:
+    return _PARTS.section(heading, parts)
 
 
-def note(*parts: Part) -> Element:
-    """A sentence or two below a heading, on what is measured and how."""
-    return tag("p", *parts, class_="note")
+def heading(text: str) -> Markup:
+    return Markup("<h3>{}</h3>").format(text)
 
 
-def warning(*parts: Part) -> Element:
+def note(text: str) -> Markup:
+    """A sentence or two below a heading, on what is measured and how; what is between backticks is code."""
+    words = [
+        Markup("<code>{}</code>").format(part) if number % 2 else part for number, part in enumerate(text.split("`"))
+    ]
+    return Markup('<p class="note">{}</p>').format(Markup().join(words))
+
+
+def warning(text: str) -> Markup:
     """Something to know before comparing figures."""
-    return tag("p", *parts, class_="warning")
+    return Markup('<p class="warning">{}</p>').format(text)
 
 
-def command(text: str) -> Element:
-    """A command line to copy."""
-    return tag("pre", tag("code", text), class_="command")
+def small(text: str, more: str) -> Markup:
+    """Text with more in a softer colour after it."""
+    return Markup("{} <small>{}</small>").format(text, more)
 
 
-def missing(what: str, commands: Sequence[str]) -> Element:
+def missing(what: str, commands: Sequence[str]) -> Markup:
     """Stands in for figures that were not measured, with the commands that measure them."""
-    return tag("div", tag("p", what), *map(command, commands), class_="missing")
+    return _PARTS.missing(what, commands)
 
 
-def table(header: Sequence[Part], rows: Iterable[Sequence[Part]], caption: str, numbers: bool = True) -> Element:
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str, numbers: bool = True) -> Markup:
     """A table whose first column names its rows; with `numbers`, the other columns are right-aligned.
 
     A table wider than the screen scrolls under its caption.
     """
-    head = tag("tr", *(tag("th", cell, scope="col") for cell in header))
-    body = [tag("tr", tag("th", row[0], scope="row"), *(tag("td", cell) for cell in row[1:])) for row in rows]
-    element = tag(
-        "table", tag("thead", head), tag("tbody", *body), class_="numbers" if numbers else None, aria_label=caption
-    )
-    return tag(
-        "div", tag("p", caption, class_="caption"), tag("div", element, class_="scrolls", tabindex="0"), class_="table"
-    )
+    return _PARTS.table(header, list(rows), caption, numbers)
 
 
-def figure(picture: Element, caption: str, *beside: Part) -> Element:
+def figure(picture: Markup, caption: str, *beside: Markup) -> Markup:
     """A picture with its caption, and further parts beside it, usually a table of its figures."""
-    drawn = tag("figure", picture, tag("figcaption", caption))
-    return tag("div", drawn, *beside, class_="beside" if beside else None)
+    return _PARTS.figure(picture, caption, beside)
 
 
-def folded(summary: str, *parts: Part) -> Element:
+def line_figure(
+    lines: Sequence[Series],
+    x: Axis,
+    y: Axis,
+    captions: tuple[str, str],
+    marks: Sequence[Mark] = (),
+    more: Callable[[Series, float], str] = lambda series, x: "",
+    rows: Sequence[Sequence[str]] = (),
+) -> Markup:
+    """A legend, and a chart of lines beside a table of their figures.
+
+    Args:
+        captions: of the chart and of the table.
+        marks, more: see `line_chart`.
+        rows: further rows for the table.
+    """
+    known = [{at: y.say(value) for at, value in line.points if not math.isnan(value)} for line in lines]
+    places = sorted({at for line in lines for at, _ in line.points})
+    cells = [[x.say(at), *(values.get(at, "–") for values in known)] for at in places]
+    figures = table([x.title, *(line.name for line in lines)], [*cells, *rows], captions[1])
+    return legend(lines) + figure(line_chart(lines, x, y, marks, more), captions[0], figures)
+
+
+def panels(maps: Iterable[tuple[str, Markup, str]]) -> Markup:
+    """Heat maps side by side, each with its name and caption, below their common scale."""
+    return _PARTS.panels(map_scale(), list(maps))
+
+
+def legend(series: Iterable[Series]) -> Markup:
+    """A legend of lines, which charts below one another may share."""
+    return _PARTS.legend([(swatch(one), one.name) for one in series])
+
+
+def folded(summary: str, *parts: Markup) -> Markup:
     """Parts that unfold with a click, and in print."""
-    return tag("details", tag("summary", summary), *parts)
+    return _PARTS.folded(summary, parts)
+
+
+def facts(entries: Mapping[str, str]) -> Markup:
+    """A list of names with their values."""
+    return _PARTS.facts(entries)

@@ -101,6 +101,11 @@ def line_numbers(results: Sequence[Result]) -> list[int]:
     return numbers
 
 
+def labelled(results: Sequence[Result]) -> list[tuple[Result, str, int]]:
+    """Each result of one kind with its name and its colour number."""
+    return list(zip(results, names(results), line_numbers(results), strict=True))
+
+
 def _of(file: Path, source: Source, models: Sequence[NamedModel], owner: NamedModel | None) -> list[Result]:
     """Results in a file for the models that it names, or for its owner if it names no other model.
 

@@ -9,6 +9,7 @@ import torch
 from farsight.analysis.capture.samples import Samples
 from farsight.analysis.geometry.pca import HIGH, LOW
 from farsight.analysis.geometry.rotation import planar_rotation
+from farsight.plots import GREY, PALETTE, picture, whole_numbers
 
 _MOST_POINTS = 4000
 """Points to draw of a head's queries, and of its keys; more would only overlap."""
@@ -22,48 +23,35 @@ def draw(figures: dict[str, Any], samples: Samples, path: Path) -> None:
         samples: what they were measured on.
         path: PNG, SVG or PDF file.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (classes, bias, plane) = plt.subplots(1, 3, figsize=(16, 4.6), layout="constrained")
-    heads = figures["heads"]
-    _draw_classes(classes, heads)
-    _draw_bias(bias, heads, figures["length"])
-    _draw_plane(plane, heads, samples)
+    heads, length = figures["heads"], figures["length"]
     parts = Path(figures["model"]).parts
     name = "/".join((parts[:-1] if parts[-1:] == ("model",) else parts)[-2:])
-    figure.suptitle(f"{name}, {figures['length']:,} tokens", fontsize="medium")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(path, 16, 4.6) as figure:
+        classes, bias, plane = figure.subplots(1, 3)
+        _draw_classes(classes, heads)
+        _draw_bias(bias, heads, length)
+        _draw_plane(plane, heads, samples)
+        figure.suptitle(f"{name}, {length:,} tokens")
 
 
 def _draw_classes(axes: Any, heads: Sequence[dict[str, Any]]) -> None:
     first = [head["pca"][0] for head in heads]
-    shown = axes.scatter(
-        [pc["r_q"] for pc in first],
-        [pc["r_k"] for pc in first],
-        c=[head["layer"] for head in heads],
-        s=22,
-        cmap="viridis",
-    )
+    places = [pc["r_q"] for pc in first], [pc["r_k"] for pc in first]
+    shown = axes.scatter(*places, c=[head["layer"] for head in heads], s=22)
     for threshold, style in ((LOW, ":"), (HIGH, "--")):
         for sign in (-threshold, threshold):
-            axes.axvline(sign, color="grey", linewidth=0.8, linestyle=style)
-            axes.axhline(sign, color="grey", linewidth=0.8, linestyle=style)
+            axes.axvline(sign, color=GREY, linewidth=0.8, linestyle=style)
+            axes.axhline(sign, color=GREY, linewidth=0.8, linestyle=style)
     axes.set(
         xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), xlabel="r_q: queries and position", ylabel="r_k: keys and position"
     )
     axes.set_title("first principal component, a point per head")
-    bar = axes.figure.colorbar(shown, ax=axes, label="layer")
-    bar.locator = _whole_numbers()
-    bar.update_ticks()
+    whole_numbers(axes.figure.colorbar(shown, ax=axes, label="layer").ax.yaxis)
 
 
 def _draw_bias(axes: Any, heads: Sequence[dict[str, Any]], length: int) -> None:
     layers = sorted({head["layer"] for head in heads})
-    for sign, colour, label in ((1, "#0072B2", "recency"), (-1, "#D55E00", "primacy")):
+    for sign, colour, label in ((1, PALETTE[0], "recency"), (-1, PALETTE[1], "primacy")):
         here = [head for head in heads if sign * head["bias_strength"] > 0]
         axes.scatter(
             [head["layer"] for head in here],
@@ -71,15 +59,15 @@ def _draw_bias(axes: Any, heads: Sequence[dict[str, Any]], length: int) -> None:
             s=22, color=colour, alpha=0.7, label=f"{label}: {len(here)}",
         )  # fmt: skip
     means = [[head["bias_context"] for head in heads if head["layer"] == layer] for layer in layers]
-    axes.plot(layers, [sum(values) / len(values) for values in means], color="black", linewidth=1, label="mean")
-    axes.axhline(0, color="grey", linewidth=0.8)
+    axes.plot(layers, [sum(values) / len(values) for values in means], color=PALETTE[4], linewidth=1, label="mean")
+    axes.axhline(0, color=GREY, linewidth=0.8)
     sizes = sorted(abs(head["bias_context"]) for head in heads)
     # Linear up to the median, so that one outlier does not squeeze the others into a line.
     axes.set_yscale("symlog", linthresh=max(sizes[len(sizes) // 2], 1e-9))
     axes.set(xlabel="layer", ylabel=f"bias strength × {length:,} tokens")
     axes.set_title("score of the mean query: last key minus first")
-    axes.xaxis.set_major_locator(_whole_numbers())
-    axes.legend(fontsize="small")
+    whole_numbers(axes.xaxis)
+    axes.legend()
 
 
 def _draw_plane(axes: Any, heads: Sequence[dict[str, Any]], samples: Samples) -> None:
@@ -93,18 +81,11 @@ def _draw_plane(axes: Any, heads: Sequence[dict[str, Any]], samples: Samples) ->
     for x_TH, marker, label in ((q_TH, "o", "queries"), (k_TH, "^", "keys")):
         x_T2 = (x_TH @ axes_H2)[::every]
         shown = axes.scatter(
-            x_T2[:, 0], x_T2[:, 1], c=positions_T[::every], marker=marker, s=14, cmap="plasma", alpha=0.7, linewidths=0,
+            x_T2[:, 0], x_T2[:, 1], c=positions_T[::every], marker=marker, s=14, alpha=0.7, linewidths=0,
             label=label,
         )  # fmt: skip
     axes.set(xlabel="a: drift", ylabel="b: from keys to queries")
     axes.set_title(f"layer {heads[number]['layer']}, head {heads[number]['head']}: median bias")
     axes.figure.colorbar(shown, ax=axes, label="position")
-    legend = axes.legend(fontsize="small")
-    for handle in legend.legend_handles:
-        handle.set_color("grey")
-
-
-def _whole_numbers() -> Any:
-    from matplotlib.ticker import MaxNLocator
-
-    return MaxNLocator(integer=True)
+    for handle in axes.legend().legend_handles:
+        handle.set_color(GREY)

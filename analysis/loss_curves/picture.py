@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from farsight.outputs import model_style
+from farsight.plots import borders, line_style, picture
 
 
 def smoothed(points: Sequence[tuple[float, float]], together: int) -> list[tuple[float, float]]:
@@ -16,29 +16,20 @@ def smoothed(points: Sequence[tuple[float, float]], together: int) -> list[tuple
 
 def draw(curves: Sequence[dict[str, Any]], path: Path, smooth: int) -> None:
     """Writes the picture (PNG, SVG or PDF): the whole training, and its second half enlarged."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (whole, later) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    half = max(curve["training"][-1][0] for curve in curves) / 2
-    for number, curve in enumerate(curves):
-        style = model_style(number)
-        line = {"color": style["color"], "linewidth": 1.3}
-        for axes, start in ((whole, 0.0), (later, half)):
-            points = [point for point in smoothed(curve["training"], smooth) if point[0] >= start]
-            marks = [point for point in curve["held_out"] if point[0] >= start]
-            if points:
-                axes.plot(*zip(*points, strict=True), **line, label=curve["name"])
-            if marks:
-                axes.plot(*zip(*marks, strict=True), style["marker"], color=style["color"], markersize=5)
-    for axes, title in ((whole, "whole training"), (later, "second half")):
-        axes.set(xlabel="tokens", ylabel="loss, nats per token", title=title)
-        axes.grid(alpha=0.3)
-        for end in sorted({end for curve in curves for end in curve["stages"][:-1]}):
-            axes.axvline(end, color="grey", linewidth=0.8, linestyle=":")
-    later.set_xlim(left=half)
-    whole.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, 10, 4) as figure:
+        whole, later = figure.subplots(1, 2)
+        half = max(curve["training"][-1][0] for curve in curves) / 2
+        for number, curve in enumerate(curves):
+            style = line_style(number)
+            for axes, start in ((whole, 0.0), (later, half)):
+                points = [point for point in smoothed(curve["training"], smooth) if point[0] >= start]
+                marks = [point for point in curve["held_out"] if point[0] >= start]
+                if points:
+                    axes.plot(*zip(*points, strict=True), color=style["color"], linewidth=1.3, label=curve["name"])
+                if marks:
+                    axes.plot(*zip(*marks, strict=True), **{**style, "linestyle": ""})
+        for axes, title in ((whole, "whole training"), (later, "second half")):
+            axes.set(xlabel="tokens", ylabel="loss, nats per token", title=title)
+            borders(axes, {end for curve in curves for end in curve["stages"][:-1]})
+        later.set_xlim(left=half)
+        whole.legend()

@@ -14,16 +14,12 @@ from farsight.model.position.garfa import alphas
 from farsight.model.position.layers import LayerPosition, layer_selection
 from farsight.model.position.scope import DENSE_SCOPE
 from farsight.model.position.sinusoidal import sinusoidal_embedding
+from farsight.plots import DIVERGING, PALETTE, cell_map, picture, shades
 from farsight.training.finetune.garfa_picture import draw_alphas_on
 
 
 def draw(config: ModelConfig, length: int, path: Path) -> None:
     """Writes the picture (PNG, SVG or PDF); a model without any mechanism gets the panels of scopes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     layers = config.layers(length)
     panels: list[Callable[[Any], None]] = []
     if any(not isinstance(layer.rotary, NoRotary) for layer in layers):
@@ -37,17 +33,13 @@ def draw(config: ModelConfig, length: int, path: Path) -> None:
     if not panels or any(scope < DENSE_SCOPE for layer in layers for scope in layer.scopes):
         panels.append(lambda axes: _draw_visibility(axes, layers, length))
         panels.append(lambda axes: _draw_scopes(axes, layers, length))
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.6 * len(panels), 4.2), layout="constrained", squeeze=False)
-    for panel, axis in zip(panels, axes[0], strict=True):
-        panel(axis)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with picture(path, 5.6 * len(panels), 4.2) as figure:
+        for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+            panel(axes)
 
 
 def _draw_wavelengths(axes: Any, config: ModelConfig, layers: Sequence[LayerPosition], length: int) -> None:
     """Wavelength of each pair of dimensions, a line per kind of rotation; dashed for the same theta unscaled."""
-    from matplotlib import colormaps
-
     head_dim = config.architecture.head_dim
     layers_of: dict[Rotating, list[int]] = {}
     for number, layer in enumerate(layers):
@@ -57,29 +49,35 @@ def _draw_wavelengths(axes: Any, config: ModelConfig, layers: Sequence[LayerPosi
     if isinstance(host, NoRotary):  # only rules add rotation
         host = next(iter(layers_of))
     plain = Rope(theta=host.theta)
-    for order, (rotary, numbers) in enumerate(layers_of.items()):
-        colour = colormaps["viridis"](order / max(1, len(layers_of) - 1) * 0.9)
+    for order, ((rotary, numbers), colour) in enumerate(zip(layers_of.items(), shades(len(layers_of)), strict=True)):
         shown = len(layers_of) < 8 or order in (0, len(layers_of) - 1)
         label = f"{rotary.kind}, " + (_layers(numbers, len(layers))) if shown else None
         axes.plot(wavelengths(rotary, head_dim, length), color=colour, label=label)
     if list(layers_of) != [plain]:
-        axes.plot(wavelengths(plain, head_dim, length), "k--", linewidth=1, label=f"unscaled, θ {plain.theta:,.0f}")
+        axes.plot(
+            wavelengths(plain, head_dim, length),
+            "--",
+            color=PALETTE[4],
+            linewidth=1,
+            label=f"unscaled, θ {plain.theta:,.0f}",
+        )
     with_garfa = [(layer, layer.garfa) for layer in layers if layer.garfa is not None]
     for order, (layer, garfa) in enumerate(with_garfa):
         assert not isinstance(layer.rotary, NoRotary)
         turns_KF = head_wavelengths(layer.rotary, garfa, head_dim, length)
         label = "with GARFA, heads of a layer" if order == 0 else None
-        axes.fill_between(range(head_dim // 2), turns_KF.amin(0), turns_KF.amax(0), color="C0", alpha=0.25, label=label)
-    axes.axhline(length, color="C3", linewidth=1, linestyle=":", label=f"{length:,} tokens")
+        axes.fill_between(
+            range(head_dim // 2), turns_KF.amin(0), turns_KF.amax(0), color=PALETTE[0], alpha=0.25, label=label
+        )
+    axes.axhline(length, color=PALETTE[1], linewidth=1, linestyle=":", label=f"{length:,} tokens")
     original = getattr(host, "original_length", None)
     if original:
-        axes.axhline(original, color="C1", linewidth=1, linestyle=":", label=f"{original:,} tokens, originally")
+        axes.axhline(original, color=PALETTE[3], linewidth=1, linestyle="-.", label=f"{original:,} tokens, originally")
     rotated = [n for numbers in layers_of.values() for n in numbers]
     still = [n for n in range(len(layers)) if n not in rotated]
     title = "wavelengths of RoPE" + (f" (not in {_layers(still, len(layers))})" if still else "")
     axes.set(xlabel="pair of dimensions", ylabel="tokens per turn", yscale="log", title=title)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend()
 
 
 def _layers(numbers: Sequence[int], n_layers: int) -> str:
@@ -90,26 +88,20 @@ def _layers(numbers: Sequence[int], n_layers: int) -> str:
 
 def _draw_alibi(axes: Any, layers: Sequence[LayerPosition], length: int) -> None:
     """The factor ALiBi puts on an attention weight by distance, a line per slope."""
-    from matplotlib import colormaps
-
     of_layers = (layer.alibi_slopes("the picture of positions") or () for layer in layers)
     slopes = sorted({slope for slopes in of_layers for slope in slopes}, reverse=True)
     distance = torch.logspace(0, math.log10(length), 200)
-    for order, slope in enumerate(slopes):
-        label = f"slope {slope:.3g}" if order in (0, len(slopes) - 1) else None
-        colour = colormaps["viridis"](order / max(1, len(slopes) - 1) * 0.9)
+    for slope, colour in zip(slopes, shades(len(slopes)), strict=True):
+        label = f"slope {slope:.3g}" if slope in (slopes[0], slopes[-1]) else None
         axes.plot(distance, torch.exp(-slope * distance), color=colour, label=label)
     axes.set(xlabel="distance in tokens", xscale="log", ylabel="factor on the weight, exp(−slope · distance)")
     axes.set_title("ALiBi, a line per slope")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend()
 
 
 def _draw_sinusoidal(axes: Any, dim: int) -> None:
-    sines = sinusoidal_embedding(torch.arange(256)[None], dim)[
-        0, :, ::2
-    ]  # with cosines in between there would only be stripes
-    image = axes.imshow(sines, aspect="auto", cmap="RdBu", interpolation="nearest")
+    sines_TP = sinusoidal_embedding(torch.arange(256)[None], dim)[0, :, ::2]  # cosines between them would make stripes
+    image = cell_map(axes, sines_TP.tolist(), None, cmap=DIVERGING)
     axes.set(xlabel="pair of dimensions (sine)", ylabel="position", title="sinusoidal embedding")
     axes.figure.colorbar(image, ax=axes)
 
@@ -120,7 +112,7 @@ def _draw_visibility(axes: Any, layers: Sequence[LayerPosition], length: int) ->
     at = torch.linspace(0, length - 1, min(length, 512)).long()
     distance = at[:, None] - at[None]
     image = torch.where(distance >= 0, share[distance.clamp(min=0)], torch.nan)
-    drawn = axes.imshow(image, extent=(0, length, length, 0), cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+    drawn = cell_map(axes, image.tolist(), None, extent=(0, length, length, 0), vmin=0, vmax=1, aspect="equal")
     axes.set(xlabel="key", ylabel="query", title="share of heads that see the key")
     axes.figure.colorbar(drawn, ax=axes)
 
@@ -136,5 +128,5 @@ def _draw_scopes(axes: Any, layers: Sequence[LayerPosition], length: int) -> Non
         axes.bar(heads, [min(s, length) for s in scopes], width, label=_layers(numbers, len(layers)))
     axes.set(xlabel="head", ylabel="tokens seen", yscale="log", ylim=(1, 2 * length))
     axes.set_title(f"scopes: 1/{pair_ratio(layers, length):.2f} of causal pairs")
-    axes.grid(alpha=0.3, axis="y")
-    axes.legend(fontsize="small")
+    axes.grid(False, axis="x")
+    axes.legend()

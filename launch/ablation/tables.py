@@ -5,6 +5,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Literal
 
+from farsight.plots import GREY, PALETTE, picture
+
 BASE = "base"
 """The row of the untuned model."""
 MEAN = "mean"
@@ -97,29 +99,21 @@ def _legend(columns: Columns, note: str) -> str:
 
 def draw(results: Results, columns: Columns, path: Path) -> None:
     """Draws grouped bars: a panel for the evaluations in percent, and one for each of the others (the paper's Figure 3)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     labels = [BASE, *sorted((label for label in results if label != BASE), reverse=True)]
     percent = [name for name, (_, in_percent) in columns.items() if in_percent]
     panels = [percent] * bool(percent) + [[name] for name in columns if name not in percent]
     ratios = [len(names) for names in panels]
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(3 + 1.6 * sum(ratios), 4), width_ratios=ratios, layout="constrained", squeeze=False
-    )
     width = 0.8 / len(labels)
-    for panel, names in zip(axes[0], panels, strict=True):
-        for number, label in enumerate(labels):
-            places = [i + (number - (len(labels) - 1) / 2) * width for i in range(len(names))]
-            heights = [results[label].get(name, 0.0) for name in names]
-            panel.bar(places, heights, width, label=label, color="0.6" if label == BASE else f"C{number - 1}")
-        panel.set_xticks(range(len(names)), names)
-        better = columns[names[0]][0]
-        panel.set_ylabel("percent" if names == percent else f"{better} is better")
-        panel.grid(axis="y", alpha=0.3)
-        panel.set_axisbelow(True)
-    axes[0][0].legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, 3 + 1.6 * sum(ratios), 4) as figure:
+        axes = figure.subplots(1, len(panels), width_ratios=ratios, squeeze=False)[0]
+        for panel, names in zip(axes, panels, strict=True):
+            for number, label in enumerate(labels):
+                places = [i + (number - (len(labels) - 1) / 2) * width for i in range(len(names))]
+                heights = [results[label].get(name, 0.0) for name in names]
+                colour = GREY if label == BASE else PALETTE[(number - 1) % len(PALETTE)]
+                panel.bar(places, heights, width, label=label, color=colour)
+            panel.set_xticks(range(len(names)), names)
+            better = columns[names[0]][0]
+            panel.set_ylabel("percent" if names == percent else f"{better} is better")
+            panel.grid(False, axis="x")
+        axes[0].legend()

@@ -18,7 +18,7 @@ from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.inference.loading import load
 from farsight.launch.children import run_child
-from farsight.outputs import model_style
+from farsight.plots import length_ticks, line_style, picture, shades, whole_numbers
 from farsight.training.metrics_file import run_summary
 from farsight.training.stages import load_recipe
 
@@ -132,36 +132,26 @@ def draw(results: Sequence[dict[str, Any]], path: Path) -> None:
 
     There is a panel per recipe with a line per depth (SCOPE, Figure 5), and panels of loss and error by depth (Figure 14).
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     recipes = list(dict.fromkeys(row["recipe"] for row in results))
     depths = sorted({row["depth"] for row in results})
     columns = len(recipes) + 2
-    figure, panels = plt.subplots(1, columns, figsize=(3.7 * columns, 3.8), layout="constrained", squeeze=False)
-    colours = plt.get_cmap("viridis")
     highest = max(layer["error"] for row in results for layer in row["layers"])
-    for axes, recipe in zip(panels[0], recipes, strict=False):
-        for row in (row for row in results if row["recipe"] == recipe):
-            shade = colours(0.9 * depths.index(row["depth"]) / max(1, len(depths) - 1))
-            places = [layer["layer"] for layer in row["layers"]]
-            errors = [layer["error"] for layer in row["layers"]]
-            axes.plot(places, errors, marker="o", markersize=3, color=shade, label=f"{row['depth']} layers")
-        axes.set(title=recipe, xlabel="layer (−1: embedding)", ylim=(0, 1.05 * highest))
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(fontsize="small")
-        axes.grid(alpha=0.3)
-    panels[0, 0].set_ylabel("position error in tokens")
-    for axes, key, said in ((panels[0, -2], "loss", "final loss"), (panels[0, -1], "error", "error of the best layer")):
-        for number, recipe in enumerate(recipes):
-            rows = sorted((row["depth"], row[key]) for row in results if row["recipe"] == recipe)
-            axes.plot(*zip(*rows, strict=True), label=recipe, **model_style(number))
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(depths, [str(depth) for depth in depths])
-        axes.set(xlabel="layers", title=said)
-        axes.legend(fontsize="small")
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, 3.7 * columns, 3.8) as figure:
+        panels = figure.subplots(1, columns)
+        for axes, recipe in zip(panels, recipes, strict=False):
+            for row in (row for row in results if row["recipe"] == recipe):
+                shade = shades(len(depths))[depths.index(row["depth"])]
+                places = [layer["layer"] for layer in row["layers"]]
+                errors = [layer["error"] for layer in row["layers"]]
+                axes.plot(places, errors, "o-", markersize=3, color=shade, label=f"{row['depth']} layers")
+            axes.set(title=recipe, xlabel="layer (−1: embedding)", ylim=(0, 1.05 * highest))
+            whole_numbers(axes.xaxis)
+        panels[0].set_ylabel("position error in tokens")
+        for axes, key, said in ((panels[-2], "loss", "final loss"), (panels[-1], "error", "error of the best layer")):
+            for number, recipe in enumerate(recipes):
+                rows = sorted((row["depth"], row[key]) for row in results if row["recipe"] == recipe)
+                axes.plot(*zip(*rows, strict=True), label=recipe, **line_style(number))
+            length_ticks(axes, depths)
+            axes.set(xlabel="layers", title=said)
+        for axes in panels:
+            axes.legend()

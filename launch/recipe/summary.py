@@ -17,6 +17,7 @@ from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.evals.perplexity.measure import perplexity_by_length
 from farsight.files import write_text
 from farsight.parallel.device import default_device
+from farsight.plots import PALETTE, borders, picture
 from farsight.training.metrics_file import loss_points, run_summary
 from farsight.training.stages import Recipe, Stage
 
@@ -95,28 +96,19 @@ def summary_table(entries: Sequence[dict[str, Any]]) -> str:
 
 def draw_losses(stages: Sequence[Stage], path: Path) -> None:
     """Draws training and validation loss against tokens, with all stages in one panel."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    offset = 0.0
-    for number, stage in enumerate(stages):
-        train, validations = loss_points(stage.folder, offset)
-        points, held_out = ([(tokens / 1e6, loss) for tokens, loss in curve] for curve in (train, validations))
-        colour = f"C{number}"
-        axes.plot(
-            *zip(*points, strict=True), color=colour, label=f"{stage.name}, {stage.config.training.seq_len:,} tokens"
-        )
-        if held_out:
-            label = "held-out documents" if number == len(stages) - 1 else None
-            axes.plot(*zip(*held_out, strict=True), "o--", color=colour, markeredgecolor="black", label=label)
-        offset = train[-1][0]
-        if number < len(stages) - 1:
-            axes.axvline(offset / 1e6, color="0.85", zorder=0)
-    axes.set(xlabel="million tokens", ylabel="loss (nats per token)", title=path.parent.name)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with picture(path, 9, 4.5) as figure:
+        axes = figure.subplots()
+        ends: list[float] = []
+        for number, stage in enumerate(stages):
+            train, validations = loss_points(stage.folder, ends[-1] if ends else 0.0)
+            points, held_out = ([(tokens / 1e6, loss) for tokens, loss in curve] for curve in (train, validations))
+            colour = PALETTE[number % len(PALETTE)]
+            label = f"{stage.name}, {stage.config.training.seq_len:,} tokens"
+            axes.plot(*zip(*points, strict=True), color=colour, label=label)
+            if held_out:
+                label = "held-out documents" if number == len(stages) - 1 else ""
+                axes.plot(*zip(*held_out, strict=True), "o--", color=colour, markeredgecolor="black", label=label)
+            ends.append(train[-1][0])
+        borders(axes, [end / 1e6 for end in ends[:-1]])
+        axes.set(xlabel="million tokens", ylabel="loss (nats per token)", title=path.parent.name)
+        axes.legend()

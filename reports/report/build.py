@@ -4,78 +4,106 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
-from xml.etree.ElementTree import Element
+
+from markupsafe import Markup
 
 from farsight.files import write_text
+from farsight.json_files import fields_of, read_object
 from farsight.model.build import count_parameters
-from farsight.reports.page import Part, command, missing, note, page, section, table, tag
-from farsight.reports.report.collect import collect
-from farsight.reports.report.measure import command_line, measure
-from farsight.reports.report.sections import SECTIONS
+from farsight.reports.page import page, section, small, table
 from farsight.reports.results import Result, of_kind
-from farsight.reports.sections.cost import DEFAULT_LENGTHS, ModelCost, bytes_text, cost_section, model_costs, percent
-from farsight.reports.sections.perplexity import perplexity_text
+from farsight.reports.sections.benchmarks import HARNESS
+from farsight.reports.sections.cost import (
+    DEFAULT_LENGTHS,
+    GENERATE,
+    ModelCost,
+    bytes_text,
+    cost_parts,
+    model_costs,
+    percent,
+)
+from farsight.reports.sections.needles import NEEDLE
+from farsight.reports.sections.perplexity import PERPLEXITY, perplexity_text
 from farsight.reports.sections.training import losses_section, models_section, named, stages, trained_tokens
-from farsight.reports.tool_section import ToolSection
+from farsight.reports.tools import Tools
 from farsight.training.runs import NamedModel, find_models
 
+TOOLS = Tools("evals", (PERPLEXITY, NEEDLE, GENERATE, HARNESS))
 PASSKEY = "passkey"
 """The task of farsight needle that models are compared by."""
 
 
-def report(
-    models: Sequence[NamedModel],
-    results: Sequence[Result],
-    costs: Sequence[ModelCost],
-    made_by: str,
-    data: Sequence[Path] = (),
-    lengths: Sequence[int] = (),
-) -> str:
-    """The page.
+def write_report(options: argparse.Namespace, made_by: str) -> None:
+    """Measures what is missing if the options say so, and writes the page and the figures.
 
     Args:
-        made_by: the command line, shown at the page's end.
-        data, lengths: used in commands for missing figures.
+        made_by: the command line, shown on the page.
     """
-
-    def shown(tool: ToolSection) -> Element:
-        found = of_kind(results, tool.command)
-        measured = {result.model.number for result in found}
-        without = [model for model in models if model.number not in measured and model.weights is not None]
-        commands = [command_line(tool, model, data, lengths) for model in without]
-        absent = [missing(f"Not measured: {', '.join(model.name for model in without)}.", commands)] * bool(without)
-        return cost_section(costs, found, absent) if tool.render is None else tool.render(found, absent)
-
-    weightless = [model.name for model in models if model.weights is None]
-    return page(
+    models = find_models(options.models)
+    results = collect(models, options.results)
+    if options.measure:
+        TOOLS.measure(models, results, options.data, options.lengths)
+        results = collect(models, options.results)
+    costs = model_costs(models, sorted({*DEFAULT_LENGTHS, *options.lengths}))
+    costly = {GENERATE.command: cost_parts(costs)}
+    weightless = ", ".join(model.name for model in models if model.weights is None)
+    text = page(
         " · ".join(model.name for model in models),
-        note(f"{len(models)} model{'s' * (len(models) > 1)}, side by side. Made on {datetime.now():%d %B %Y, %H:%M}."),
-        section("At a glance", _glance(models, results, costs)),
-        losses_section(models),
-        *map(shown, SECTIONS),
-        models_section(models),
-        tag(
-            "footer",
-            *[tag("p", f"Without weights, so that nothing can be measured: {', '.join(weightless)}.")]
-            * bool(weightless),
-            tag("p", "This page was made by"),
-            command(made_by),
-            tag("p", "from these files:"),
-            *_sources(results),
-        ),
+        f"{len(models)} model{'s' * (len(models) > 1)}, side by side.",
+        [
+            section("At a glance", _glance(models, results, costs)),
+            losses_section(models),
+            *TOOLS.sections(models, results, options.data, options.lengths, costly),
+            models_section(models),
+        ],
+        made_by,
+        [result.file for result in results],
+        [f"Without weights, so that nothing can be measured: {weightless}."] if weightless else (),
     )
+    write_text(options.out, text)
+    if options.json:
+        write_text(options.json, json.dumps(figures(models, costs), indent=2) + "\n")
+    print(options.out)
 
 
-def _glance(models: Sequence[NamedModel], results: Sequence[Result], costs: Sequence[ModelCost]) -> Element:
+def collect(models: Sequence[NamedModel], files: Sequence[Path]) -> list[Result]:
+    """The results in the models' folders and in the named files; failing these, perplexities that a recipe measured itself.
+
+    Raises:
+        ConfigError: a file that cannot be read, or a named file without a result of these models.
+    """
+    results = TOOLS.collect(models, files)
+    measured = {result.model.number for result in of_kind(results, PERPLEXITY.kind)}
+    return results + [found for model in models if model.number not in measured for found in _recipe_summary(model)]
+
+
+def _recipe_summary(model: NamedModel) -> list[Result]:
+    """Perplexities that a recipe measured after its last stage."""
+    file = model.path / "summary.json"
+    if not file.is_file() or not model.runs:
+        return []
+    stages = read_object(file).get("stages")
+    with fields_of(file):
+        last: dict[str, Any] = next((stage for stage in stages or () if stage["name"] == model.runs[-1].name), {})
+        if not last.get("perplexity"):
+            return []
+        data, _, tokens = last["perplexity_of"]
+        text = f"the first {tokens:,} tokens of {data}" if tokens else data
+        values = {"lengths": last["perplexity"], "data": [text], "trained_length": last["seq_len"]}
+        if "perplexity_scope_length" in last:
+            values["lengths_scope_length"] = last["perplexity_scope_length"]
+    return [Result(model, "perplexity", file, values)]
+
+
+def _glance(models: Sequence[NamedModel], results: Sequence[Result], costs: Sequence[ModelCost]) -> Markup:
     """The most important figures, one row for each model."""
     longest = costs[0].costs[-1].length
     header = [
         "model", "parameters", "trained length", "trained on", "held-out loss", "perplexity", "needles", f"KV cache at {longest:,}",
     ]  # fmt: skip
-    rows: list[list[Part]] = []
+    rows = []
     for model in models:
         tokens, losses = trained_tokens(model), [stage["val_loss"] for stage in stages(model) if stage["val_loss"]]
         cost = next(c.costs[-1] for c in costs if c.model is model)
@@ -87,7 +115,7 @@ def _glance(models: Sequence[NamedModel], results: Sequence[Result], costs: Sequ
             f"{losses[-1][-1]:.3f}" if losses else "–",
             _first_perplexity(model, results),
             _first_mean(model, results),
-            tag("span", bytes_text(cost.cache_bytes), " ", tag("small", percent(cost.cache_bytes / cost.dense_cache_bytes))),
+            small(bytes_text(cost.cache_bytes), percent(cost.cache_bytes / cost.dense_cache_bytes)),
         ])  # fmt: skip
     caption = (
         "Lengths and training in tokens. Perplexity at the trained length, or at the nearest one measured. Needles: the mean over all "
@@ -117,11 +145,6 @@ def _plain(model: NamedModel, results: Sequence[Result]) -> list[Result]:
     return [r for r in results if r.model is model and not r.values.get("extend") and not r.values.get("stride")]
 
 
-def _sources(results: Sequence[Result]) -> list[Part]:
-    files = dict.fromkeys(str(result.file) for result in results)
-    return [tag("ul", *(tag("li", tag("code", file)) for file in files))] if files else [tag("p", "none")]
-
-
 def figures(models: Sequence[NamedModel], costs: Sequence[ModelCost]) -> dict[str, Any]:
     """The report's own figures, for other programs; the tools' figures are in their own files."""
     return {
@@ -141,21 +164,3 @@ def figures(models: Sequence[NamedModel], costs: Sequence[ModelCost]) -> dict[st
             for model in models
         }
     }
-
-
-def write_report(options: argparse.Namespace, made_by: str) -> None:
-    """Measures what is missing if the options say so, and writes the page and the figures.
-
-    Args:
-        made_by: the command line, shown on the page.
-    """
-    models = find_models(options.models)
-    results = collect(models, options.results)
-    if options.measure:
-        measure(models, results, options.data, options.lengths)
-        results = collect(models, options.results)
-    costs = model_costs(models, sorted({*DEFAULT_LENGTHS, *options.lengths}))
-    write_text(options.out, report(models, results, costs, made_by, options.data, options.lengths))
-    if options.json:
-        write_text(options.json, json.dumps(figures(models, costs), indent=2) + "\n")
-    print(options.out)

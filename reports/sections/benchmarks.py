@@ -3,19 +3,18 @@
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
-from xml.etree.ElementTree import Element
 
-from farsight.reports.page import Part, section, table, tag
+from markupsafe import Markup
+
+from farsight.reports.page import small, table
 from farsight.reports.results import Result, names
-from farsight.reports.tool_section import ToolSection
+from farsight.reports.tools import Tool
 
 
-def harness_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
+def show(results: Sequence[Result]) -> list[Markup]:
     """A table with a row for each task and a column for each result."""
-    if not results:
-        return section("Benchmarks", *absent)
     tasks = list(dict.fromkeys(task for result in results for task in result.values["results"]))
-    rows: list[list[Part]] = [
+    rows = [
         [_task(task, results), *(_score(result.values["results"].get(task)) for result in results)] for task in tasks
     ]
     for group in dict.fromkeys(group for result in results for group in result.values.get("means", {})):
@@ -23,17 +22,18 @@ def harness_section(results: Sequence[Result], absent: Sequence[Part]) -> Elemen
     if any(result.values.get("mean") is not None for result in results):
         rows.append(["mean of all", *(_mean(result.values.get("mean")) for result in results)])
     caption = "± is lm-evaluation-harness's standard error. In brackets: the metric, the number of examples in the prompt, and n questions."
-    return section("Benchmarks", table(["task", *names(results)], rows, caption), *absent)
+    return [table(["task", *names(results)], rows, caption)]
 
 
-def _task(task: str, results: Sequence[Result]) -> Element:
+def _task(task: str, results: Sequence[Result]) -> str:
     """A task's name with its metrics, shots and numbers of questions in all results."""
     entries = [result.values["results"][task] for result in results if task in result.values["results"]]
-    metrics = ", ".join(dict.fromkeys(str(entry["metric"]) for entry in entries if entry.get("metric") is not None))
-    shots = ", ".join(dict.fromkeys(str(entry["shots"]) for entry in entries if entry.get("shots") is not None))
-    counts = ", ".join(dict.fromkeys(f"{entry['n']:,}" for entry in entries if entry.get("n") is not None))
+    metrics, shots, counts = (
+        ", ".join(dict.fromkeys(form(entry[key]) for entry in entries if entry.get(key) is not None))
+        for key, form in (("metric", str), ("shots", str), ("n", "{:,}".format))
+    )
     said = [metrics, f"{shots} shots" if shots else "", f"n {counts}" if counts else ""]
-    return tag("span", task, " ", tag("small", f"({'; '.join(filter(None, said))})"))
+    return small(task, f"({'; '.join(filter(None, said))})")
 
 
 def _score(entry: dict[str, Any] | None) -> str:
@@ -61,9 +61,10 @@ def _is_score(value: Any) -> bool:
     return False
 
 
-HARNESS = ToolSection(
+HARNESS = Tool(
     command="harness",
+    heading="Benchmarks",
     is_result=_is_harness,
+    show=show,
     arguments=lambda _texts, _lengths: ["--tasks", "scope_nlu"],
-    render=harness_section,
 )

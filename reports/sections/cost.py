@@ -4,16 +4,16 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from xml.etree.ElementTree import Element
+
+from markupsafe import Markup
 
 from farsight.inference.decoder import Usage
 from farsight.inference.scope_growth import with_growing_scopes
-from farsight.reports.page import Part, figure, note, section, table, tag
+from farsight.reports.charts import Axis, Series, length_axis, line_chart
+from farsight.reports.page import figure, heading, legend, note, small, table
 from farsight.reports.results import Result, names
 from farsight.reports.serving_cost import ServingCost, serving_costs
-from farsight.reports.svg_axes import length_axis, log_axis
-from farsight.reports.svg_charts import Series, legend, line_chart
-from farsight.reports.tool_section import ToolSection, is_number
+from farsight.reports.tools import Tool, is_number
 from farsight.training.runs import NamedModel
 
 DEFAULT_LENGTHS = tuple(1024 << power for power in range(8))
@@ -44,89 +44,77 @@ def model_costs(models: Sequence[NamedModel], lengths: Sequence[int]) -> list[Mo
     return found
 
 
-def cost_section(costs: Sequence[ModelCost], generated: Sequence[Result], absent: Sequence[Part]) -> Element:
-    """Cache and prefill by context length, and the measured cost of `farsight generate` runs."""
-    parts: list[Part] = [
+def cost_parts(costs: Sequence[ModelCost]) -> list[Markup]:
+    """Cache and prefill by context length."""
+    return [
         note(
             "Calculated from each model's config, for one sequence. Past the trained length, scopes stay as trained or grow with the "
-            "sequence (", tag("code", "scope_max"), "); where both are possible, both are shown."
-        )
-    ]  # fmt: skip
-    parts += [
-        tag("h3", "KV cache"),
-        _figure(
+            "sequence (`scope_max`); where both are possible, both are shown."
+        ),
+        heading("KV cache"),
+        *_figure(
             costs,
             "Cache",
-            "bytes",
+            Axis("bytes", "log", text=bytes_text, say=bytes_text, base=2),
             lambda c: (c.cache_bytes, c.dense_cache_bytes),
-            bytes_text,
             lambda c: f"{c.cache_bytes:,} of {c.dense_cache_bytes:,} bytes",
-            2,
             "Bytes that farsight generate allocates, in bfloat16: each key/value head keeps what the widest scope among its query "
             "heads can see. Grey: a cache in which every head keeps every token.",
         ),
-        tag("h3", "Attention of a prefill"),
-        _figure(
+        heading("Attention of a prefill"),
+        *_figure(
             costs,
             "Attention",
-            "FLOPs",
+            Axis("FLOPs", "log", text=flops_text, say=flops_text),
             lambda c: (c.attention_flops, c.dense_attention_flops),
-            flops_text,
             lambda c: f"{c.pairs:,} of {c.dense_pairs:,} query-key pairs",
-            10,
             "FLOPs of scores and values: 4 × head dimension for each query-key pair that a head sees, in all layers. Grey: "
             "dense causal attention.",
         ),
-        tag("h3", "Whole prefill"),
+        heading("Whole prefill"),
         _prefill_table(costs),
     ]
-    if generated:
-        parts += [tag("h3", "Measured"), _measured_table(generated)]
-    return section("Cost", *parts, *absent)
 
 
 def _figure(
     costs: Sequence[ModelCost],
     what: str,
-    unit: str,
+    y: Axis,
     of: Callable[[ServingCost], tuple[int, int]],
-    text: Callable[[float], str],
     exactly: Callable[[ServingCost], str],
-    base: int,
     caption: str,
-) -> Element:
-    """A chart of one figure over context length, beside dense attention's, with its table."""
+) -> list[Markup]:
+    """A legend, and a chart of one figure over context length, beside dense attention's, with its table."""
     dense = _dense(costs, of)
     references = [Series(name, points, None, dashed=True) for name, points in dense.items()]
     lines = [
         Series(c.name, [(cost.length, of(cost)[0]) for cost in c.costs], c.model.number, dashed=c.grown) for c in costs
     ]
-    says = {(c.name, cost.length): exactly(cost) for c in costs for cost in c.costs}
+    exact = {(c.name, cost.length): f"\n{exactly(cost)}" for c in costs for cost in c.costs}
     lengths = [cost.length for cost in costs[0].costs]
-    y = log_axis([y for line in references + lines for _, y in line.points], unit, text, base)
-
-    def hover(series: Series, x: float, y: float) -> str:
-        exact = says.get((series.name, int(x)))
-        return f"{series.name}\n{x:,.0f} tokens: {text(y)}" + (f"\n{exact}" if exact else "")
 
     column = dense if len(dense) == 1 else {}
-    header = ["tokens", *column, *(c.name for c in costs)]
-    rows: list[list[Part]] = []
-    for number, length in enumerate(lengths):
-        row: list[Part] = [f"{length:,}", *(text(points[number][1]) for points in column.values())]
-        for c in costs:
-            figure_, dense_figure = of(c.costs[number])
-            row.append(tag("span", text(figure_), " ", tag("small", percent(figure_ / dense_figure))))
-        rows.append(row)
-    return tag(
-        "div",
+    rows = [
+        [
+            f"{length:,}",
+            *(y.text(points[number][1]) for points in column.values()),
+            *(small(y.text(own), percent(own / dense)) for own, dense in (of(c.costs[number]) for c in costs)),
+        ]
+        for number, length in enumerate(lengths)
+    ]
+    figures = table(
+        ["tokens", *column, *(c.name for c in costs)], rows, f"{what} by context length, and its share of dense."
+    )
+    return [
         legend([dataclasses.replace(references[0], name="dense"), *lines]),
         figure(
-            line_chart(references + lines, length_axis(lengths), y, hover),
+            line_chart(
+                references + lines, length_axis(lengths), y, (), lambda *at: exact.get((at[0].name, int(at[1])), "")
+            ),
             caption,
-            table(header, rows, f"{what} by context length, and its share of dense."),
+            figures,
         ),
-    )
+    ]
 
 
 def _dense(
@@ -144,16 +132,14 @@ def _dense(
     }
 
 
-def _prefill_table(costs: Sequence[ModelCost]) -> Element:
-    lengths = [cost.length for cost in costs[0].costs]
-    rows: list[list[Part]] = []
-    for number, length in enumerate(lengths):
-        row: list[Part] = [f"{length:,}"]
-        for c in costs:
-            cost = c.costs[number]
-            total = flops_text(cost.attention_flops + cost.linear_flops)
-            row.append(tag("span", total, " ", tag("small", percent(cost.prefill_share))))
-        rows.append(row)
+def _prefill_table(costs: Sequence[ModelCost]) -> Markup:
+    rows = [
+        [
+            f"{at[0].length:,}",
+            *(small(flops_text(cost.attention_flops + cost.linear_flops), percent(cost.prefill_share)) for cost in at),
+        ]
+        for at in zip(*(c.costs for c in costs), strict=True)
+    ]
     return table(
         ["tokens", *(c.name for c in costs)],
         rows,
@@ -161,26 +147,24 @@ def _prefill_table(costs: Sequence[ModelCost]) -> Element:
     )
 
 
-def _measured_table(generated: Sequence[Result]) -> Element:
-    rows: list[list[Part]] = []
+def _measured(generated: Sequence[Result]) -> list[Markup]:
+    """The cost of `farsight generate` runs."""
+    rows = []
     for result, name in zip(generated, names(generated), strict=True):
         u = result.values["usage"]
         read, wrote = (
-            f"{tokens / seconds:,.1f}" if seconds else "–"
-            for tokens, seconds in (
-                (u["tokens_read"], u["seconds_reading"]),
-                (u["tokens_written"], u["seconds_writing"]),
-            )
+            f"{u[tokens] / u[seconds]:,.1f}" if u[seconds] else "–"
+            for tokens, seconds in (("tokens_read", "seconds_reading"), ("tokens_written", "seconds_writing"))
         )
-        share = tag("small", percent(u["cache_bytes"] / u["dense_cache_bytes"])) if u["dense_cache_bytes"] else ""
-        cache = tag("span", bytes_text(u["cache_bytes"]), " ", share)
+        dense = u["dense_cache_bytes"]
+        cache = small(bytes_text(u["cache_bytes"]), percent(u["cache_bytes"] / dense) if dense else "")
         rows.append([name, f"{u['tokens_read']:,}", read, f"{u['tokens_written']:,}", wrote, cache])
-    return table(
-        ["run", "tokens read", "a second", "tokens written", "a second", "cache"],
-        rows,
+    caption = (
         "Measured by farsight generate: tokens of all prompts and completions, and the cache of the largest batch with its share "
-        "of a dense one.",
+        "of a dense one."
     )
+    header = ["run", "tokens read", "a second", "tokens written", "a second", "cache"]
+    return [heading("Measured"), table(header, rows, caption)]
 
 
 def percent(share: float) -> str:
@@ -212,9 +196,10 @@ def _is_generate(values: Mapping[str, Any]) -> bool:
     return False
 
 
-GENERATE = ToolSection(
+GENERATE = Tool(
     command="generate",
+    heading="Cost",
     is_result=_is_generate,
+    show=_measured,
     arguments=lambda texts, _: ["--prompt-file", texts[0]],
-    render=None,
 )

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from xml.etree.ElementTree import Element
 
-from farsight.reports.page import Part, figure, folded, note, section, table, tag
-from farsight.reports.results import Result, line_numbers, names
-from farsight.reports.svg_axes import length_axis, linear_axis, short_tokens
-from farsight.reports.svg_charts import Mark, Series, heat_map, heat_map_scale, legend, line_chart
-from farsight.reports.tool_section import ToolSection
+from markupsafe import Markup
+
+from farsight.reports.charts import Axis, Mark, Series, heat_map, length_axis, short_tokens
+from farsight.reports.page import folded, heading, line_figure, note, panels, table
+from farsight.reports.results import Result, labelled
+from farsight.reports.tools import Tool
 
 
 @dataclass(frozen=True)
@@ -29,25 +29,23 @@ class Needles:
         return sorted({length for length, _ in self.cells})
 
 
-def needle_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
+def show(results: Sequence[Result]) -> list[Markup]:
     """A heat map of each reading for tasks with depths; lines over length for tasks without."""
-    if not results:
-        return section("Needles", *absent)
-    parts: list[Part] = [
+    parts = [
         note(
             "The answer is hidden in a long text at some depth: 0 % is its start, 100 % its end, where the question is asked. "
-            "Figures are percentages of correct trials. ", tag("code", "evals.needle"), " describes the tasks."
+            "Figures are percentages of correct trials. `evals.needle` describes the tasks."
         )
-    ]  # fmt: skip
+    ]
     for task in dict.fromkeys(_task_of(result) for result in results):
         readings = _readings([result for result in results if _task_of(result) == task])
-        parts.append(tag("h3", task))
+        parts.append(heading(task))
         if any(depth is None for reading in readings for _, depth in reading.cells):
-            parts += _over_length(readings)
+            parts.append(_over_length(readings))
         else:
-            parts += [heat_map_scale(), tag("div", *map(_needle_panel, readings), class_="panels")]
+            parts.append(panels(map(_needle_map, readings)))
             parts.append(folded("The same in numbers", *map(_needle_table, readings)))
-    return section("Needles", *parts, *absent)
+    return parts
 
 
 def _task_of(result: Result) -> str:
@@ -56,7 +54,7 @@ def _task_of(result: Result) -> str:
 
 def _readings(results: Sequence[Result]) -> list[Needles]:
     readings = []
-    for result, name, number in zip(results, names(results), line_numbers(results), strict=True):
+    for result, name, number in labelled(results):
         values = result.values
         for grown in (False, True):
             end = "_scope_length" * grown
@@ -68,24 +66,23 @@ def _readings(results: Sequence[Result]) -> list[Needles]:
     return readings
 
 
-def _needle_panel(needles: Needles) -> Element:
+def _needle_map(needles: Needles) -> tuple[str, Markup, str]:
+    """Name, heat map and caption."""
     lengths = needles.lengths
     depths = sorted({depth for _, depth in needles.cells if depth is not None})
-    places = [_depth(depth) for depth in depths]
     shares = {
-        (column, row): needles.cells[length, depth]["accuracy"]
-        for column, length in enumerate(lengths)
-        for row, depth in enumerate(depths)
-        if (length, depth) in needles.cells
+        (lengths.index(length), depths.index(depth)): cell["accuracy"]
+        for (length, depth), cell in needles.cells.items()
+        if depth is not None
     }
 
     def hover(column: int, row: int) -> str:
-        where = f"{needles.name}\n{lengths[column]:,} tokens, depth {places[row]}"
+        where = f"{needles.name}\n{lengths[column]:,} tokens, depth {_depth(depths[row])}"
         return f"{where}: {_found(needles.cells.get((lengths[column], depths[row])))}"
 
     picture = heat_map(
         [short_tokens(length) for length in lengths],
-        places,
+        [_depth(depth) for depth in depths],
         shares,
         hover,
         ("context length in tokens", "depth"),
@@ -94,12 +91,12 @@ def _needle_panel(needles: Needles) -> Element:
     trials = sorted({cell["trials"] for cell in needles.cells.values()})
     each = f"{trials[0]:,}" if len(trials) == 1 else f"{trials[0]:,} to {trials[-1]:,}"
     caption = f"Mean {_percent(needles.mean)}, {each} trials a cell. Trained on {needles.trained_length:,} tokens."
-    return tag("div", tag("h4", needles.name), figure(picture, caption))
+    return needles.name, picture, caption
 
 
-def _needle_table(needles: Needles) -> Element:
+def _needle_table(needles: Needles) -> Markup:
     depths = sorted({depth for _, depth in needles.cells if depth is not None})
-    rows: list[list[Part]] = [
+    rows = [
         [_depth(depth), *(_percent_of(needles.cells.get((length, depth))) for length in needles.lengths)]
         for depth in depths
     ]
@@ -107,7 +104,7 @@ def _needle_table(needles: Needles) -> Element:
     return table(header, rows, f"{needles.name}: accuracy in percent by depth and context length in tokens.")
 
 
-def _over_length(readings: Sequence[Needles]) -> list[Part]:
+def _over_length(readings: Sequence[Needles]) -> Markup:
     """Accuracy over length, with a line for each reading."""
     lines = [
         Series(
@@ -118,29 +115,17 @@ def _over_length(readings: Sequence[Needles]) -> list[Part]:
         )
         for n in readings
     ]
-    lengths = sorted({length for n in readings for length in n.lengths})
     trained = sorted({n.trained_length for n in readings})
-    says = {
-        (line.name, length): _found(n.cells[length, None])
-        for line, n in zip(lines, readings, strict=True)
-        for length in n.lengths
-    }
-    chart = line_chart(
+    trials = {(n.name, length): n.cells[length, None]["trials"] for n in readings for length in n.lengths}
+    return line_figure(
         lines,
-        length_axis([*lengths, *trained]),
-        linear_axis([0.0, 100.0], "accuracy in percent"),
-        lambda s, x, y: f"{s.name}\n{x:,.0f} tokens: {says[s.name, int(x)]}",
+        length_axis([*(length for n in readings for length in n.lengths), *trained]),
+        Axis("accuracy in percent", say="{:.1f}".format, ends=(0, 100)),
+        ("Dotted: the trained length.", "Accuracy in percent by context length."),
         [Mark(length, "trained") for length in trained],
+        lambda line, length: f" of {trials[line.name, int(length)]:,} trials",
+        [["mean", *(f"{100 * n.mean:.1f}" for n in readings)]],
     )
-    rows: list[list[Part]] = [
-        [f"{length:,}", *(_percent_of(n.cells.get((length, None))) for n in readings)] for length in lengths
-    ]
-    rows.append(["mean", *(f"{100 * n.mean:.1f}" for n in readings)])
-    header = ["tokens", *(line.name for line in lines)]
-    return [
-        legend(lines),
-        figure(chart, "Dotted: the trained length.", table(header, rows, "Accuracy in percent by context length.")),
-    ]
 
 
 def _depth(depth: float) -> str:
@@ -173,10 +158,11 @@ def _is_cell(value: Any) -> bool:
     return False
 
 
-NEEDLE = ToolSection(
+NEEDLE = Tool(
     command="needle",
+    heading="Needles",
     is_result=_is_needle,
+    show=show,
     arguments=lambda _, lengths: ["--lengths", *lengths, "--depths", "10"],
-    render=needle_section,
     measured=True,
 )

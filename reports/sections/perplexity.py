@@ -3,90 +3,65 @@
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-from xml.etree.ElementTree import Element
+
+from markupsafe import Markup
 
 from farsight.evals.windows import Windows
-from farsight.reports.page import Part, figure, folded, note, section, table, tag, warning
-from farsight.reports.results import Result, line_numbers, names
-from farsight.reports.svg_axes import length_axis, log_axis, short_tokens, value_axis
-from farsight.reports.svg_charts import Mark, Series, legend, line_chart
-from farsight.reports.tool_section import ToolSection, is_number
+from farsight.reports.charts import Axis, Mark, Series, length_axis, line_chart, short_tokens
+from farsight.reports.page import figure, folded, heading, legend, line_figure, note, table, warning
+from farsight.reports.results import Result, labelled, names
+from farsight.reports.tools import Tool, is_number
 
 GROWN = "lengths_scope_length"
 
 
-def perplexity_section(results: Sequence[Result], absent: Sequence[Part]) -> Element:
+def perplexity_text(value: float) -> str:
+    return f"{value:,.3f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+PERPLEXITY_AXIS = Axis("perplexity", "auto", say=perplexity_text)
+
+
+def show(results: Sequence[Result]) -> list[Markup]:
     """Perplexity by context length, and by position where it was measured."""
-    if not results:
-        return section("Perplexity", *absent)
     lines = []
-    for result, name, number in zip(results, names(results), line_numbers(results), strict=True):
+    for result, name, number in labelled(results):
         for key, more in (("lengths", ""), (GROWN, ", scopes grown")):
             points = [(float(length), value) for length, value in result.values.get(key, {}).items()]
             if points:
                 lines.append(Series(name + more, sorted(points), number, dashed=key == GROWN))
-    lengths = sorted({int(x) for line in lines for x, _ in line.points})
     trained = sorted({result.values.get("trained_length", result.model.config.trained_length) for result in results})
-    x = length_axis([*lengths, *trained])
-    y = value_axis([y for line in lines for _, y in line.points], "perplexity", lambda value: f"{value:,.10g}")
-    chart = line_chart(
-        lines,
-        x,
-        y,
-        lambda s, x, y: f"{s.name}\n{x:,.0f} tokens: {perplexity_text(y)}",
-        [Mark(t, "trained") for t in trained],
-    )
-    parts: list[Part] = [
+    x = length_axis([*(int(at) for line in lines for at, _ in line.points), *trained])
+    if len(trained) == 1:
+        x = replace(x, say=lambda length: f"{length:,.0f}" + " (trained)" * (length == trained[0]))
+    dashed = "Dashed: with scopes grown with the length." * any(line.dashed for line in lines)
+    captions = f"Dotted: the trained length. {dashed}", "Perplexity by context length."
+    return [
         note(
             "exp of the mean negative log-likelihood: of the last 256 tokens in each window of a length or, with sliding windows, of "
-            "every token once. Lower is better. ", tag("code", "evals.perplexity"), " says how windows are cut."
+            "every token once. Lower is better. `evals.perplexity` says how windows are cut."
         ),
-        *_comparable(results),
-        legend(lines),
-        figure(
-            chart,
-            "Dotted: the trained length. " + "Dashed: with scopes grown with the length." * any(s.dashed for s in lines),
-            _by_length(lines, lengths, trained),
-        ),
+        _comparable(results),
+        line_figure(lines, x, PERPLEXITY_AXIS, captions, [Mark(t, "trained") for t in trained]),
         *_by_position(results),
-        *absent,
-    ]  # fmt: skip
-    return section("Perplexity", *parts)
+    ]
 
 
-def _comparable(results: Sequence[Result]) -> list[Part]:
+def _comparable(results: Sequence[Result]) -> Markup:
     """A warning where results are for different texts or different tokenizations, otherwise a note that names the text."""
     texts: dict[str, list[str]] = {}
     for result, name in zip(results, names(results), strict=True):
         texts.setdefault(", ".join(result.values.get("data", ["unrecorded text"])), []).append(name)
     if len(texts) > 1:
         said = "; ".join(f"{', '.join(who)} on {text}" for text, who in texts.items())
-        return [warning(f"Measured on different texts, so these curves cannot be compared: {said}.")]
-    counts = {tokens for result in results if (tokens := result.values.get("tokens")) is not None}
-    if len(counts) > 1:
-        return [
-            warning(
-                "The text has different numbers of tokens: tokenizers differ, so perplexities per token cannot be compared."
-            )
-        ]
-    return [note(f"Text: {next(iter(texts))}.")]
-
-
-def _by_length(lines: Sequence[Series], lengths: Sequence[int], trained: Sequence[int]) -> Element:
-    known = [dict(line.points) for line in lines]
-    rows: list[list[Part]] = []
-    for length in lengths:
-        mark = " (trained)" if length in trained and len(trained) == 1 else ""
-        rows.append([f"{length:,}{mark}", *(perplexity_text(values.get(length)) for values in known)])
-    return table(["tokens", *(line.name for line in lines)], rows, "Perplexity by context length.")
-
-
-def perplexity_text(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.3f}" if abs(value) < 1e6 else f"{value:.4g}"
+        return warning(f"Measured on different texts, so these curves cannot be compared: {said}.")
+    if len({tokens for result in results if (tokens := result.values.get("tokens")) is not None}) > 1:
+        return warning(
+            "The text has different numbers of tokens: tokenizers differ, so perplexities per token cannot be compared."
+        )
+    return note(f"Text: {next(iter(texts))}.")
 
 
 @dataclass(frozen=True)
@@ -115,7 +90,7 @@ class PositionCurve:
 def _position_curves(results: Sequence[Result], key: str) -> list[PositionCurve]:
     """Curves for the key "buckets", parts of equal size, or "log_buckets", parts of equal ratio."""
     curves = []
-    for result, name, number in zip(results, names(results), line_numbers(results), strict=True):
+    for result, name, number in labelled(results):
         for grown in (False, True):
             for text, measured in result.values.get(key + "_scope_length" * grown, {}).items():
                 length = int(text)
@@ -126,7 +101,7 @@ def _position_curves(results: Sequence[Result], key: str) -> list[PositionCurve]
     return curves
 
 
-def _by_position(results: Sequence[Result]) -> list[Part]:
+def _by_position(results: Sequence[Result]) -> list[Markup]:
     """Curves of the longest windows, and tables of all."""
     even, ratio = (_position_curves(results, key) for key in ("buckets", "log_buckets"))
     if not even:
@@ -145,19 +120,17 @@ def _by_position(results: Sequence[Result]) -> list[Part]:
     }
     chart = line_chart(
         lines,
-        log_axis(
-            [x for line in lines for x, _ in line.points], "tokens before the predicted one", short_tokens, base=2
-        ),
-        value_axis([y for line in lines for _, y in line.points], "perplexity", "{:,.10g}".format),
-        lambda s, x, y: f"{s.name}\n{says[s.name, x]} tokens before: {perplexity_text(y)}",
+        Axis("tokens before the predicted one", "log", text=short_tokens, base=2),
+        PERPLEXITY_AXIS,
+        more=lambda line, middle: f"\nmean of {says[line.name, middle]}",
     )
     first, *others = _position_tables([*drawn, *(curve for curve in [*ratio, *even] if curve not in drawn)])
     more = [folded("Other lengths and parts", *others)] if others else []
     caption = "All tokens of a window, by the number of tokens before them. The longest windows of each result."
-    return [tag("h3", "By position"), legend(lines), figure(chart, caption, first), *more]
+    return [heading("By position"), legend(lines), figure(chart, caption, first), *more]
 
 
-def _position_tables(curves: Sequence[PositionCurve]) -> list[Element]:
+def _position_tables(curves: Sequence[PositionCurve]) -> list[Markup]:
     """A table for each set of curves with the same parts, one column for each curve."""
     groups: dict[tuple[int, ...], list[PositionCurve]] = {}
     for curve in curves:
@@ -179,10 +152,11 @@ def _is_perplexity(values: Mapping[str, Any]) -> bool:
     return False
 
 
-PERPLEXITY = ToolSection(
+PERPLEXITY = Tool(
     command="perplexity",
+    heading="Perplexity",
     is_result=_is_perplexity,
+    show=show,
     arguments=lambda texts, lengths: ["--data", *texts, "--lengths", *lengths, "--buckets", "8"],
-    render=perplexity_section,
     measured=True,
 )

@@ -1,18 +1,19 @@
 """The report's sections on the models themselves: their architecture and training."""
 
+import dataclasses
 import shlex
 from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
-from xml.etree.ElementTree import Element
+
+from markupsafe import Markup
 
 from farsight.checkpoints.cards.model import read_history, training_rows
 from farsight.configs.load import read_toml
 from farsight.model.build import count_parameters
 from farsight.model.position.layers import describe
-from farsight.reports.page import Part, figure, folded, missing, note, section, table, tag
-from farsight.reports.svg_axes import linear_axis
-from farsight.reports.svg_charts import Mark, Point, Series, legend, line_chart, swatch
+from farsight.reports.charts import Axis, Mark, Point, Series, line_chart, swatch
+from farsight.reports.page import facts, figure, folded, heading, legend, missing, note, section, table
 from farsight.training.metrics_file import loss_points, run_summary
 from farsight.training.runs import NamedModel
 
@@ -20,21 +21,21 @@ MOST_POINTS = 1000
 """Most points in a loss curve; in a longer curve, points are averaged."""
 
 
-def named(model: NamedModel) -> Element:
+def named(model: NamedModel) -> Markup:
     """A model's name with its colour and marker, which are the same in all sections."""
-    return tag("span", swatch(Series(model.name, (), model.number)), model.name, class_="name")
+    return Markup('<span class="name">{}{}</span>').format(swatch(Series(model.name, (), model.number)), model.name)
 
 
-def models_section(models: Sequence[NamedModel]) -> Element:
+def models_section(models: Sequence[NamedModel]) -> Markup:
     """Architecture, positions by layer, and recorded training of each model."""
-    return section("Models", *(_model(model) for model in models))
+    return section("Models", *map(_model, models))
 
 
-def _model(model: NamedModel) -> Element:
+def _model(model: NamedModel) -> Markup:
     a, position = model.config.architecture, model.config.position
     history = read_history(model.weights) if model.weights is not None else []
     tokens = trained_tokens(model)
-    facts = {
+    known = {
         "path": str(model.path),
         "weights": "none yet" if model.weights is None else str(model.weights),
         "shape": f"{a.n_layers} layers of dimension {a.dim:,}, {a.n_heads} query heads and {a.n_kv_heads} key/value heads "
@@ -46,13 +47,13 @@ def _model(model: NamedModel) -> Element:
         "trained length": f"{model.config.trained_length:,} tokens",
         "trained on": "not recorded" if tokens is None else f"{tokens:,} tokens",
     }
-    entries = [part for key, value in facts.items() for part in (tag("dt", key), tag("dd", value))]
-    parts = [tag("h3", named(model)), tag("dl", *entries), tag("pre", tag("code", describe(model.config.layers())))]
+    layers = Markup("<pre><code>{}</code></pre>").format(describe(model.config.layers()))
+    parts = [heading(named(model)), facts(known), layers]
     if history:
         header, *rows = training_rows(history)
         runs = table(header, rows, "Runs that trained these weights, oldest first.", numbers=False)
         parts.append(folded("history", runs))
-    return tag("div", *parts)
+    return Markup().join(parts)
 
 
 def trained_tokens(model: NamedModel) -> int | None:
@@ -70,7 +71,7 @@ def stages(model: NamedModel) -> list[dict[str, Any]]:
     ]
 
 
-def losses_section(models: Sequence[NamedModel]) -> Element:
+def losses_section(models: Sequence[NamedModel]) -> Markup:
     """Training and held-out loss over tokens, across stages."""
     drawn, marks, longest = [], set(), 1
     for model in models:
@@ -91,16 +92,11 @@ def losses_section(models: Sequence[NamedModel]) -> Element:
     if not drawn:
         return section("Loss", *absent)
     unit, size = ("billion", 1e9) if max(s.points[-1][0] for s in drawn if s.points) >= 2e9 else ("million", 1e6)
-    scaled = [
-        Series(s.name, [(x / size, y) for x, y in s.points], s.number, s.dashed, s.markers, s.thin) for s in drawn
-    ]
-    x = linear_axis([x for s in scaled for x, _ in s.points] + [0.0], f"{unit} tokens", snug=True)
-    y = linear_axis([y for s in scaled for _, y in s.points], "loss, nats per token")
+    scaled = [dataclasses.replace(s, points=[(x / size, y) for x, y in s.points]) for s in drawn]
     chart = line_chart(
         scaled,
-        x,
-        y,
-        lambda s, x, y: f"{s.name}\n{x:,.4g} {unit} tokens\nloss {y:.4f}",
+        Axis(f"{unit} tokens", say="{:,.4g}".format),
+        Axis("loss, nats per token", say="{:.4f}".format),
         [Mark(mark / size) for mark in sorted(marks)],
     )
     caption = "Thin: the loss at logged training steps. With markers: the mean over held-out documents."
@@ -110,10 +106,10 @@ def losses_section(models: Sequence[NamedModel]) -> Element:
     return section("Loss", keys, figure(chart, caption, _stages_table(models)), *absent)
 
 
-def _without_runs(models: Sequence[NamedModel]) -> list[Part]:
+def _without_runs(models: Sequence[NamedModel]) -> list[Markup]:
     """How to get loss curves of models named by config files, or by what a run left instead of its folder."""
     untrained = [model for model in models if model.path.is_file()]
-    parts: list[Part] = []
+    parts: list[Markup] = []
     if untrained:
         starts = {model.path: "stages" in read_toml(model.path) for model in untrained}
         commands = [
@@ -135,9 +131,9 @@ def thin(points: Sequence[Point]) -> tuple[list[Point], int]:
     return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups], together
 
 
-def _stages_table(models: Sequence[NamedModel]) -> Element:
+def _stages_table(models: Sequence[NamedModel]) -> Markup:
     header = ["run", "context", "steps", "tokens", "training loss", "held-out loss", "tokens/s"]
-    rows: list[list[Part]] = []
+    rows = []
     for model in models:
         for stage in stages(model):
             ends = [

@@ -64,7 +64,7 @@ def test_a_panel_for_each_mechanism(tmp_path, position, panels):
     path = tmp_path / "p.png"
     draw(ModelConfig(SMALL, position, trained_length=16), 16, path)
     width = int.from_bytes(path.read_bytes()[16:20], "big")  # from the PNG's header
-    assert width == 560 * panels
+    assert width == 672 * panels
 
 
 def test_it_reads_recipes_and_refuses_what_is_none(tmp_path, capsys):

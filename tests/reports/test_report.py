@@ -17,9 +17,9 @@ from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError
 from farsight.evals.needle import __main__ as needle
 from farsight.model.build import ModelConfig, build_model
-from farsight.reports import run_tools
+from farsight.reports import tools
 from farsight.reports.report.__main__ import main
-from farsight.reports.report.collect import collect
+from farsight.reports.report.build import collect
 from farsight.reports.results import line_numbers, names, of_kind
 from farsight.reports.sections.training import thin
 from farsight.training.runs import find_models
@@ -151,6 +151,8 @@ def test_the_page_stands_alone_and_escapes_names(two_models, tmp_path):
     page = Page(text)  # closes what it opens
     assert text.startswith("<!DOCTYPE html>")
     assert any(HOSTILE in said for said in page.texts)
+    assert "evals.perplexity" in page.texts  # in a tag of its own
+    assert not any(mark in said for said in page.texts for mark in ("<code", "<small", "<span", "`"))
     assert not {"script", "iframe", "object", "embed", "img", "base"} & {tag for tag, _ in page.tags}
     for tag, attributes in page.tags:
         assert not any(name.startswith("on") for name in attributes), (tag, attributes)
@@ -172,7 +174,7 @@ def test_every_figure_of_the_files_is_in_a_table(two_models, tmp_path):
     assert [[part, figure] for part, figure in zip(["1", "2–15", "16–63", "64–255"], by_ratio, strict=True)] == [
         row for row in page.rows if row[1] in by_ratio
     ]
-    assert any(title.endswith(f"2–15 tokens before: {by_ratio[1]}") for title in page.titles)
+    assert any(title.endswith(f": {by_ratio[1]}\nmean of 2–15") for title in page.titles)
     for values in (passkey, words):
         for key in ("cells", "cells_scope_length"):
             assert {f"{100 * cell['accuracy']:.1f}" for cell in values[key]} <= cells
@@ -256,7 +258,7 @@ def test_measure_runs_the_tools_for_what_is_missing(tmp_path, monkeypatch):
     assert asked == [
         [str(model), "--lengths", "256", "512", "--depths", "10", "--json", str(model / "evals" / "needle.json")]
     ]
-    monkeypatch.setattr(run_tools, "run", lambda name, arguments: pytest.fail(f"ran {name} again"))
+    monkeypatch.setattr(tools, "run", lambda name, arguments: pytest.fail(f"ran {name} again"))
     make(tmp_path, *arguments)
 
 

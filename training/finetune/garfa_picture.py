@@ -1,9 +1,10 @@
 """A heat map of GARFA's factors: alpha of each key/value head in each layer."""
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from farsight.plots import DIVERGING, cell_map, picture
 
 
 def draw_alphas(path: Path, alphas: Mapping[int, Sequence[float]]) -> None:
@@ -13,17 +14,9 @@ def draw_alphas(path: Path, alphas: Mapping[int, Sequence[float]]) -> None:
         path: PNG, SVG or PDF file.
         alphas: alpha of each key/value head, by layer; see `model.adapt.garfa.alphas`.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     heads = len(next(iter(alphas.values())))
-    size = max(3.6, 0.6 * heads + 1.8), max(2.4, 0.32 * len(alphas) + 1.2)
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
-    draw_alphas_on(axes, alphas)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+    with picture(path, max(3.6, 0.6 * heads + 1.8), max(2.4, 0.32 * len(alphas) + 1.2)) as figure:
+        draw_alphas_on(figure.subplots(), alphas)
 
 
 def draw_alphas_on(axes: Any, alphas: Mapping[int, Sequence[float]]) -> None:
@@ -35,12 +28,7 @@ def draw_alphas_on(axes: Any, alphas: Mapping[int, Sequence[float]]) -> None:
     values = [list(alphas[layer]) for layer in layers]
     farthest = max(1.05, *(max(a, 1 / a) for row in values for a in row))
     norm = LogNorm(1 / farthest, farthest)
-    image = axes.imshow(values, cmap="RdBu_r", norm=norm, aspect="auto", interpolation="nearest")
-    for row, alphas_K in enumerate(values):
-        for head, value in enumerate(alphas_K):
-            dark = abs(math.log(value)) > 0.6 * math.log(farthest)
-            colour = "white" if dark else "black"
-            axes.text(head, row, f"{value:.3f}", ha="center", va="center", fontsize="x-small", color=colour)
+    image = cell_map(axes, values, "{:.3f}".format, cmap=DIVERGING, norm=norm)
     axes.set(xlabel="key/value head", ylabel="layer", title="alpha: factor on the RoPE base")
     axes.set_xticks(range(len(values[0])))
     axes.set_yticks(range(len(layers)), labels=[str(layer) for layer in layers])
