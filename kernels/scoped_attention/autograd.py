@@ -1,0 +1,27 @@
+"""The autograd formula of the backends that are pairs of custom operators, one for each pass."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.library import CustomOpDef
+
+
+def register_backward(forward: CustomOpDef, backward: CustomOpDef) -> None:
+    """Makes `backward` the gradient of `forward`, and declares its outputs to the compiler.
+
+    Args:
+        forward: from q, k, v, scopes, document starts, slopes, q_offset and scale to the output and the log-sum-exp, which
+            has no gradient.
+        backward: from the gradient of the output, q, k, v, both outputs and the other inputs to the gradients of q, k and v.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, scopes, starts, slopes, ctx.q_offset, ctx.scale = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(q, k, v, *output, scopes, starts, slopes)
+
+    def gradients(ctx: Any, do: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        return *backward(do, *ctx.saved_tensors, ctx.q_offset, ctx.scale), None, None, None, None, None
+
+    forward.register_autograd(gradients, setup_context=save)
+    backward.register_fake(lambda do, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))
