@@ -1,7 +1,9 @@
 """Tokenizers: bytes, sentencepiece, and Hugging Face's `tokenizer.json`, behind one small interface.
 
-farsight tokenizer train --vocab-size 2048 --out tokenizers/code
-farsight tokenizer show tokenizers/code --text "def f(x):"
+    farsight tokenizer train --vocab-size 2048 --out tokenizers/code
+    farsight tokenizer show tokenizers/code --text "def f(x):"
+
+`load_tokenizer` loads what a config names, `load_tokenizer_dir` what a directory has.
 """
 
 from functools import cached_property
