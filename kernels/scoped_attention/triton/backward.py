@@ -9,10 +9,10 @@ import triton.language as tl
 
 from farsight.kernels.scoped_attention.triton.blocks import (
     LOG2_E,
-    column,
     dot,
     key_runs,
-    load_head,
+    load_scope,
+    load_slope,
     load_starts,
     query_block,
     runs,
@@ -51,7 +51,20 @@ def _load_statistics(p_lse, p_delta, o_row, queries):
 
 
 @triton.jit
-def _dq_band(b_q, b_do, b_lse, b_delta, seen, k, v, scale_log2, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
+def _dq_band(
+    b_q,
+    b_do,
+    b_lse,
+    b_delta,
+    seen,
+    b_start,
+    slope_log2,
+    k,
+    v,
+    scale_log2,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """dq of a block of queries over all keys it sees, before the factor `scale`."""
     bounds = key_runs(seen, k.count, BLOCK_N)
     b_dq = tl.zeros(b_q.shape, dtype=tl.float32)
@@ -60,17 +73,7 @@ def _dq_band(b_q, b_do, b_lse, b_delta, seen, k, v, scale_log2, HEAD_DIM: tl.con
             o_i = (first + tl.arange(0, BLOCK_N))[None, :]
             b_k = load_rows(k, first, BLOCK_N, HEAD_DIM, run == 1)
             b_v = load_rows(v, first, BLOCK_N, HEAD_DIM, run == 1)
-            b_s = scores(
-                b_q,
-                b_k,
-                seen.o_t[:, None],
-                o_i,
-                column(seen.b_start),
-                seen.scope,
-                seen.slope_log2,
-                scale_log2,
-                run != 1,
-            )
+            b_s = scores(b_q, b_k, seen.o_t[:, None], o_i, b_start, seen.scope, slope_log2, scale_log2, run != 1)
             b_p = tl.exp2(b_s - b_lse[:, None])
             b_ds = b_p * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])
             b_dq += dot(b_ds.to(b_k.dtype), b_k)
@@ -110,18 +113,21 @@ def dq_kernel(
     batch = tl.program_id(1).to(tl.int64)
     head = tl.load(p_order + tl.program_id(2)).to(tl.int64)
     scale_log2 = scale * LOG2_E
-    seen = query_block(p_scopes, p_starts, p_slopes, batch, head, first_row, queries, q_offset, BLOCK_M)
+    o_row = first_row + tl.arange(0, BLOCK_M)
+    p_start = None if p_starts is None else p_starts + batch * (queries + q_offset) + q_offset
+    seen = query_block(p_scopes, p_start, head, first_row, queries, q_offset, BLOCK_M)
+    b_start = None if p_start is None else load_starts(p_start, o_row, queries)[:, None]
+    slope_log2 = None if p_slopes is None else load_slope(p_slopes, head)
     b_q = load_rows(rows_of(p_q, q_strides, batch, head, queries), first_row, BLOCK_M, HEAD_DIM)
     b_do = load_rows(rows_of(p_do, do_strides, batch, head, queries), first_row, BLOCK_M, HEAD_DIM)
     o_head = (batch * heads + head) * queries
-    o_row = first_row + tl.arange(0, BLOCK_M)
     b_lse, b_delta = _load_statistics(p_lse + o_head, p_delta + o_head, o_row, queries)
     k = rows_of(p_k, k_strides, batch, head // GROUP, queries + q_offset)
     v = rows_of(p_v, v_strides, batch, head // GROUP, queries + q_offset)
     if BLOCK_NARROW == BLOCK_N or seen.scope > BLOCK_N:
-        b_dq = _dq_band(b_q, b_do, b_lse, b_delta, seen, k, v, scale_log2, HEAD_DIM, BLOCK_N)
+        b_dq = _dq_band(b_q, b_do, b_lse, b_delta, seen, b_start, slope_log2, k, v, scale_log2, HEAD_DIM, BLOCK_N)
     else:
-        b_dq = _dq_band(b_q, b_do, b_lse, b_delta, seen, k, v, scale_log2, HEAD_DIM, BLOCK_NARROW)
+        b_dq = _dq_band(b_q, b_do, b_lse, b_delta, seen, b_start, slope_log2, k, v, scale_log2, HEAD_DIM, BLOCK_NARROW)
     store_rows(rows_of(p_dq, dq_strides, batch, head, queries), b_dq * scale, first_row, BLOCK_M, HEAD_DIM)
 
 
@@ -164,9 +170,7 @@ def _dkv_band(
             b_q = load_rows(q, first, BLOCK_M, HEAD_DIM, run == 1)
             b_do = load_rows(do, first, BLOCK_M, HEAD_DIM, run == 1)
             b_lse, b_delta = _load_statistics(p_lse, p_delta, o_row, q.count)
-            b_start = None
-            if run != 1 and p_start is not None:
-                b_start = load_starts(p_start, o_row, q.count)[None, :]
+            b_start = None if p_start is None else load_starts(p_start, o_row, q.count)[None, :]
             b_s = scores(b_k, b_q, o_t, o_i[:, None], b_start, scope, slope_log2, scale_log2, run != 1)  # [N, M]
             b_p = tl.exp2(b_s - b_lse[None, :])
             b_dv += dot(b_p.to(b_do.dtype), b_do)
@@ -220,18 +224,18 @@ def dkv_kernel(
     b_k = load_rows(rows_of(p_k, k_strides, batch, kv_head, keys), first_key, BLOCK_N, HEAD_DIM)
     b_v = load_rows(rows_of(p_v, v_strides, batch, kv_head, keys), first_key, BLOCK_N, HEAD_DIM)
     first_until, last_until = keys, keys
-    p_start = None
+    p_start = None if p_starts is None else p_starts + batch * keys + q_offset
     if p_starts is not None:
         first_until = tl.load(p_until + batch * keys + first_key).to(tl.int32)
         last_until = tl.load(p_until + batch * keys + last_key).to(tl.int32)
-        p_start = p_starts + batch * keys + q_offset
     bounds = first_key, last_key, first_until, last_until
 
     b_dk = tl.zeros(b_k.shape, dtype=tl.float32)
     b_dv = tl.zeros(b_k.shape, dtype=tl.float32)
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        scope, slope_log2 = load_head(p_scopes, p_slopes, head, keys)
+        scope = load_scope(p_scopes, head, keys)
+        slope_log2 = None if p_slopes is None else load_slope(p_slopes, head)
         q = rows_of(p_q, q_strides, batch, head, queries)
         do = rows_of(p_do, do_strides, batch, head, queries)
         o_head = (batch * heads + head) * queries

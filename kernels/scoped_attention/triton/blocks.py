@@ -29,55 +29,47 @@ def dot(a, b):
 
 
 class Queries(NamedTuple):
-    """A block of queries of one head, and what they see."""
+    """A block of queries of one head: their positions, and what bounds the keys that they see."""
 
     o_t: Any
     """[M]: positions of the queries."""
-    b_start: Any
-    """[M]: first tokens of their documents, or None."""
     first_t: Any
     last_t: Any
     first_start: Any
     last_start: Any
-    """Of the block's first and last query."""
+    """Position, and first token of the document, of the block's first and last query."""
     scope: Any
-    slope_log2: Any
-    """The head's ALiBi slope times log2(e), or None."""
 
 
 @triton.jit
-def query_block(p_scopes, p_starts, p_slopes, batch, head, first_row, queries, q_offset, BLOCK_M: tl.constexpr):
+def query_block(p_scopes, p_start, head, first_row, queries, q_offset, BLOCK_M: tl.constexpr):
     """The block of queries from `first_row` on: [BLOCK_M] rows, of which `queries` are there."""
-    keys = queries + q_offset
-    o_row = first_row + tl.arange(0, BLOCK_M)
     last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
-    b_start = None
     first_start, last_start = 0, 0
-    if p_starts is not None:
-        p_start = p_starts + batch * keys + q_offset
-        b_start = load_starts(p_start, o_row, queries)
+    if p_start is not None:
         first_start = tl.load(p_start + first_row).to(tl.int32)
         last_start = tl.load(p_start + last_row).to(tl.int32)
-    scope, slope_log2 = load_head(p_scopes, p_slopes, head, keys)
-    return Queries(
-        o_row + q_offset, b_start, first_row + q_offset, last_row + q_offset, first_start, last_start, scope, slope_log2,
-    )  # fmt: skip
+    o_t = first_row + tl.arange(0, BLOCK_M) + q_offset
+    scope = load_scope(p_scopes, head, queries + q_offset)
+    return Queries(o_t, first_row + q_offset, last_row + q_offset, first_start, last_start, scope)
 
 
 @triton.jit
 def load_starts(p_start, o_row, queries):
+    """First tokens of the documents of rows of queries."""
     return tl.load(p_start + o_row, mask=o_row < queries, other=0).to(tl.int32)
 
 
 @triton.jit
-def load_head(p_scopes, p_slopes, head, keys):
-    """A head's scope, and its slope times log2(e) or None."""
-    # At most the length of the sequence, so that t - scope fits in 32 bits.
-    scope = tl.minimum(tl.load(p_scopes + head), keys).to(tl.int32)
-    if p_slopes is None:
-        return scope, None
-    else:
-        return scope, tl.load(p_slopes + head) * LOG2_E
+def load_slope(p_slopes, head):
+    """A head's ALiBi slope times log2(e)."""
+    return tl.load(p_slopes + head) * LOG2_E
+
+
+@triton.jit
+def load_scope(p_scopes, head, longest):
+    """A head's scope, at most `longest`, so that t - scope fits in 32 bits."""
+    return tl.minimum(tl.load(p_scopes + head), longest).to(tl.int32)
 
 
 @triton.jit
@@ -115,15 +107,6 @@ def scores(b_a, b_b, o_t, o_i, start, scope, slope_log2, scale_log2, MASKED: tl.
             m_s &= o_i >= start
         b_s = tl.where(m_s, b_s, float("-inf"))
     return b_s
-
-
-@triton.jit
-def column(x):
-    """x [M] as [M, 1], to broadcast over keys; None stays None."""
-    if x is None:
-        return None
-    else:
-        return x[:, None]
 
 
 @triton.jit

@@ -20,7 +20,8 @@ from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 from farsight.kernels.scoped_attention.triton.attention import check_runs
 from farsight.kernels.scoped_attention.triton.blocks import (
     LOG2_E,
-    load_head,
+    load_scope,
+    load_slope,
     nothing_seen,
     raised,
     scores,
@@ -78,10 +79,9 @@ def decode_kernel(
     o_g = tl.arange(0, BLOCK_G)
     # Rows past the group, which are not written, are computed as its last.
     o_head = (kv_head * GROUP + tl.minimum(o_g, GROUP - 1))[:, None]
-    b_scope, b_slope = load_head(p_scopes, p_slopes, o_head, capacity)
-    start = None
-    if p_starts is not None:
-        start = tl.load(p_starts + batch).to(tl.int32)
+    b_scope = load_scope(p_scopes, o_head, capacity)
+    b_slope = None if p_slopes is None else load_slope(p_slopes, o_head)
+    start = None if p_starts is None else tl.load(p_starts + batch).to(tl.int32)
 
     o_ring = batch * cache_by_batch + first_slot.to(tl.int64) * HEAD_DIM
     k, v = Rows(p_k + o_ring, HEAD_DIM, end), Rows(p_v + o_ring, HEAD_DIM, end)
