@@ -72,10 +72,8 @@ class MixedSource:
     def _text_tokens(self, document: Document) -> np.ndarray | None:
         """Tokens of a document's text; None if it is a whole document that the filters exclude."""
         least, most = self._config.min_tokens, self._config.max_tokens
-        if document.whole:
-            bound = self._tokenizer.most_tokens(document.size)
-            if bound is not None and bound < least:
-                return None
+        if document.whole and self._tokenizer.one_token_a_byte and document.size < least:
+            return None
         try:
             text = self._tokenizer.encode_array(document.text)
         except ValueError as error:

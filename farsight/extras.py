@@ -5,7 +5,7 @@ from pathlib import Path
 
 REQUIRED = {
     "torch", "torchtitan", "sentencepiece", "tokenizers", "tensorboard", "safetensors", "numpy", "matplotlib", "tqdm",
-    "jinja2", "tomli_w", "xxhash",
+    "jinja2", "huggingface_hub", "tomli_w", "xxhash",
 }  # fmt: skip
 EXTRAS = {
     "datasets": "data",

@@ -17,7 +17,7 @@ def read_object(path: Path) -> dict[str, Any]:
         ConfigError: the file does not exist, can't be read, or holds something else.
     """
     try:
-        values = json.loads(path.read_bytes().decode("utf-8"))
+        values = json.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError

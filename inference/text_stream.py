@@ -42,37 +42,30 @@ class TextStream:
         self.tokens.append(token)
         if token in self.end_tokens:
             self.ended = "end token"
-            return self._release(everything=True)
+            return self._release("", everything=True)
         self.known.append(token)
-        old = self.tokenizer.decode(self.known[self.before : self.read])
-        new = self.tokenizer.decode(self.known[self.before :])
-        if len(new) <= len(old) or new.endswith("\ufffd"):  # an incomplete character: more bytes are to come
+        new = self._unread()
+        if not new or new.endswith("\ufffd"):  # an incomplete character: more bytes are to come
             return ""
         self.before, self.read = self.read, len(self.known)
-        self.pending += new[len(old) :]
-        return self._release(everything=False)
+        return self._release(new, everything=False)
 
     def finish(self) -> str:
         """Releases the rest of the text."""
-        if self.ended:
-            return ""
-        old = self.tokenizer.decode(self.known[self.before : self.read])
-        self.pending += self.tokenizer.decode(self.known[self.before :])[len(old) :]
-        return self._release(everything=True)
+        return "" if self.ended else self._release(self._unread(), everything=True)
 
-    def _release(self, everything: bool) -> str:
-        found = [place for place in (self.pending.find(stop) for stop in self.stop) if place >= 0]
-        if found:
-            self.ended, piece, self.pending = "stop string", self.pending[: min(found)], ""
-        else:
-            # The pending text may end with the beginning of a stop string.
-            held = 0 if everything else max((_overlap(self.pending, stop) for stop in self.stop), default=0)
-            cut = len(self.pending) - held
-            piece, self.pending = self.pending[:cut], self.pending[cut:]
+    def _unread(self) -> str:
+        """The text that tokens from `read` on add."""
+        old, new = (self.tokenizer.decode(self.known[self.before : end]) for end in (self.read, None))
+        return new[len(old) :]
+
+    def _release(self, new: str, everything: bool) -> str:
+        text, held = self.pending + new, 0
+        if found := [place for stop in self.stop if (place := text.find(stop)) >= 0]:
+            self.ended, text = "stop string", text[: min(found)]
+        elif not everything:  # the text may end with the beginning of a stop string
+            ends = (n for n in range(len(text), 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stop))
+            held = next(ends, 0)
+        piece, self.pending = text[: len(text) - held], text[len(text) - held :]
         self.text += piece
         return piece
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of the text that is a prefix of the stop string."""
-    return next((n for n in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:n])), 0)

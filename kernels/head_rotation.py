@@ -58,9 +58,9 @@ def rotate_heads(
         raise ValueError(f"x_BLKH is {[B, L, K, H]} and positions_BL {list(positions)}: pass [{B}, {L}] or [1, {L}]")
     chosen = backend if backend != "auto" else "triton" if x_BLKH.is_cuda else "torch"
     if chosen == "triton":
-        from farsight.kernels import triton_head_rotation
+        from farsight.kernels import triton_head_rotation, triton_rows  # noqa: F401  registers the operators
 
-        triton_head_rotation.check_runs(x_BLKH)
+        triton_rows.check_runs(x_BLKH, "torch")
         if backend == "auto":
             try_triton(x_BLKH.device.type, str(x_BLKH.dtype), H)
     return _RotateHeads.apply(x_BLKH, positions_BL, inv_freq_KF, attention_factor, chosen == "triton")

@@ -3,7 +3,7 @@
 A frequency's gradient is a sum over all tokens: each program writes its partial sum, and these are added in a fixed order,
 so that runs repeat to the last bit.
 
-Names: b_ block, p_ pointer, o_ offset, m_ mask. Shape suffixes: B batch, L tokens, K heads, H head dim, F = H/2.
+Names as in `triton_rows.py`. Shape suffixes: B batch, L tokens, K heads, H head dim, F = H/2.
 """
 
 import torch
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from farsight.kernels.triton_launch import contiguous_rows, interpreted
+from farsight.kernels.triton_rows import Rows, contiguous_rows, load_rows, padded, rows_of, store_rows
 
 BLOCK_ELEMENTS = 2048
 """Tokens times frequencies of a program: eight per thread."""
@@ -19,9 +19,21 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def _angles(p_positions, p_inv_freq, p_factor, head, o_l, o_f, m_l, F: tl.constexpr, BLOCK_F: tl.constexpr):
+def _angles(
+    p_positions,
+    p_inv_freq,
+    p_factor,
+    positions_by_batch,
+    batch,
+    head,
+    first,
+    tokens,
+    F: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
     """Positions [L], and cosines and sines [L, F] times the attention factor, all fp32."""
-    b_position = tl.load(p_positions + o_l, mask=m_l, other=0).to(tl.float32)
+    o_l, o_f = first + tl.arange(0, BLOCK_L), tl.arange(0, padded(F))
+    b_position = tl.load(p_positions + batch * positions_by_batch + o_l, mask=o_l < tokens, other=0).to(tl.float32)
     b_freq = tl.load(p_inv_freq + head * F + o_f, mask=o_f < F, other=0.0)
     factor = tl.load(p_factor)
     b_angle = b_position[:, None] * b_freq[None, :]
@@ -29,9 +41,27 @@ def _angles(p_positions, p_inv_freq, p_factor, head, o_l, o_f, m_l, F: tl.conste
 
 
 @triton.jit
-def _rotated(b_1, b_2, b_cos, b_sin):
-    """Both halves, rotated. The explicit fma rounds the same product before the sum as PyTorch's addcmul."""
-    return tl.fma(b_2, -b_sin, b_1 * b_cos), tl.fma(b_1, b_sin, b_2 * b_cos)
+def _halves(x, F: tl.constexpr):
+    """The rows of the first F dimensions, and of the other F."""
+    return x, Rows(x.p + F, x.by_token, x.count)
+
+
+@triton.jit
+def _load_halves(x, first, F: tl.constexpr, BLOCK_L: tl.constexpr):
+    x_1, x_2 = _halves(x, F)
+    b_1, b_2 = load_rows(x_1, first, BLOCK_L, F), load_rows(x_2, first, BLOCK_L, F)
+    return b_1.to(tl.float32), b_2.to(tl.float32)
+
+
+@triton.jit
+def _rotate(x, y, b_cos, b_sin, first, F: tl.constexpr, BLOCK_L: tl.constexpr):
+    """Writes x, rotated, to y; returns both halves. The explicit fma rounds the same product before the sum as PyTorch's addcmul."""
+    b_1, b_2 = _load_halves(x, first, F, BLOCK_L)
+    b_y1, b_y2 = tl.fma(b_2, -b_sin, b_1 * b_cos), tl.fma(b_1, b_sin, b_2 * b_cos)
+    y_1, y_2 = _halves(y, F)
+    store_rows(y_1, b_y1, first, BLOCK_L, F)
+    store_rows(y_2, b_y2, first, BLOCK_L, F)
+    return b_y1, b_y2
 
 
 @triton.jit
@@ -41,33 +71,21 @@ def rotate_kernel(
     p_positions,
     p_inv_freq,
     p_factor,
-    x_by_batch,
-    x_by_token,
-    x_by_head,
-    y_by_batch,
-    y_by_token,
-    y_by_head,
+    x_strides,
+    y_strides,
     positions_by_batch,
     tokens,
     F: tl.constexpr,
-    BLOCK_F: tl.constexpr,
     BLOCK_L: tl.constexpr,
 ):
     """One block of tokens of one head of one batch row. Grid: (blocks of tokens, K, B); x and y with stride 1 in H."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    o_l = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
-    o_f = tl.arange(0, BLOCK_F)
-    m_l = o_l < tokens
-    m_x = m_l[:, None] & (o_f < F)[None, :]
-    p_positions += batch * positions_by_batch
-    _, b_cos, b_sin = _angles(p_positions, p_inv_freq, p_factor, head, o_l, o_f, m_l, F, BLOCK_F)
-    p_x += batch * x_by_batch + head * x_by_head + o_l.to(tl.int64)[:, None] * x_by_token + o_f[None, :]
-    b_x1 = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-    b_x2 = tl.load(p_x + F, mask=m_x, other=0.0).to(tl.float32)
-    b_y1, b_y2 = _rotated(b_x1, b_x2, b_cos, b_sin)
-    p_y += batch * y_by_batch + head * y_by_head + o_l.to(tl.int64)[:, None] * y_by_token + o_f[None, :]
-    tl.store(p_y, b_y1.to(p_y.dtype.element_ty), mask=m_x)
-    tl.store(p_y + F, b_y2.to(p_y.dtype.element_ty), mask=m_x)
+    first = tl.program_id(0) * BLOCK_L
+    _, b_cos, b_sin = _angles(
+        p_positions, p_inv_freq, p_factor, positions_by_batch, batch, head, first, tokens, F, BLOCK_L
+    )
+    x, y = rows_of(p_x, x_strides, batch, head, tokens), rows_of(p_y, y_strides, batch, head, tokens)
+    _rotate(x, y, b_cos, b_sin, first, F, BLOCK_L)
 
 
 @triton.jit
@@ -79,64 +97,36 @@ def rotate_backward_kernel(
     p_positions,
     p_inv_freq,
     p_factor,
-    dy_by_batch,
-    dy_by_token,
-    dy_by_head,
-    x_by_batch,
-    x_by_token,
-    x_by_head,
-    dx_by_batch,
-    dx_by_token,
-    dx_by_head,
+    dy_strides,
+    x_strides,
+    dx_strides,
     positions_by_batch,
     tokens,
     F: tl.constexpr,
-    BLOCK_F: tl.constexpr,
     BLOCK_L: tl.constexpr,
-    BY_FREQUENCY: tl.constexpr,
 ):
-    """The gradient rotated back and, with BY_FREQUENCY, this program's part of the gradient of its head's frequencies.
+    """The gradient rotated back and, unless x is None, this program's part of the gradient of its head's frequencies.
 
     Grid and strides as in `rotate_kernel`; parts [blocks of tokens · B, K, F], fp32.
     """
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    o_l = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
-    o_f = tl.arange(0, BLOCK_F)
-    m_l = o_l < tokens
-    m_x = m_l[:, None] & (o_f < F)[None, :]
-    p_positions += batch * positions_by_batch
-    b_position, b_cos, b_sin = _angles(p_positions, p_inv_freq, p_factor, head, o_l, o_f, m_l, F, BLOCK_F)
-    p_dy += batch * dy_by_batch + head * dy_by_head + o_l.to(tl.int64)[:, None] * dy_by_token + o_f[None, :]
-    b_dy1 = tl.load(p_dy, mask=m_x, other=0.0).to(tl.float32)
-    b_dy2 = tl.load(p_dy + F, mask=m_x, other=0.0).to(tl.float32)
-    b_dx1, b_dx2 = _rotated(b_dy1, b_dy2, b_cos, -b_sin)
-    p_dx += batch * dx_by_batch + head * dx_by_head + o_l.to(tl.int64)[:, None] * dx_by_token + o_f[None, :]
-    tl.store(p_dx, b_dx1.to(p_dx.dtype.element_ty), mask=m_x)
-    tl.store(p_dx + F, b_dx2.to(p_dx.dtype.element_ty), mask=m_x)
-    if BY_FREQUENCY:
-        p_x += batch * x_by_batch + head * x_by_head + o_l.to(tl.int64)[:, None] * x_by_token + o_f[None, :]
-        b_x1 = tl.load(p_x, mask=m_x, other=0.0).to(tl.float32)
-        b_x2 = tl.load(p_x + F, mask=m_x, other=0.0).to(tl.float32)
+    first = tl.program_id(0) * BLOCK_L
+    b_position, b_cos, b_sin = _angles(
+        p_positions, p_inv_freq, p_factor, positions_by_batch, batch, head, first, tokens, F, BLOCK_L
+    )
+    dy, dx = rows_of(p_dy, dy_strides, batch, head, tokens), rows_of(p_dx, dx_strides, batch, head, tokens)
+    b_dx1, b_dx2 = _rotate(dy, dx, b_cos, -b_sin, first, F, BLOCK_L)
+    if p_x is not None:
+        b_x1, b_x2 = _load_halves(rows_of(p_x, x_strides, batch, head, tokens), first, F, BLOCK_L)
         b_part = tl.sum(b_position[:, None] * (b_x1 * b_dx2 - b_x2 * b_dx1), 0)
         row = (batch * tl.num_programs(0) + tl.program_id(0)) * tl.num_programs(1) + head
+        o_f = tl.arange(0, padded(F))
         tl.store(p_parts + row * F + o_f, b_part, mask=o_f < F)
 
 
-INTERPRETED = interpreted(rotate_kernel)
-
-
 def block_sizes(head_dim: int) -> dict[str, int]:
-    """Block sizes of a program for a head dim, as the kernels' constants."""
-    block_f = triton.next_power_of_2(head_dim // 2)
-    return {"F": head_dim // 2, "BLOCK_F": block_f, "BLOCK_L": max(1, BLOCK_ELEMENTS // block_f)}
-
-
-def check_runs(x: Tensor) -> None:
-    """Raises ValueError unless the kernels support tensors of this dtype and device."""
-    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f'backend "triton" does not take {x.dtype}: use bfloat16, float16 or float32, or "torch"')
-    if x.device.type == "cpu" and not INTERPRETED:
-        raise ValueError('backend "triton" needs a GPU: use "torch" on a CPU')
+    """Frequencies of a head and tokens of a program, as the kernels' constants."""
+    return {"F": head_dim // 2, "BLOCK_L": max(1, BLOCK_ELEMENTS // padded(head_dim // 2))}
 
 
 @torch.library.custom_op("farsight::triton_rotate_heads", mutates_args=())
@@ -145,7 +135,7 @@ def triton_rotate_heads(x: Tensor, positions: Tensor, inv_freq: Tensor, attentio
     x, y = contiguous_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     blocks = block_sizes(x.shape[-1])
     rotate_kernel[_grid(x, blocks)](
-        x, y, positions.contiguous(), inv_freq.contiguous(), attention_factor, *x.stride()[:3], *y.stride()[:3],
+        x, y, positions.contiguous(), inv_freq.contiguous(), attention_factor, x.stride()[:3], y.stride()[:3],
         _by_batch(positions), x.shape[1], **blocks, num_warps=NUM_WARPS,
     )  # fmt: skip
     return y
@@ -165,12 +155,12 @@ def triton_rotate_heads_backward(
     Without x there are no parts: [0, K, F].
     """
     dy, dx = contiguous_rows(dy), torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
-    x_rows, blocks = dy if x is None else contiguous_rows(x), block_sizes(dy.shape[-1])
+    x_rows, blocks = None if x is None else contiguous_rows(x), block_sizes(dy.shape[-1])
     parts = torch.empty(_parts(dy, x, blocks), dtype=torch.float32, device=dy.device)
     rotate_backward_kernel[_grid(dy, blocks)](
         dy, x_rows, dx, parts, positions.contiguous(), inv_freq.contiguous(), attention_factor,
-        *dy.stride()[:3], *x_rows.stride()[:3], *dx.stride()[:3], _by_batch(positions), dy.shape[1],
-        **blocks, BY_FREQUENCY=x is not None, num_warps=NUM_WARPS,
+        dy.stride()[:3], None if x_rows is None else x_rows.stride()[:3], dx.stride()[:3], _by_batch(positions), dy.shape[1],
+        **blocks, num_warps=NUM_WARPS,
     )  # fmt: skip
     return dx, parts
 

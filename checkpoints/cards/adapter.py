@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from farsight.checkpoints.cards.model import training_table
+from farsight.checkpoints.cards.model import heading, lora_size, markdown_table, training_table
 from farsight.configs.schema import Garfa
 from farsight.model.position.garfa import alphas
 from farsight.model.position.layers import layer_selection
@@ -30,8 +30,7 @@ def adapter_card(
         garfa: the learned GARFA factors.
         history: the runs that trained the base's weights, and the adapter's.
     """
-    tags = "\n".join(f"- {tag}" for tag in ["farsight", *needs])
-    lines = [f"---\nlibrary_name: peft\nbase_model: {base}\ntags:\n{tags}\n---\n", f"# {name}\n"]
+    lines = heading(name, "peft", needs)
     if garfa is not None:
         lines.append(
             "**`peft` loads only a part of this adapter, without a warning.** `garfa.safetensors` holds factors on the RoPE base "
@@ -42,7 +41,9 @@ def adapter_card(
         lines.append("`layers.safetensors` replaces whole layers of the base; `peft` does not read it. Merge it.\n")
     lines += [
         "## What it is\n",
-        f"Trained on top of `{base}`, which was kept in {_kept(entry)}.\n",
+        # Not in the metadata: hubs refuse a base_model that is a directory.
+        f"Trained on top of `{base}`, which was kept in {_kept(entry)}. On a hub, add the name of the base's repository to this "
+        "file's first lines, as `base_model`.\n",
         *_parts(entry, needs),
     ]
     if garfa is not None:
@@ -88,11 +89,8 @@ def _kept(entry: dict[str, Any]) -> str:
 def _parts(entry: dict[str, Any], needs: Sequence[str]) -> list[str]:
     lines = []
     if lora := entry.get("lora"):
-        kind = "DoRA" if lora["dora"] else "rsLoRA" if lora["rslora"] else "LoRA"
-        lines.append(
-            f"{kind} of rank {lora['rank']}, alpha {lora['alpha']:g}, on {', '.join(lora['modules'])} of layers "
-            f"{layer_selection(lora['layers'])}: `adapter_model.safetensors`."
-        )
+        where = f"{', '.join(lora['modules'])} of layers {layer_selection(lora['layers'])}"
+        lines.append(f"{lora_size(lora)}, on {where}: `adapter_model.safetensors`.")
     if garfa := entry.get("garfa"):
         lines.append(f"GARFA on layers {layer_selection(garfa['layers'])}: `garfa.safetensors`.")
     if "layers" in needs:
@@ -103,13 +101,10 @@ def _parts(entry: dict[str, Any], needs: Sequence[str]) -> list[str]:
 def _alphas(garfa: Garfa) -> list[str]:
     """A table of the learned factors."""
     by_layer = alphas(garfa)
-    heads = range(len(next(iter(by_layer.values()))))
+    header = ["layer", *(f"head {head}" for head in range(len(next(iter(by_layer.values())))))]
     base = "its square root multiplies" if garfa.equation == 14 else "it multiplies"
     turned = "keys and queries" if garfa.queries else "keys"
     return [
         f"alpha of each key/value head ({base} the RoPE base of {turned}; 1 changes nothing):\n",
-        "| layer | " + " | ".join(f"head {head}" for head in heads) + " |",
-        "|---" * (len(heads) + 1) + "|",
-        *(f"| {layer} | " + " | ".join(f"{a:.4f}" for a in row) + " |" for layer, row in by_layer.items()),
-        "",
+        *markdown_table([header, *([str(layer), *(f"{a:.4f}" for a in row)] for layer, row in by_layer.items())]),
     ]

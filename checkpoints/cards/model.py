@@ -127,14 +127,12 @@ def model_card(
     """
     a, own_type = config.architecture, hf_config["model_type"] == "farsight"
     title = history[-1]["name"] if history and "grafted" not in history[-1] else name
-    tags = "\n".join(f"- {tag}" for tag in ["farsight", *_mechanisms(config)])
     heads = f"{a.n_heads} heads of {a.head_dim}" + (
         f", {a.n_kv_heads} for keys and values" * (a.n_kv_heads != a.n_heads)
     )
     options = 'dtype="auto", trust_remote_code=True' if own_type else 'dtype="auto"'
     lines = [
-        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n{tags}\n---\n",
-        f"# {title}\n",
+        *heading(title, "transformers", _mechanisms(config)),
         f"A Llama-style language model of {count_parameters(config):,} parameters for sequences of up to "
         f"{config.trained_length:,} tokens{', trained with Farsight' * bool(history)}.\n",
         "## What it is\n",
@@ -166,6 +164,14 @@ def model_card(
         ]
     lines += ["```\n", "`farsight.json` holds the full configuration."]
     return "\n".join(lines) + "\n"
+
+
+def heading(title: str, library: str, tags: Sequence[str]) -> list[str]:
+    """The metadata that hubs read, and the title."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=["farsight", *tags])
+    return [f"---\n{data.to_yaml()}\n---\n", f"# {title}\n"]
 
 
 def _mechanisms(config: ModelConfig) -> list[str]:
@@ -208,7 +214,11 @@ def training_table(history: Sequence[dict[str, Any]]) -> list[str]:
     """A Markdown table with one line per run."""
     if not history:
         return ["How these weights were trained is not recorded here.\n"]
-    rows = training_rows(history)
+    return markdown_table(training_rows(history))
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table; the first row is the header."""
     header, *lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in rows]
     return [header, "|---" * len(rows[0]) + "|", *lines, ""]
 
@@ -247,8 +257,7 @@ def _trained_parts(entry: dict[str, Any]) -> str:
     adapter = entry.get("adapter", {})
     parts = []
     if lora := adapter.get("lora"):
-        kind = "DoRA" if lora["dora"] else "LoRA"
-        parts.append(f"{kind} of rank {lora['rank']}, alpha {lora['alpha']:g} on {layer_selection(lora['layers'])}")
+        parts.append(f"{lora_size(lora)} on {layer_selection(lora['layers'])}")
     if garfa := adapter.get("garfa"):
         parts.append(f"GARFA on {layer_selection(garfa['layers'])}")
     if not parts:
@@ -259,3 +268,9 @@ def _trained_parts(entry: dict[str, Any]) -> str:
         into = {"dequantized": "these weights, read back", "original": "the base's own weights"}[merged["into"]]
         parts.append(f"merged into {into}" + ", without GARFA" * (merged["garfa"] == "dropped"))
     return "; ".join(parts)
+
+
+def lora_size(lora: dict[str, Any]) -> str:
+    """The kind, rank and alpha of an adapter's LoRA."""
+    kind = "DoRA" if lora["dora"] else "rsLoRA" if lora["rslora"] else "LoRA"
+    return f"{kind} of rank {lora['rank']}, alpha {lora['alpha']:g}"

@@ -23,7 +23,7 @@ import numpy as np
 from farsight.configs.finetuning import InstructionData, TrainOn
 from farsight.data.instructions.conversations import Conversation, UnusableRow
 from farsight.data.instructions.jinja_template import Cut, JinjaTemplate, Rendered, Span
-from farsight.data.tokenizers.encoded import Encoded
+from farsight.data.tokenizers.base import Encoded
 from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.errors import DataError
 

@@ -1,18 +1,26 @@
-"""The interface of all tokenizers. Long texts are encoded slice by slice."""
+"""The interface of all tokenizers. Long texts are encoded slice by slice.
+
+`encode` never adds or recognises special tokens: the packing marks where documents begin and end, and no text can forge
+that. `encode_rendered` does recognise them, in the output of a chat template. A directory written by `save` can be read by
+`load_tokenizer_dir` and by `transformers.AutoTokenizer` (which recognises special tokens in any text).
+"""
 
 import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
-from farsight.data.tokenizers.encoded import Encoded, with_spans
-from farsight.data.tokenizers.files import TEMPLATE_FILE
 from farsight.progress import progress
+
+BOS, EOS, UNK = "<|bos|>", "<|eos|>", "<|unk|>"
+"""Special tokens of the tokenizers made here."""
+TEMPLATE_FILE = "chat_template.jinja"
 
 _SLICE = 1 << 17
 """Characters of a long text that are encoded in one call, about a tenth of a second's work."""
@@ -21,6 +29,18 @@ _CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 _AROUND_CUT = 256
 """Characters on each side of a cut; their tokens must be the same with and without it."""
 _CUTS_TRIED = 64
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """T tokens; token i stands for characters begins[i] … ends[i]-1 of the text. All arrays are int32 [T].
+
+    Tokens that hold bytes of the same character have the same span.
+    """
+
+    ids: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
 
 
 class Tokenizer(ABC):
@@ -34,14 +54,16 @@ class Tokenizer(ABC):
     """Id of each special token, by its text."""
     chat_template: str | None = None
     """Jinja source of the tokenizer's own chat template."""
+    fingerprint: str
+    """A hash that differs between different tokenizers."""
+    one_token_a_byte = True
+    """Whether a text has no more tokens than UTF-8 bytes, and is encoded as it is."""
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text, without special tokens. Raises ValueError for invalid Unicode."""
+    def _encode(self, text: str) -> list[int]: ...
 
     @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens are left out, and invalid UTF-8 becomes U+FFFD."""
+    def _decode(self, ids: list[int]) -> str: ...
 
     @abstractmethod
     def save(self, directory: str | Path) -> None:
@@ -49,13 +71,25 @@ class Tokenizer(ABC):
 
     @property
     @abstractmethod
-    def fingerprint(self) -> str:
-        """A hash that differs between different tokenizers."""
-
-    @property
-    @abstractmethod
     def vocabulary(self) -> dict[int, str]:
         """Every token, special ones included, as the tokenizer itself writes it, by id."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of the text, without special tokens. Raises ValueError for invalid Unicode."""
+        try:
+            return self._encode(text)
+        except (RuntimeError, TypeError, UnicodeEncodeError) as error:
+            raise ValueError(f"the text holds a lone surrogate and is not valid Unicode: {text[:40]!r}…") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids; special tokens are left out, and invalid UTF-8 becomes U+FFFD.
+
+        Raises ValueError for an id outside the vocabulary.
+        """
+        for token_id in ids:
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
+        return self._decode(list(ids))
 
     def encode_array(self, text: str) -> np.ndarray:
         """`encode` as int64 [n]. A long text is encoded slice by slice, with a progress bar."""
@@ -74,7 +108,7 @@ class Tokenizer(ABC):
     def _slices(self, text: str) -> Iterator[str]:
         """Splits a text so that the tokens of the parts, concatenated, are those of the text."""
         begin = 0
-        if self.most_tokens(1) is not None:  # other tokenizers rewrite the text, and may prepend something to each part
+        if self.one_token_a_byte:  # other tokenizers rewrite the text, and may prepend something to each part
             while len(text) - begin > 2 * _SLICE and (end := self._place_to_cut(text, begin + _SLICE)):
                 yield text[begin:end]
                 begin = end
@@ -86,10 +120,6 @@ class Tokenizer(ABC):
             left, right = text[max(0, cut - _AROUND_CUT) : cut], text[cut : cut + _AROUND_CUT]
             if self.encode(left + right) == self.encode(left) + self.encode(right):
                 return cut
-        return None
-
-    def most_tokens(self, size: int) -> int | None:
-        """Upper bound on the tokens of a text of `size` UTF-8 bytes; None if no bound is known."""
         return None
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
@@ -124,7 +154,7 @@ class Tokenizer(ABC):
                 new = self.encode(part)
                 ids += new
                 sizes += self._byte_sizes(new)
-        return with_spans(text, ids, sizes)
+        return _with_spans(text, ids, sizes)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -136,8 +166,12 @@ class Tokenizer(ABC):
         raise NotImplementedError
 
 
-def check_ids(ids: Sequence[int], vocab_size: int) -> None:
-    """Raises ValueError for an id outside 0 … vocab_size-1; called before decoding."""
-    for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(f"token id {token_id} is outside the vocabulary of {vocab_size}")
+def _with_spans(text: str, ids: list[int], sizes: list[int]) -> Encoded:
+    """Spans of tokens from the number of UTF-8 bytes, `sizes[i]`, that each stands for."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
+    bytes_a_character = 1 + (points >= 0x80) + (points >= 0x800) + (points >= 0x10000)
+    character_of_byte = np.repeat(np.arange(len(text), dtype=np.int32), bytes_a_character)
+    ends = np.cumsum(sizes, dtype=np.int64)
+    assert (ends[-1] if len(ends) else 0) == len(character_of_byte)
+    begins = ends - np.asarray(sizes, dtype=np.int64)
+    return Encoded(np.array(ids, dtype=np.int32), character_of_byte[begins], character_of_byte[ends - 1] + 1)

@@ -1,4 +1,4 @@
-"""Reads and writes `tokenizer.json`."""
+"""Reads and writes `tokenizer.json`, and the files beside it."""
 
 import json
 from collections.abc import Sequence
@@ -7,24 +7,20 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from farsight.data.tokenizers.base import Tokenizer, check_ids
-from farsight.data.tokenizers.encoded import Encoded, from_offsets
-from farsight.data.tokenizers.files import (
-    CONFIG_FILE,
-    FAST_FILE,
-    USUAL_BOS,
-    USUAL_EOS,
-    companions,
-    fast_config,
-    is_json,
-    parse_json,
-    special_id,
-    template_beside,
-    with_bos,
-    write_json,
-)
-from farsight.errors import DataError
+import numpy as np
 
+from farsight.data.tokenizers.base import BOS, EOS, TEMPLATE_FILE, Encoded, Tokenizer
+from farsight.errors import DataError
+from farsight.json_files import read_object
+
+FAST_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+_MAP_FILE, _GENERATION_FILE = "special_tokens_map.json", "generation_config.json"
+_JSON_BESIDE = (CONFIG_FILE, _MAP_FILE, "added_tokens.json", _GENERATION_FILE)
+_USUAL = {
+    "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[BOS]", BOS),
+    "eos": ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]", EOS),
+}
 _MOST_UNUSED = 1 << 16
 """Unused ids that a vocabulary may have, beyond its own size."""
 _MADE_FROM = "farsight_made_from"
@@ -36,68 +32,54 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, path: str | Path):
         """`path`: tokenizer.json, with tokenizer_config.json and the like beside it where they exist."""
-        from tokenizers import Tokenizer as Fast
-
         path = Path(path)
-        self._companions = companions(path.parent)
+        places = [path.parent / name for name in (*_JSON_BESIDE, TEMPLATE_FILE)]
+        self._companions = {place.name: place.read_bytes() for place in places if place.is_file()}
+        self._settings = {name: read_object(path.parent / name) for name in _JSON_BESIDE if name in self._companions}
         try:
             self._json = path.read_text(encoding="utf-8-sig")
-            self._fast = Fast.from_str(self._json)
+            self._fast = _parse(self._json)
         except OSError:
             raise
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{path}: not a tokenizer.json that the tokenizers library can read: {error}") from error
-        self._fast.no_truncation()
-        self._fast.no_padding()
         self._fast.encode_special_tokens = True
         vocabulary = self._fast.get_vocab(with_added_tokens=True)
         self.vocab_size = _vocab_size(vocabulary, path)
-        settings = {
-            name: parse_json(raw, path.parent / name) for name, raw in self._companions.items() if is_json(name)
-        }
-        self.bos_id = special_id("bos", settings, vocabulary, USUAL_BOS, path)
-        self.eos_id = special_id("eos", settings, vocabulary, USUAL_EOS, path)
-        self._one_token_a_byte = _is_byte_level(json.loads(self._json))
+        self.bos_id, self.eos_id = (_special_id(name, self._settings, vocabulary, path) for name in ("bos", "eos"))
+        self.one_token_a_byte = _is_byte_level(json.loads(self._json))
         added = self._fast.get_added_tokens_decoder().items()
         self.special_tokens = {token.content: i for i, token in added if token.special}
         for special in (self.bos_id, self.eos_id):
             if special is not None and (token := self._fast.id_to_token(special)) is not None:
                 self.special_tokens[token] = special
-        self.chat_template = template_beside(self._companions, path.parent)
+        self.chat_template = template_in(path.parent)
         own = _hash(self._json)
-        self._fingerprint = str(settings.get(CONFIG_FILE, {}).get(_MADE_FROM, {}).get(own, own))
+        self.fingerprint = str(self._settings.get(CONFIG_FILE, {}).get(_MADE_FROM, {}).get(own, own))
 
-    def encode(self, text: str) -> list[int]:
-        try:
-            # `encode` would hold the GIL throughout and block the thread that launches kernels.
-            return self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except (TypeError, UnicodeEncodeError) as error:
-            raise ValueError(f"the text holds a lone surrogate and is not valid Unicode: {text[:40]!r}…") from error
+    def _encode(self, text: str) -> list[int]:
+        # `encode` would hold the GIL throughout and block the thread that launches kernels.
+        return self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        check_ids(ids, self.vocab_size)
-        return self._fast.decode(list(ids), skip_special_tokens=True)
+    def _decode(self, ids: list[int]) -> str:
+        return self._fast.decode(ids, skip_special_tokens=True)
 
     def save(self, directory: str | Path) -> None:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         for name, content in self._companions.items():
             (directory / name).write_bytes(content)
-        saved, config = self._json, self._companions.get(CONFIG_FILE)
-        settings = {} if config is None else parse_json(config, Path(CONFIG_FILE))
-        bos = self.special_token(self.bos_id)
+        saved, settings = self._json, self._settings.get(CONFIG_FILE, {})
+        bos, eos = self.special_token(self.bos_id), self.special_token(self.eos_id)
         if self.bos_id is not None and bos is not None and not self.begins_with_bos:
             # Training put bos before every document, but this tokenizer.json does not.
             content = json.loads(self._json)
-            content["post_processor"] = with_bos(content.get("post_processor"), bos, self.bos_id)
+            content["post_processor"] = _with_bos(content.get("post_processor"), bos, self.bos_id)
             saved = json.dumps(content, ensure_ascii=False)
-            settings[_MADE_FROM] = {_hash(saved): self.fingerprint}
+            settings = settings | {_MADE_FROM: {_hash(saved): self.fingerprint}}
         (directory / FAST_FILE).write_text(saved, encoding="utf-8")
-        if config is None:
-            names = [None if i is None else self._fast.id_to_token(i) for i in (self.bos_id, self.eos_id)]
-            settings = fast_config(*names) | settings
-        if config is None or saved != self._json:
-            write_json(directory / CONFIG_FILE, settings)
+        if CONFIG_FILE not in self._companions or saved != self._json:
+            write_config(directory, settings if CONFIG_FILE in self._companions else _fast_config(bos, eos) | settings)
 
     @property
     def begins_with_bos(self) -> bool:
@@ -105,17 +87,14 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode_rendered(self, texts: Sequence[str]) -> list[Encoded]:
         encodings = self._reads_special.encode_batch(list(texts), add_special_tokens=False)
-        return [from_offsets(encoding.ids, encoding.offsets) for encoding in encodings]
+        return [_encoded(encoding.ids, encoding.offsets) for encoding in encodings]
 
     @cached_property
     def _reads_special(self) -> Any:
         """The same tokenizer, but recognising special tokens in a text."""
         from tokenizers import AddedToken
-        from tokenizers import Tokenizer as Fast
 
-        fast = Fast.from_str(self._json)
-        fast.no_truncation()
-        fast.no_padding()
+        fast = _parse(self._json)
         known = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
         fast.add_special_tokens(
             [AddedToken(t, special=True, normalized=False) for t in self.special_tokens if t not in known]
@@ -123,15 +102,26 @@ class HuggingFaceTokenizer(Tokenizer):
         return fast
 
     @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @property
     def vocabulary(self) -> dict[int, str]:
         return {i: token for token, i in self._fast.get_vocab(with_added_tokens=True).items()}
 
-    def most_tokens(self, size: int) -> int | None:
-        return size if self._one_token_a_byte else None
+
+def _parse(text: str) -> Any:
+    """A `tokenizers.Tokenizer` that encodes texts whole."""
+    from tokenizers import Tokenizer as Fast
+
+    fast = Fast.from_str(text)
+    fast.no_truncation()
+    fast.no_padding()
+    return fast
+
+
+def _encoded(ids: list[int], offsets: list[tuple[int, int]]) -> Encoded:
+    """Spans of tokens from the library's offsets, which may leave out the whitespace before a token."""
+    spans = np.array(offsets, dtype=np.int32).reshape(-1, 2)
+    ends = np.maximum.accumulate(spans[:, 1])
+    begins = np.minimum(spans[:, 0], np.concatenate([[0], ends[:-1]]).astype(np.int32))
+    return Encoded(np.array(ids, dtype=np.int32), begins, ends)
 
 
 def _vocab_size(vocabulary: dict[str, int], path: Path) -> int:
@@ -156,3 +146,99 @@ def _is_byte_level(tokenizer: dict[str, Any]) -> bool:
     steps = steps.get("pretokenizers", [steps])
     on_bytes = any(step.get("type") == "ByteLevel" and not step.get("add_prefix_space") for step in steps)
     return tokenizer["model"].get("type") == "BPE" and tokenizer.get("normalizer") is None and on_bytes
+
+
+def template_in(directory: Path) -> str | None:
+    """The chat template in the files beside a tokenizer, or None; of several named templates, "default".
+
+    Raises `DataError` for a template that is not text.
+    """
+    file, config = directory / TEMPLATE_FILE, directory / CONFIG_FILE
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file}: not UTF-8 ({error}). Copy the file again.") from error
+    template = read_object(config).get("chat_template") if config.is_file() else None
+    if isinstance(template, list):
+        if not all(isinstance(named, dict) and {"name", "template"} <= named.keys() for named in template):
+            raise DataError(f'{config}: chat_template is a list, but not of {{"name": …, "template": …}}.')
+        template = {str(named["name"]): named["template"] for named in template}
+    template = template.get("default") if isinstance(template, dict) else template
+    if template is not None and not isinstance(template, str):
+        raise DataError(f"{config}: chat_template is {type(template).__name__}, not a text.")
+    return template
+
+
+def _special_id(name: str, settings: dict[str, Any], vocabulary: dict[str, int], path: Path) -> int | None:
+    """The id of "bos" or "eos": from the files beside tokenizer.json, otherwise the one token with a usual name."""
+    for file in (CONFIG_FILE, _MAP_FILE):
+        key = f"{name}_token"
+        if key in settings.get(file, {}):
+            token = settings[file][key]
+            token = token.get("content", token) if isinstance(token, dict) else token
+            if token is None:
+                return None
+            if not isinstance(token, str) or token not in vocabulary:
+                raise DataError(f"{path.parent / file}: {key} is '{token}', which {path.name} does not have.")
+            return vocabulary[token]
+    token_id = settings.get(_GENERATION_FILE, {}).get(f"{name}_token_id")
+    if isinstance(token_id, int):
+        if isinstance(token_id, bool) or not 0 <= token_id <= max(vocabulary.values()):
+            raise DataError(
+                f"{path.parent / _GENERATION_FILE}: {name}_token_id is {token_id}, which {path.name} does not have."
+            )
+        return token_id
+    found = [token for token in _USUAL[name] if token in vocabulary]
+    if len(found) > 1:
+        raise DataError(
+            f"{path}: which token is {name}? It has {' and '.join(found)}. Name it in {path.parent / CONFIG_FILE}: "
+            f'{{"{name}_token": "{found[0]}"}}.'
+        )
+    return vocabulary[found[0]] if found else None
+
+
+def _with_bos(post_processor: dict[str, Any] | None, bos: str, bos_id: int) -> dict[str, Any]:
+    """A tokenizer.json's post-processor, extended to put bos before each text."""
+    steps: list[dict[str, Any]] = [] if post_processor is None else [post_processor]
+    if steps and steps[0]["type"] == "Sequence":
+        steps = list(steps[0]["processors"])
+    template = next((step for step in steps if step["type"] == "TemplateProcessing"), None)
+    if template is None:
+        first, second = ({"Sequence": {"id": name, "type_id": i}} for i, name in enumerate("AB"))
+        template = {"type": "TemplateProcessing", "single": [first], "pair": [first, second], "special_tokens": {}}
+        steps.append(template)
+    for form in ("single", "pair"):
+        template[form] = [{"SpecialToken": {"id": bos, "type_id": 0}}, *template[form]]
+    template["special_tokens"][bos] = {"id": bos, "ids": [bos_id], "tokens": [bos]}
+    return steps[0] if len(steps) == 1 else {"type": "Sequence", "processors": steps}
+
+
+def write_fast(directory: Path, fast: Any, kind: str, bos: str | None, eos: str | None) -> None:
+    """Saves a `tokenizers.Tokenizer` so that transformers loads it and puts bos first, as training does."""
+    from tokenizers import AddedToken, processors
+
+    directory.mkdir(parents=True, exist_ok=True)
+    fast.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (bos, eos) if token])
+    if bos:
+        ids = [(bos, fast.token_to_id(bos))]
+        fast.post_processor = processors.TemplateProcessing(f"{bos} $A", f"{bos} $A $B", ids)
+    (directory / FAST_FILE).write_text(
+        fast.to_str(pretty=True), encoding="utf-8"
+    )  # its own `save` raises bare Exceptions
+    write_config(directory, _fast_config(bos, eos) | {"farsight_kind": kind})
+
+
+def _fast_config(bos: str | None, eos: str | None) -> dict[str, Any]:
+    """tokenizer_config.json for a tokenizer.json."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def write_config(directory: Path, settings: dict[str, Any]) -> None:
+    """Writes tokenizer_config.json."""
+    (directory / CONFIG_FILE).write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,25 +1,105 @@
-"""Trains sentencepiece models that preserve every text, and converts them to `tokenizer.json`."""
+"""Sentencepiece models: trains ones that preserve every text, reads any, and converts them to `tokenizer.json`."""
 
 import io
 from collections.abc import Iterable, Iterator
+from functools import cached_property
+from hashlib import blake2b
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from farsight.data.order import hash64, shuffled
+from farsight.data.tokenizers.base import BOS, EOS, UNK, Tokenizer
+from farsight.data.tokenizers.huggingface import CONFIG_FILE, template_in, write_config, write_fast
 from farsight.errors import DataError
+from farsight.json_files import read_object
+
+MODEL_FILE = "tokenizer.model"
 
 SPACE = "▁"
 """U+2581, sentencepiece's character for a space."""
-
-BOS, EOS, UNK = "<|bos|>", "<|eos|>", "<|unk|>"
-"""Special tokens of the tokenizers made here."""
 
 _SENTENCE_BYTES = 2000
 _PROBE_TURNS = 8
 
 
-def train_model(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a BPE model whose decode(encode(text)) is the text, and returns it serialised.
+class SentencePieceTokenizer(Tokenizer):
+    """A sentencepiece model."""
+
+    def __init__(self, path: str | Path):
+        """`path`: tokenizer.model, with tokenizer_config.json and a chat template beside it where they exist.
+
+        Raises `DataError` for any other file.
+        """
+        import sentencepiece
+
+        path = Path(path)
+        self._model, config = path.read_bytes(), path.parent / CONFIG_FILE
+        if not self._model:
+            raise DataError(f"{path} is empty. Copy the file again.")
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=self._model)
+        except RuntimeError as error:
+            raise DataError(
+                f"{path}: not a sentencepiece model. (The tokenizer.model that comes with Llama 3 is tiktoken's: use the "
+                "tokenizer.json of its Hugging Face release.)"
+            ) from error
+        self._settings = read_object(config) if config.is_file() else {}
+        self.chat_template = template_in(path.parent)
+        self.one_token_a_byte = _keeps_text(_parse(self._model))
+        self.fingerprint = blake2b(self._model, digest_size=16).hexdigest()
+        # Sentencepiece writes spaces as U+2581, so a U+2581 in the text would be decoded as a space.
+        self._space_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
+        self.vocab_size = self._processor.vocab_size()
+        self.bos_id, self.eos_id = (i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.eos_id()))
+        control = (i for i in self.vocabulary if self._processor.is_control(i) or self._processor.is_unknown(i))
+        self.special_tokens = {self.vocabulary[i]: i for i in control}
+
+    def _encode(self, text: str) -> list[int]:
+        first, *rest = text.split(SPACE) if self.one_token_a_byte else [text]
+        ids = self._processor.encode(first)
+        for part in rest:
+            ids += [*self._space_ids, *self._processor.encode(part)]
+        return ids
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._processor.decode(ids)
+
+    def save(self, directory: str | Path) -> None:
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / MODEL_FILE).write_bytes(self._model)
+        bos, eos = self.special_token(self.bos_id), self.special_token(self.eos_id)
+        if (fast := to_fast_tokenizer(self._model)) is not None:
+            write_fast(directory, fast, "sentencepiece", bos, eos)
+        else:
+            # transformers then builds the tokenizer from the model itself, with the settings of this file.
+            usual = {"tokenizer_class": "LlamaTokenizer", "bos_token": bos, "eos_token": eos, "legacy": False}
+            ours = {"add_bos_token": self.bos_id is not None, "farsight_kind": "sentencepiece"}
+            write_config(directory, usual | self._settings | ours)
+        self._save_template(directory)
+
+    @cached_property
+    def vocabulary(self) -> dict[int, str]:
+        return {i: self._processor.id_to_piece(i) for i in range(self.vocab_size)}
+
+    def _byte_sizes(self, ids: list[int]) -> list[int]:
+        if not self.one_token_a_byte:
+            raise DataError(
+                "this tokenizer.model rewrites its input, so its tokens can't be assigned to turns. "
+                "Use the tokenizer.json of the same model."
+            )
+        return [self._piece_sizes[i] for i in ids]
+
+    @cached_property
+    def _piece_sizes(self) -> list[int]:
+        """Bytes of text that each piece stands for."""
+        texts = (piece.replace(SPACE, " ") for piece in self.vocabulary.values())
+        return [1 if self._processor.is_byte(i) else len(text.encode()) for i, text in enumerate(texts)]
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, directory: str | Path) -> SentencePieceTokenizer:
+    """Trains a BPE model whose decode(encode(text)) is the text, and saves it in a new directory.
 
     Characters without a piece of their own are spelled in bytes, no whitespace is added, merged or dropped, and runs of spaces
     and line ends can be pieces. The same texts in the same order give the same bytes. Ids: unknown (never used), bos, eos, the
@@ -57,12 +137,16 @@ def train_model(texts: Iterable[str], vocab_size: int) -> bytes:
             f"a sentencepiece model of vocab_size = {vocab_size} can't be trained on this text: {error}. "
             "Lower tokenizer.vocab_size or give more text."
         ) from error
-    return model.getvalue()
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MODEL_FILE).write_bytes(model.getvalue())
+    tokenizer = SentencePieceTokenizer(directory / MODEL_FILE)
+    tokenizer.save(directory)
+    return tokenizer
 
 
-def keeps_text(model: bytes) -> bool:
-    """Whether decode(encode(text)) is the text: true of what `train_model` makes, false of Llama 2's model."""
-    proto = _parse(model)
+def _keeps_text(proto: Any) -> bool:
+    """Whether decode(encode(text)) is the text: true of what `train_sentencepiece` makes, false of Llama 2's model."""
     normalizer = proto.normalizer_spec
     return (
         bool(proto.trainer_spec.byte_fallback)
@@ -82,7 +166,7 @@ def to_fast_tokenizer(model: bytes) -> Any | None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     proto = _parse(model)
-    if not keeps_text(model) or proto.trainer_spec.model_type != proto.trainer_spec.BPE:
+    if not _keeps_text(proto) or proto.trainer_spec.model_type != proto.trainer_spec.BPE:
         return None
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     vocabulary = {piece: i for i, (piece, _) in enumerate(pieces)}

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from farsight.checkpoints.model_dir import hf_config
-from farsight.data.tokenizers.files import parse_json
 from farsight.data.tokenizers.tokenizer import find_tokenizer_dir
 from farsight.errors import ConfigError
 from farsight.evals.harness.data import EXAMPLES, LocalData, local_data, use_local_data
 from farsight.evals.harness.tasks import Benchmark, benchmarks, leaves
 from farsight.extras import install_command
 from farsight.inference.loading import load
+from farsight.json_files import read_object
 
 if TYPE_CHECKING:
     from farsight.evals.harness.model import HarnessModel
@@ -118,7 +118,7 @@ def _refuse_tokenizer_code(folder: Path) -> None:
     code = Path(hf_config.__file__).with_name(f"{hf_config.MODELING}.py")
     for name in ("tokenizer_config.json", "config.json"):
         path = folder / name
-        given = parse_json(path.read_bytes(), path).get("auto_map") if path.is_file() else None
+        given = read_object(path).get("auto_map") if path.is_file() else None
         named = {"AutoTokenizer": given} if isinstance(given, list) else given or {}
         for kind in ("AutoTokenizer", "AutoConfig"):
             own = folder / code.name

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 
 from farsight.benchmarks.forked import Forked
 from farsight.checkpoints.adapter.load import load_adapter
@@ -39,6 +40,11 @@ def blocks(card: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", card.read_text(encoding="utf-8"), re.DOTALL)
 
 
+def metadata(card: Path) -> dict:
+    """What a hub reads, which its client checks."""
+    return ModelCard.load(card).data.to_dict()
+
+
 def run(code: str, folder: Path) -> list:
     """Runs code in a new process with the folder as working directory, and returns the last line of its output."""
     script, printed = folder.parent / "card.py", folder.parent / "printed"
@@ -61,6 +67,9 @@ def test_a_model_s_card_writes_what_generate_writes(tmp_path, kind, capsys):
         model.output.weight[127:] = 0  # letters, which all tokenizers encode alike
     BytesTokenizer().save(tmp_path / "tokenizer")
     write_model_dir(tmp_path / "model", config, dict(model.named_parameters()), tokenizer_dir=tmp_path / "tokenizer")
+    found = metadata(tmp_path / "model" / "README.md")
+    tags = ["farsight", "rope"] if kind == "llama" else ["farsight", "scope"]
+    assert found == {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": tags}
     (block,) = blocks(tmp_path / "model" / "README.md")
     assert ("trust_remote_code=True" in block) == (kind == "farsight")
     ids, written = run(block + MORE_OF_MODEL, tmp_path / "model")
@@ -81,6 +90,9 @@ def test_an_adapter_s_card_loads_it(tmp_path, kind):
     parts = {"lora": Lora(rank=4, alpha=8.0, dropout=0.0), "garfa": GarfaTraining(enable=kind == "llama")}
     trained_adapter(tmp_path / "adapter", tmp_path / "a base", **parts)
     (tmp_path / "tokens.json").write_text(json.dumps(tokens().tolist()))
+    found = metadata(tmp_path / "adapter" / "README.md")
+    tags = ["farsight", "lora", "garfa"] if kind == "llama" else ["farsight", "lora"]
+    assert found == {"library_name": "peft", "pipeline_tag": "text-generation", "tags": tags}
     ours, theirs = blocks(tmp_path / "adapter" / "README.md")
     assert ("trust_remote_code=True" in theirs) == (kind == "farsight")
     for block, garfa in ((ours, True), (theirs, False)):

@@ -31,7 +31,7 @@ from farsight.configs.schema import (
     SlidingWindow,
     YarnRope,
 )
-from farsight.data.tokenizers.sentencepiece import EOS
+from farsight.data.tokenizers.base import EOS
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, HuggingFaceTokenizer
 from farsight.errors import ConfigError, UserError
 from farsight.model.build import ModelConfig

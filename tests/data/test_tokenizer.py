@@ -74,7 +74,8 @@ def test_round_trip(tokenizer, text):
     assert tokenizer.decode(ids) == text
     assert tokenizer.encode_array(text).tolist() == ids
     assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids)
-    assert len(ids) <= tokenizer.most_tokens(len(text.encode()))
+    assert tokenizer.one_token_a_byte
+    assert len(ids) <= len(text.encode())
 
 
 def test_source_code_round_trips(tokenizer, stdlib_texts):
@@ -152,7 +153,7 @@ def test_text_of_a_foreign_sentencepiece_model_is_left_to_it(tmp_path, stdlib_te
     model = (tmp_path / "tokenizer.model").read_bytes()
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     assert tokenizer.encode("a  b") == processor.encode("a  b")
-    assert tokenizer.most_tokens(10) is None
+    assert not tokenizer.one_token_a_byte
     assert to_fast_tokenizer(model) is None
     tokenizer.save(tmp_path / "saved")
     assert not (tmp_path / "saved" / "tokenizer.json").exists()
@@ -276,11 +277,11 @@ class TestLongTexts:
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         text = "a\nb" * 30 + "c\nd" * 30
         tokenizer = HuggingFaceTokenizer.__new__(HuggingFaceTokenizer)
-        tokenizer._fast, tokenizer._one_token_a_byte = fast, True
+        tokenizer._fast, tokenizer.one_token_a_byte = fast, True
         assert tokenizer.encode_array(text).tolist() == fast.encode(text).ids
         assert all(part.endswith("c\n") for part in list(tokenizer._slices(text))[:-1])
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
-        tokenizer._one_token_a_byte = False
+        tokenizer.one_token_a_byte = False
         assert list(tokenizer._slices(text)) == [text]
 
     def test_progress_is_shown_after_two_seconds(self, trained, monkeypatch, capsys):

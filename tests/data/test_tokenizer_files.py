@@ -17,7 +17,7 @@ from farsight.data.mixture import MixedSource, Mixture
 from farsight.data.sources.build import open_sources
 from farsight.data.tokenizer import main
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer, load_tokenizer_dir, train_sentencepiece
-from farsight.errors import DataError
+from farsight.errors import ConfigError, DataError
 
 TEXT = Path(random.__file__).read_text()[:5000] + "  日本 é\t\r\n 🙂\n"
 
@@ -131,11 +131,16 @@ FAST = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b":
             "tokenizer.json: the token 'b' has id 999,999,999, in a vocabulary of 2",
         ),
         *(
+            ({"tokenizer.json": FAST.encode(), "tokenizer_config.json": config}, f"tokenizer_config.json {why}")
+            for config, why in (
+                (b"[]", r"holds \[\], not a JSON object"),
+                (b"\xff", "is not valid JSON"),
+                (b"[" * 100_000, "is not valid JSON"),
+            )
+        ),
+        *(
             ({"tokenizer.json": FAST.encode(), "tokenizer_config.json": config}, f"tokenizer_config.json: {why}")
             for config, why in (
-                (b"[]", "a JSON object was expected, found list"),
-                (b"\xff", "bad JSON"),
-                (b"[" * 100_000, "bad JSON"),
                 (b'{"bos_token": ["a"]}', r"bos_token is '\['a'\]'"),
                 (b'{"eos_token": {}}', "eos_token is '{}'"),
                 (b'{"chat_template": 5}', "chat_template is int, not a text"),
@@ -156,7 +161,7 @@ FAST = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b":
 def test_broken_files_are_named(tmp_path, files, words):
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=words) as error:
+    with pytest.raises(ConfigError if "JSON" in words else DataError, match=words) as error:
         load_tokenizer_dir(tmp_path)
     assert str(tmp_path) in str(error.value)
 

@@ -32,6 +32,7 @@ from farsight.kernels.scoped_attention.triton import (
     forward as triton_forward,
 )
 from farsight.kernels.scoped_attention.triton.attention import tiles
+from farsight.kernels.triton_rows import padded
 
 KERNELS = {
     "forward": triton_forward.forward_kernel,
@@ -45,6 +46,10 @@ KERNELS = {
 }
 TOGETHER = {"head_rotation": ("rotate", "rotate_backward")}
 GROUPS = {"decode": (4, 32)}  # query heads per key-value head, if they change the block; else 4
+OPTIONAL = {
+    "forward": ("p_starts", "p_slopes"), "dq": ("p_starts", "p_slopes"), "dkv": ("p_starts", "p_until", "p_slopes"),
+    "decode": ("p_starts", "p_slopes"), "rotate_backward": ("p_x", "x_strides"),
+}  # fmt: skip
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTERS = dict.fromkeys(
     ("p_scopes", "p_order", "p_positions"), "*i64"
@@ -53,26 +58,23 @@ POINTERS |= dict.fromkeys(("p_starts", "p_until", "p_tokens", "p_heads", "p_firs
 POINTERS |= dict.fromkeys(("p_lse", "p_delta", "p_slopes", "p_parts", "p_inv_freq", "p_factor"), "*fp32")
 
 
-def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, starts: bool, slopes: bool, group: int):
-    kernel, block_h = KERNELS[name], max(16, triton.next_power_of_2(head_dim))
-    wide = dtype == torch.float32
+def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, group: int, given: bool = True):
+    """`given`: whether the inputs that may be absent are there."""
+    kernel = KERNELS[name]
     if name == "decode":
-        block_g = max(16, triton.next_power_of_2(group))
-        options = triton_decode.launch_options(wide, block_g) | {"BLOCK_G": block_g}
+        options = triton_decode.launch_options(dtype, group)
     elif name == "delta":
         options = {"BLOCK_M": triton_attention.DELTA_ROWS, "num_warps": 4, "num_stages": 3}
     elif name == "combine":
         options = {"BLOCK_P": triton_decode.PARTS_AT_ONCE, "num_warps": 4, "num_stages": 3}
     elif name.startswith("rotate"):
-        options = triton_head_rotation.block_sizes(head_dim) | {"BY_FREQUENCY": True, "num_stages": 3}
+        options = triton_head_rotation.block_sizes(head_dim) | {"num_stages": 3}
         options["num_warps"] = triton_head_rotation.NUM_WARPS
     else:
-        options = tiles(name, block_h, dtype.itemsize, sm // 10).options()
+        options = tiles(name, padded(head_dim), dtype.itemsize, sm // 10).options()
     launch = {key: options.pop(key) for key in ("num_warps", "num_stages")}
-    constants = {
-        "GROUP": group, "HEAD_DIM": head_dim, "BLOCK_H": block_h, "HAS_STARTS": starts, "HAS_SLOPES": slopes,
-        "WIDE": wide, "INTERPRETED": False, **options,
-    }  # fmt: skip
+    constants = {"GROUP": group, "HEAD_DIM": head_dim, **options}
+    constants |= {} if given else dict.fromkeys(OPTIONAL[name])
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, attributes = {}, {}
     for position, argument in enumerate(kernel.arg_names):
@@ -83,9 +85,12 @@ def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, starts
             attributes[(position,)] = [["tt.divisibility", 16]]
         elif argument.startswith("scale"):
             signature[argument] = "fp32"
+        elif argument.endswith("_strides"):  # multiples of the head dim
+            signature[argument] = ("i32", "i32", "i32")
+            attributes |= {(position, place): [["tt.divisibility", 16]] for place in range(3)}
         else:
             signature[argument] = "i32"
-            if "_by_" in argument:  # strides are multiples of the head dim
+            if "_by_" in argument:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=launch)
@@ -110,12 +115,12 @@ def main() -> None:
     for name, head_dim, dtype, sm in itertools.product(
         TOGETHER.get(asked, (asked,)), map(int, head_dims), (torch.bfloat16, torch.float32), (80, 90, 100)
     ):
-        for group in GROUPS.get(name, (4,)):
-            # Documents and slopes take the most registers.
-            compiled = compile_kernel(name, head_dim, dtype, sm, starts=True, slopes=True, group=group)
+        # Documents and slopes take the most registers; without them, one GPU and type tell whether the kernels compile.
+        bare = name in OPTIONAL and (dtype, sm) == (torch.bfloat16, 90)
+        for group, given in [*((group, True) for group in GROUPS.get(name, (4,))), *[(4, False)] * bare]:
+            compiled = compile_kernel(name, head_dim, dtype, sm, group, given)
             report = {"kernel": name, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."), "sm": sm}
-            report["group"] = group
-            report["shared"] = compiled.metadata.shared
+            report |= {"group": group, "optional_inputs": given, "shared": compiled.metadata.shared}
             print(json.dumps(report | registers_and_spills(compiled.asm["ptx"], sm)), flush=True)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from farsight.kernels.scoped_attention import semantics
+from farsight.kernels.scoped_attention.autograd import register_backward
 from farsight.kernels.scoped_attention.banded.masks import Masks
 from farsight.kernels.scoped_attention.banded.tiles import Mask, Shape, Tile, document_chunks, plan
 from farsight.kernels.scoped_attention.visibility import Visibility
@@ -108,23 +109,7 @@ def banded_backward(
     return dq_BLNH.to(q_BLNH.dtype), dk_BLKH.to(k_BLKH.dtype), dv_BLKH.to(v_BLKH.dtype)
 
 
-@banded_backward.register_fake
-def _(do, q, k, v, o, lse, scopes, documents, bias, bias_kind, q_offset, scale):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save_for_backward(ctx, inputs, output) -> None:
-    q, k, v, scopes, documents, bias, *ctx.numbers = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, scopes, documents, bias)
-
-
-def _backward(ctx, do, _dlse):
-    grads = banded_backward(do, *ctx.saved_tensors, *ctx.numbers)
-    return *grads, None, None, None, None, None, None
-
-
-banded_forward.register_autograd(_backward, setup_context=_save_for_backward)
+register_backward(banded_forward, banded_backward)
 
 
 def _has_fused_kernel(device: torch.device) -> bool:

@@ -12,14 +12,15 @@ import torch
 import triton
 from torch import Tensor
 
+from farsight.kernels import triton_rows
+from farsight.kernels.scoped_attention.autograd import register_backward
 from farsight.kernels.scoped_attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
+from farsight.kernels.scoped_attention.triton.blocks import LOG2_E
 from farsight.kernels.scoped_attention.triton.forward import forward_kernel
 from farsight.kernels.scoped_attention.visibility import Visibility
-from farsight.kernels.triton_launch import contiguous_rows, interpreted
+from farsight.kernels.triton_rows import contiguous_rows, padded
 
 DELTA_ROWS = 64
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-INTERPRETED = interpreted(forward_kernel)
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,9 @@ def tiles(kernel: str, head_dim: int, itemsize: int, major: int) -> Tiles:
 
 def check_runs(q: Tensor) -> None:
     """Raises ValueError unless the kernels support queries [..., H] of this dtype, head dim H and device."""
-    if q.dtype not in DTYPES:
-        raise ValueError(f'backend "triton" does not take {q.dtype}: use bfloat16, float16 or float32')
     if q.shape[-1] > 128:
         raise ValueError(f'backend "triton" takes head dims up to 128, not {q.shape[-1]}: use "banded"')
-    if q.device.type == "cpu" and not INTERPRETED:
-        raise ValueError('backend "triton" needs a GPU: use "banded" on a CPU')
+    triton_rows.check_runs(q, "banded")
 
 
 def triton_attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, visibility: Visibility, scale: float) -> Tensor:
@@ -110,13 +108,10 @@ def triton_forward(
     tile = call.tiles("forward")
     forward_kernel[(triton.cdiv(call.Lq, tile.block_m), call.B, call.N)](
         call.q, call.k, call.v, o_BLNH, lse_BNL, call.scopes, call.widest_first, call.starts, call.slopes,
-        *call.q.stride()[:3], *call.k.stride()[:3], *call.v.stride()[:3], *o_BLNH.stride()[:3],
-        call.Lq, q_offset, call.N, scale * LOG2_E, **call.constants, **tile.options(),
+        *call.strides, o_BLNH.stride()[:3], call.Lq, q_offset, call.N, scale * LOG2_E.value, **call.constants,
+        **tile.options(),
     )  # fmt: skip
     return o_BLNH, lse_BNL
-
-
-LOG2_E = 1.4426950408889634
 
 
 @triton_forward.register_fake
@@ -144,43 +139,27 @@ def triton_backward(
     do = contiguous_rows(do_BLNH)
     delta_BNL = torch.empty_like(lse_BNL)
     delta_kernel[(triton.cdiv(call.Lq, DELTA_ROWS), call.B, call.N)](
-        o_BLNH, do, delta_BNL, *o_BLNH.stride()[:3], *do.stride()[:3], call.Lq, call.N, call.H, call.block_h, DELTA_ROWS
+        o_BLNH, do, delta_BNL, o_BLNH.stride()[:3], do.stride()[:3], call.Lq, call.N, call.H, DELTA_ROWS
     )
     dq_BLNH, dk_BLKH, dv_BLKH = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q_BLNH, k_BLKH, v_BLKH))
-    strides = (*call.q.stride()[:3], *call.k.stride()[:3], *call.v.stride()[:3], *do.stride()[:3])
+    strides = (*call.strides, do.stride()[:3])
     tile = call.tiles("dq")
     dq_kernel[(triton.cdiv(call.Lq, tile.block_m), call.B, call.N)](
         call.q, call.k, call.v, do, dq_BLNH, lse_BNL, delta_BNL, call.scopes, call.widest_first, call.starts,
-        call.slopes, *strides, *dq_BLNH.stride()[:3], call.Lq, q_offset, call.N, scale,
+        call.slopes, *strides, dq_BLNH.stride()[:3], call.Lq, q_offset, call.N, scale,
         **call.constants, **tile.options(),
     )  # fmt: skip
     tile = call.tiles("dkv")
     widest_group_first = call.scopes.view(call.K, -1).amax(1).argsort(descending=True)
     dkv_kernel[(triton.cdiv(call.Lk, tile.block_n), call.B, call.K)](
         call.q, call.k, call.v, do, dk_BLKH, dv_BLKH, lse_BNL, delta_BNL, call.scopes, widest_group_first,
-        call.starts, call.document_ends(), call.slopes, *strides, *dk_BLKH.stride()[:3], call.Lq, q_offset, call.N,
+        call.starts, call.document_ends(), call.slopes, *strides, dk_BLKH.stride()[:3], call.Lq, q_offset, call.N,
         scale, **call.constants, **tile.options(),
     )  # fmt: skip
     return dq_BLNH, dk_BLKH, dv_BLKH
 
 
-@triton_backward.register_fake
-def _(do, q, k, v, o, lse, scopes, documents, slopes, q_offset, scale):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save_for_backward(ctx, inputs, output) -> None:
-    q, k, v, scopes, documents, slopes, ctx.q_offset, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, scopes, documents, slopes)
-
-
-def _backward(ctx, do, _dlse):
-    grads = triton_backward(do, *ctx.saved_tensors, ctx.q_offset, ctx.scale)
-    return *grads, None, None, None, None, None
-
-
-triton_forward.register_autograd(_backward, setup_context=_save_for_backward)
+register_backward(triton_forward, triton_backward)
 
 
 class _Call:
@@ -199,33 +178,23 @@ class _Call:
         self.q, self.k, self.v = (contiguous_rows(x) for x in (q_BLNH, k_BLKH, v_BLKH))
         self.B, self.Lq, self.N, self.H = q_BLNH.shape
         self.Lk, self.K = k_BLKH.shape[1:3]
-        self.block_h = max(16, triton.next_power_of_2(self.H))
         self.scopes = scopes_N.to(device=q_BLNH.device, dtype=torch.int64)
         self.widest_first = self.scopes.argsort(descending=True)
-        # Absent tensors are never read, but a kernel needs some pointer.
         self.starts = (
-            self.scopes
-            if document_starts_BL is None
-            else document_starts_BL.to(q_BLNH.device, torch.int32).contiguous()
+            None if document_starts_BL is None else document_starts_BL.to(q_BLNH.device, torch.int32).contiguous()
         )
-        self.has_starts = document_starts_BL is not None
-        self.slopes = (
-            self.scopes if alibi_slopes_N is None else alibi_slopes_N.to(q_BLNH.device, torch.float32).contiguous()
-        )
-        self.constants = {
-            "GROUP": self.N // self.K, "HEAD_DIM": self.H, "BLOCK_H": self.block_h, "HAS_STARTS": self.has_starts,
-            "HAS_SLOPES": alibi_slopes_N is not None, "WIDE": q_BLNH.dtype == torch.float32,
-            "INTERPRETED": INTERPRETED,
-        }  # fmt: skip
+        self.slopes = None if alibi_slopes_N is None else alibi_slopes_N.to(q_BLNH.device, torch.float32).contiguous()
+        self.strides = tuple(x.stride()[:3] for x in (self.q, self.k, self.v))
+        self.constants = {"GROUP": self.N // self.K, "HEAD_DIM": self.H}
 
     def tiles(self, kernel: str) -> Tiles:
         major = torch.cuda.get_device_capability(self.q.device)[0] if self.q.is_cuda else 0
-        return tiles(kernel, self.block_h, self.q.itemsize, major)
+        return tiles(kernel, padded(self.H), self.q.itemsize, major)
 
-    def document_ends(self) -> Tensor:
-        """int32 [B, Lk]: one past the last token of each token's document."""
-        if not self.has_starts:
-            return self.starts
+    def document_ends(self) -> Tensor | None:
+        """int32 [B, Lk]: one past the last token of each token's document; None without documents."""
+        if self.starts is None:
+            return None
         tokens = torch.arange(self.Lk, dtype=torch.int32, device=self.starts.device).expand(self.B, -1).contiguous()
         # Starts never fall, so token i is seen up to the last token whose document starts no later than i.
         return torch.searchsorted(self.starts, tokens, right=True, out_int32=True)

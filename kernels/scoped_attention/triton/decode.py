@@ -4,7 +4,7 @@ Every key-value head's ring is cut into parts of equal length. One program compu
 the key-value head, so a wide head fills the GPU with many parts, and a narrow one is a single program. A second kernel
 combines the parts, weighted by their log-sum-exp. Nothing is read on the host: the token's index is loaded from memory.
 
-Names as in `forward.py`; [G] query heads of a key-value head, [S] slots.
+Names as in `blocks.py`; [G] query heads of a key-value head, [S] slots.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,18 @@ import triton.language as tl
 from torch import Tensor
 
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
-from farsight.kernels.scoped_attention.triton.attention import INTERPRETED, LOG2_E, check_runs
-from farsight.kernels.scoped_attention.triton.forward import dot, load_rows
+from farsight.kernels.scoped_attention.triton.attention import check_runs
+from farsight.kernels.scoped_attention.triton.blocks import (
+    LOG2_E,
+    load_scope,
+    load_slope,
+    nothing_seen,
+    raised,
+    scores,
+    see,
+)
 from farsight.kernels.scoped_attention.visibility import Visibility
+from farsight.kernels.triton_rows import Rows, contiguous_rows, load_rows, padded, store_rows
 
 SHORTEST_PART = 128
 PROGRAMS_PER_PROCESSOR = 4  # parts per multiprocessor of a GPU, so that none waits long for the last
@@ -47,14 +56,8 @@ def decode_kernel(
     part_slots,
     scale_log2,
     GROUP: tl.constexpr,
-    BLOCK_G: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    HAS_SLOPES: tl.constexpr,
-    WIDE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     """One part of one key-value head's ring, for one row of the batch.
 
@@ -62,6 +65,7 @@ def decode_kernel(
     fp32, output and log-sum-exp (base 2) of each part; tokens [1], the number appended so far; scopes and slopes [N];
     heads [parts], each part's key-value head; first_parts and first_slots [K + 1]; starts [B]. Grid: (parts, B).
     """
+    BLOCK_G: tl.constexpr = padded(GROUP)
     part = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     kv_head = tl.load(p_heads + part).to(tl.int64)
@@ -71,51 +75,30 @@ def decode_kernel(
     begin = (part - tl.load(p_first_parts + kv_head)) * part_slots
     end = tl.minimum(tl.minimum(begin + part_slots, capacity), t + 1)
 
-    o_g = tl.arange(0, BLOCK_G)
-    m_g = o_g < GROUP
     p_q += batch * q_by_batch + kv_head * GROUP * q_by_head
-    b_q = load_rows(p_q, 0, q_by_head, GROUP, BLOCK_G, HEAD_DIM, BLOCK_H, False)
-    # At most the capacity, so that t - scope fits in 32 bits.
-    b_scope = tl.minimum(tl.load(p_scopes + kv_head * GROUP + o_g, mask=m_g, other=1), capacity).to(tl.int32)
-    b_slope = tl.zeros([BLOCK_G], dtype=tl.float32)
-    if HAS_SLOPES:
-        b_slope = tl.load(p_slopes + kv_head * GROUP + o_g, mask=m_g, other=0.0) * 1.4426950408889634
-    start = 0
-    if HAS_STARTS:
-        start = tl.load(p_starts + batch).to(tl.int32)
+    b_q = load_rows(Rows(p_q, q_by_head, GROUP), 0, BLOCK_G, HEAD_DIM)
+    o_g = tl.arange(0, BLOCK_G)
+    # Rows past the group, which are not written, are computed as its last.
+    o_head = (kv_head * GROUP + tl.minimum(o_g, GROUP - 1))[:, None]
+    b_scope = load_scope(p_scopes, o_head, capacity)
+    b_slope = None if p_slopes is None else load_slope(p_slopes, o_head)
+    start = None if p_starts is None else tl.load(p_starts + batch).to(tl.int32)
 
     o_ring = batch * cache_by_batch + first_slot.to(tl.int64) * HEAD_DIM
-    b_acc = tl.zeros([BLOCK_G, BLOCK_H], dtype=tl.float32)
-    b_sum = tl.zeros([BLOCK_G], dtype=tl.float32)
-    b_max = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
+    k, v = Rows(p_k + o_ring, HEAD_DIM, end), Rows(p_v + o_ring, HEAD_DIM, end)
+    b_acc, b_sum, b_max = nothing_seen(b_q)
     for first in tl.range(begin, end, BLOCK_N):
-        o_s = first + tl.arange(0, BLOCK_N)
-        # The token in each slot: the latest one, up to the query, that was written to it.
-        o_i = t - (t - o_s) % capacity
-        b_k = load_rows(p_k + o_ring, first, HEAD_DIM, end, BLOCK_N, HEAD_DIM, BLOCK_H, False)
-        b_s = dot(b_q, tl.trans(b_k), WIDE, INTERPRETED) * scale_log2
-        if HAS_SLOPES:
-            b_s -= b_slope[:, None] * (t - o_i).to(tl.float32)[None, :]
-        m_s = (o_s < end)[None, :] & (o_i[None, :] > t - b_scope[:, None])
-        if HAS_STARTS:
-            m_s &= (o_i >= start)[None, :]
-        b_s = tl.where(m_s, b_s, float("-inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_s, 1))
-        # A head that has seen nothing yet has a maximum of -inf, and -inf - -inf is NaN.
-        b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-        b_p = tl.exp2(b_s - b_shift[:, None])
-        b_alpha = tl.exp2(b_max - b_shift)
-        b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
-        b_v = load_rows(p_v + o_ring, first, HEAD_DIM, end, BLOCK_N, HEAD_DIM, BLOCK_H, False)
-        b_acc = b_acc * b_alpha[:, None] + dot(b_p.to(b_v.dtype), b_v, WIDE, INTERPRETED)
-        b_max = b_new_max
+        o_s = (first + tl.arange(0, BLOCK_N))[None, :]
+        # The token in each slot: the latest one, up to the query, that was written to it. Slots past the end are not seen.
+        o_i = tl.where(o_s < end, t - (t - o_s) % capacity, t + 1)
+        b_k = load_rows(k, first, BLOCK_N, HEAD_DIM)
+        b_s = scores(b_q, b_k, t, o_i, start, b_scope, b_slope, scale_log2, True)
+        b_acc, b_sum, b_max = see(b_acc, b_sum, b_max, b_s, v, first, BLOCK_N, HEAD_DIM, False)
 
     b_some = tl.where(b_sum == 0.0, 1.0, b_sum)  # for a part of which a head sees nothing
-    o_h = tl.arange(0, BLOCK_H)
-    o_row = (batch * parts + part) * GROUP + o_g
-    m_o = m_g[:, None] & (o_h < HEAD_DIM)[None, :]
-    tl.store(p_parts + o_row[:, None] * HEAD_DIM + o_h[None, :], b_acc / b_some[:, None], mask=m_o)
-    tl.store(p_lse + o_row, b_max + tl.log2(b_some), mask=m_g)
+    o_row = (batch * parts + part) * GROUP
+    store_rows(Rows(p_parts + o_row * HEAD_DIM, HEAD_DIM, GROUP), b_acc / b_some[:, None], 0, BLOCK_G, HEAD_DIM)
+    tl.store(p_lse + o_row + o_g, b_max + tl.log2(b_some), mask=o_g < GROUP)
 
 
 @triton.jit
@@ -129,16 +112,15 @@ def combine_kernel(
     parts,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     """Combines the parts of one query head, weighted by their log-sum-exp. Grid: (N, B)."""
     head = tl.program_id(0)
     batch = tl.program_id(1).to(tl.int64)
     kv_head = head // GROUP
-    o_h = tl.arange(0, BLOCK_H)
+    o_h = tl.arange(0, padded(HEAD_DIM))
     m_h = o_h < HEAD_DIM
-    b_acc = tl.zeros([BLOCK_H], dtype=tl.float32)
+    b_acc = tl.zeros([padded(HEAD_DIM)], dtype=tl.float32)
     b_max = -float("inf")
     b_sum = 0.0
     end = tl.load(p_first_parts + kv_head + 1)
@@ -146,8 +128,7 @@ def combine_kernel(
         o_p = first + tl.arange(0, BLOCK_P)
         o_row = (batch * parts + o_p) * GROUP + head % GROUP
         b_lse = tl.load(p_lse + o_row, mask=o_p < end, other=-float("inf"))
-        b_new_max = tl.maximum(b_max, tl.max(b_lse, 0))
-        b_shift = tl.where(b_new_max == -float("inf"), 0.0, b_new_max)
+        b_new_max, b_shift = raised(b_max, tl.max(b_lse, 0))
         b_weight = tl.exp2(b_lse - b_shift)
         b_alpha = tl.exp2(b_max - b_shift)
         b_part = tl.load(
@@ -188,29 +169,23 @@ def decode_op(
     scale: float,
 ) -> Tensor:
     """Output [B, N, H] in q's dtype, as one operator; `capacities` is the length of each key-value head's ring in `keys_BSH`."""
-    q_BNH = q_BNH if q_BNH.stride(-1) == 1 else q_BNH.contiguous()
+    q_BNH = contiguous_rows(q_BNH)
     B, N, H = q_BNH.shape
     group = N // len(capacities)
     part_slots = _part_slots(sum(capacities) * B, q_BNH.device)
     heads, first_parts, first_slots = _parts(tuple(capacities), part_slots, q_BNH.device)
-    parts, block_h = heads.shape[0], max(16, triton.next_power_of_2(H))
-    wide, block_g = q_BNH.dtype == torch.float32, max(16, triton.next_power_of_2(group))
+    parts = heads.shape[0]
     o_parts = torch.empty((B, parts, group, H), dtype=torch.float32, device=q_BNH.device)
     lse_parts = torch.empty((B, parts, group), dtype=torch.float32, device=q_BNH.device)
     o_BNH = torch.empty((B, N, H), dtype=q_BNH.dtype, device=q_BNH.device)
-    absent = tokens  # never read, but the kernel needs some pointer
-    starts = absent if document_starts_B is None else document_starts_B.to(q_BNH.device, torch.int32)
-    slopes = absent if alibi_slopes_N is None else alibi_slopes_N.to(q_BNH.device, torch.float32)
+    starts = None if document_starts_B is None else document_starts_B.to(q_BNH.device, torch.int32)
+    slopes = None if alibi_slopes_N is None else alibi_slopes_N.to(q_BNH.device, torch.float32)
     decode_kernel[(parts, B)](
         q_BNH, keys_BSH, values_BSH, o_parts, lse_parts, tokens, scopes_N.to(q_BNH.device, torch.int64), heads,
         first_parts, first_slots, starts, slopes, *q_BNH.stride()[:2], keys_BSH.stride(0), parts, part_slots,
-        scale * LOG2_E, GROUP=group, BLOCK_G=block_g, HEAD_DIM=H, BLOCK_H=block_h,
-        HAS_STARTS=document_starts_B is not None, HAS_SLOPES=alibi_slopes_N is not None, WIDE=wide,
-        INTERPRETED=INTERPRETED, **launch_options(wide, block_g),
+        scale * LOG2_E.value, group, H, **launch_options(q_BNH.dtype, group),
     )  # fmt: skip
-    combine_kernel[(N, B)](
-        o_parts, lse_parts, o_BNH, first_parts, *o_BNH.stride()[:2], parts, group, H, block_h, PARTS_AT_ONCE
-    )
+    combine_kernel[(N, B)](o_parts, lse_parts, o_BNH, first_parts, *o_BNH.stride()[:2], parts, group, H, PARTS_AT_ONCE)
     return o_BNH
 
 
@@ -219,10 +194,10 @@ def _(q, keys, values, tokens, capacities, scopes, starts, slopes, scale):
     return q.new_empty(q.shape)
 
 
-def launch_options(wide: bool, block_g: int) -> dict[str, int]:
-    """Keys per step, warps and stages of the decode kernel; not tuned on a GPU yet."""
-    if wide:
-        return {"BLOCK_N": 32, "num_warps": 4 if block_g == 16 else 8, "num_stages": 2}
+def launch_options(dtype: torch.dtype, group: int) -> dict[str, int]:
+    """Keys per step, warps and stages of the decode kernel for `group` query heads; not tuned on a GPU yet."""
+    if dtype == torch.float32:
+        return {"BLOCK_N": 32, "num_warps": 4 if group <= 16 else 8, "num_stages": 2}
     return {"BLOCK_N": 64, "num_warps": 4, "num_stages": 3}
 
 

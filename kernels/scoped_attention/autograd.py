@@ -1,0 +1,28 @@
+"""The autograd formula of the backends that are pairs of custom operators, one for each pass."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.library import CustomOpDef
+
+
+def register_backward(forward: CustomOpDef, backward: CustomOpDef) -> None:
+    """Makes `backward` the gradient of `forward`, and declares its outputs to the compiler.
+
+    Args:
+        forward: from q, k, v, scopes, document starts, the bias's coefficients, and numbers or names, to the output and the
+            log-sum-exp, which has no gradient.
+        backward: from the gradient of the output, q, k, v, both outputs and the other inputs to the gradients of q, k and v.
+    """
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, scopes, starts, bias, *ctx.others = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(q, k, v, *output, scopes, starts, bias)
+
+    def gradients(ctx: Any, do: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
+        without_gradient = [None] * (3 + len(ctx.others))
+        return *backward(do, *ctx.saved_tensors, *ctx.others), *without_gradient
+
+    forward.register_autograd(gradients, setup_context=save)
+    backward.register_fake(lambda do, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)))

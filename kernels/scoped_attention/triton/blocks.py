@@ -1,0 +1,136 @@
+"""What the attention kernels share: which keys a block of queries sees, its scores, and the online softmax.
+
+Names, here and in the kernels: b_ block, p_ pointer, o_ offset, m_ mask. Shape suffixes in upper case as in `api.py`;
+[M] queries of a block, [N] keys of a block, [H] head dim. A pointer to document starts or slopes is None if there are none.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from farsight.kernels.triton_rows import INTERPRETED, load_rows
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dot(a, b):
+    """a @ b in fp32: fp32 inputs as three TF32 products, which keep fp32 accuracy and still use the tensor cores.
+
+    Triton's interpreter multiplies bf16 incorrectly, so inputs are cast there.
+    """
+    if INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    elif a.dtype == tl.float32:
+        return tl.dot(a, b, input_precision="tf32x3")
+    else:
+        return tl.dot(a, b)
+
+
+class Queries(NamedTuple):
+    """A block of queries of one head: their positions, and what bounds the keys that they see."""
+
+    o_t: Any
+    """[M]: positions of the queries."""
+    first_t: Any
+    last_t: Any
+    first_start: Any
+    last_start: Any
+    """Position, and first token of the document, of the block's first and last query."""
+    scope: Any
+
+
+@triton.jit
+def query_block(p_scopes, p_start, head, first_row, queries, q_offset, BLOCK_M: tl.constexpr):
+    """The block of queries from `first_row` on: [BLOCK_M] rows, of which `queries` are there."""
+    last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
+    first_start, last_start = 0, 0
+    if p_start is not None:
+        first_start = tl.load(p_start + first_row).to(tl.int32)
+        last_start = tl.load(p_start + last_row).to(tl.int32)
+    o_t = first_row + tl.arange(0, BLOCK_M) + q_offset
+    scope = load_scope(p_scopes, head, queries + q_offset)
+    return Queries(o_t, first_row + q_offset, last_row + q_offset, first_start, last_start, scope)
+
+
+@triton.jit
+def load_starts(p_start, o_row, queries):
+    """First tokens of the documents of rows of queries."""
+    return tl.load(p_start + o_row, mask=o_row < queries, other=0).to(tl.int32)
+
+
+@triton.jit
+def load_slope(p_slopes, head):
+    """A head's ALiBi slope times log2(e)."""
+    return tl.load(p_slopes + head) * LOG2_E
+
+
+@triton.jit
+def load_scope(p_scopes, head, longest):
+    """A head's scope, at most `longest`, so that t - scope fits in 32 bits."""
+    return tl.minimum(tl.load(p_scopes + head), longest).to(tl.int32)
+
+
+@triton.jit
+def key_runs(seen, keys, BLOCK_N: tl.constexpr):
+    """The range of keys for a block of queries, and within it the full blocks that every query sees.
+
+    Bounds of three runs: in the first and the last some queries see some keys. If there is no full block, the middle run
+    is empty and its keys are in one of the others.
+    """
+    begin = tl.maximum(seen.first_t - seen.scope + 1, seen.first_start) // BLOCK_N * BLOCK_N
+    seen_from = tl.cdiv(tl.maximum(seen.last_t - seen.scope + 1, seen.last_start), BLOCK_N) * BLOCK_N
+    seen_to = (seen.first_t + 1) // BLOCK_N * BLOCK_N
+    return runs(begin, seen_from, seen_to, tl.minimum(seen.last_t + 1, keys))
+
+
+@triton.jit
+def runs(begin, seen_from, seen_to, end):
+    """The bounds in ascending order, if begin ≤ end."""
+    seen_from = tl.minimum(tl.maximum(seen_from, begin), end)
+    return begin, seen_from, tl.minimum(tl.maximum(seen_to, seen_from), end), end
+
+
+@triton.jit
+def scores(b_a, b_b, o_t, o_i, start, scope, slope_log2, scale_log2, MASKED: tl.constexpr):
+    """a @ bᵀ, of queries at o_t and keys at o_i in either order, times scale · log2(e), with ALiBi's penalty.
+
+    If MASKED, -inf where a query does not see the key. The arguments between b_b and scale_log2 broadcast to the scores.
+    """
+    b_s = dot(b_a, tl.trans(b_b)) * scale_log2
+    if slope_log2 is not None:
+        b_s -= slope_log2 * (o_t - o_i).to(tl.float32)
+    if MASKED:
+        m_s = (o_i <= o_t) & (o_i > o_t - scope)
+        if start is not None:
+            m_s &= o_i >= start
+        b_s = tl.where(m_s, b_s, float("-inf"))
+    return b_s
+
+
+@triton.jit
+def nothing_seen(b_q):
+    """The running output, sum and maximum of a block of queries before the first key."""
+    BLOCK_M: tl.constexpr = b_q.shape[0]
+    b_max = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    return tl.zeros(b_q.shape, dtype=tl.float32), tl.zeros([BLOCK_M], dtype=tl.float32), b_max
+
+
+@triton.jit
+def raised(b_max, b_other):
+    """The larger of two maxima, and what to subtract from scores for it."""
+    b_new_max = tl.maximum(b_max, b_other)
+    # Where nothing has been seen yet the maximum is -inf, and -inf - -inf is NaN.
+    return b_new_max, tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
+
+
+@triton.jit
+def see(b_acc, b_sum, b_max, b_s, v, first, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, WHOLE: tl.constexpr):
+    """Updates the running output, sum and maximum with a block of keys: scores [M, N], and values in rows from `first` on."""
+    b_new_max, b_shift = raised(b_max, tl.max(b_s, 1))
+    b_p = tl.exp2(b_s - b_shift[:, None])
+    b_alpha = tl.exp2(b_max - b_shift)
+    b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
+    b_v = load_rows(v, first, BLOCK_N, HEAD_DIM, WHOLE)
+    return b_acc * b_alpha[:, None] + dot(b_p.to(b_v.dtype), b_v), b_sum, b_new_max
