@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from farsight import cli, process
-from farsight.configs.check import UNSUPPORTED
 from farsight.configs.check_finetuning import NOT_FOR_FINETUNING
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.help import help_text
@@ -129,7 +128,7 @@ def finetune(arguments: list[str]) -> Work | None:
     from farsight.data.instructions.view import show_rows
     from farsight.launch.plan.out_of_memory import explain_out_of_memory
     from farsight.launch.plan.text import summary
-    from farsight.training.finetune.spec import load_finetune_config
+    from farsight.training.finetune.model import load_finetune_config
     from farsight.training.finetune.trainer import Finetuner
 
     arguments, dry_run = take_flag(arguments, "--dry-run")
@@ -157,7 +156,8 @@ def run(work: Work) -> None:
     import torch
     import torch.distributed as dist
 
-    from farsight.parallel.device import check_float8, import_deepspeed
+    from farsight.parallel.device import import_deepspeed
+    from farsight.parallel.float8 import check_float8
     from farsight.training.ranks import check_layout
     from farsight.training.run_folder import lock_run_folder
 
@@ -183,8 +183,6 @@ def run(work: Work) -> None:
         raise torch.OutOfMemoryError(work.out_of_memory(error, trainer)) from error
     finally:
         if trainer is not None:
-            if trainer.dataloader is not None:
-                trainer.dataloader.close()  # type: ignore[attr-defined]  # ours has a thread that reads ahead
             trainer.close()
         # After an error on only this rank, the others are inside a collective: destroying the process group could hang.
         if together and dist.is_initialized():
@@ -266,7 +264,7 @@ def main(arguments: list[str]) -> int:
 @cli.command
 def _help(sections: list[str], command: str) -> int:
     if command == "finetune":
-        print(FINETUNE_HELP + help_text(sections, FinetuneConfig, UNSUPPORTED | NOT_FOR_FINETUNING))
+        print(FINETUNE_HELP + help_text(sections, FinetuneConfig, NOT_FOR_FINETUNING))
     else:
         print(PRETRAIN_HELP + help_text(sections))
     return 0

@@ -83,14 +83,14 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
         )
         trainer = Trainer(config, PlasticityMetrics)
         assert trainer.plasticity is not None
-        batches = trainer.batch_generator(trainer.dataloader)
+        batches = trainer.micro_batches()
         steps, measurements = [], []
         for number in tqdm(range(rounds + 1), desc=shape.name, unit="round", disable=not sys.stderr.isatty()):
             trainer.step += 1
             started = time.perf_counter()
             trainer.train_step(batches)
             between = time.perf_counter()
-            trainer.plasticity.measure(trainer.model_parts, trainer._around_forward)
+            trainer.plasticity.measure(trainer.model_parts, trainer.around_forward)
             if number:  # the first fills caches
                 steps.append(between - started)
                 measurements.append(time.perf_counter() - between)

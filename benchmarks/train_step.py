@@ -19,10 +19,11 @@ import statistics
 import sys
 import tempfile
 import time
+import types
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torchtitan
@@ -34,8 +35,7 @@ from tqdm import tqdm
 
 from farsight.cli import bounded, command
 from farsight.configs.load import build_config
-from farsight.parallel.device import prepare_device
-from farsight.training import spec
+from farsight.parallel.device import prepare_device, total_memory
 from farsight.training.logs import start_logging
 from farsight.training.trainer import Trainer
 
@@ -66,14 +66,62 @@ class _Batches:
 
 
 class _OurBatches(_Batches):
+    skipped: ClassVar[dict[str, Any]] = {}
+
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         positions = torch.arange(self.seq_len, dtype=torch.int32)[None].expand(self.rows, -1)
         for inputs, labels in super().__iter__():
             yield {**inputs, "positions": positions, "document_starts": torch.zeros_like(positions)}, labels
 
+    def close(self) -> None:
+        pass
+
+
+class _OnSameBatches(Trainer):
+    """Ours, unchanged except for its batches."""
+
+    def _build_loader(self) -> _OurBatches:
+        t = self.config.training
+        return _OurBatches(t.local_batch_size, t.seq_len)
+
+
+def _recorded(trainer: Any, name: str, losses: list[float], batches: Iterator[Any]) -> Iterator[Any]:
+    run = getattr(trainer, name)
+
+    def recording(*arguments: Any, **named: Any) -> torch.Tensor:
+        loss = run(*arguments, **named)
+        losses.append(float(loss.detach()))
+        return loss
+
+    setattr(trainer, name, recording)
+    return batches
+
+
+def _titan_on_a_cpu() -> None:
+    """Without an accelerator torchtitan 0.2.2 assumes "cuda", in names that each of its modules has imported. In this process,
+    which runs nothing else, they get the CPU, and the functions of a device module that `torch.cpu` lacks."""
+    device = types.SimpleNamespace(
+        **{name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("_")}
+        | {
+            "set_device": lambda device: None,
+            "current_device": lambda: 0,
+            "get_device_name": lambda device=None: "CPU",
+            "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=total_memory()),
+            "memory_stats": lambda device=None: {},
+            "reset_peak_memory_stats": lambda device=None: None,
+            "empty_cache": lambda: None,
+            "synchronize": lambda device=None: None,
+        }
+    )
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan.") and hasattr(module, "device_type"):
+            vars(module).update({"device_type": "cpu", "device_module": device})
+
 
 def titan_trainer(rows: int, seq_len: int, folder: str, dtype: Literal["float32", "bfloat16"]) -> TitanTrainer:
     """torchtitan's trainer, unchanged except for its batches."""
+    if not torch.accelerator.is_available():
+        _titan_on_a_cpu()
     spec = get_train_spec("llama3")
     register_train_spec(
         "llama3_same_batches",
@@ -115,13 +163,7 @@ def our_trainer(rows: int, seq_len: int, folder: str, dtype: Literal["float32", 
         "validation": {"enable": False},
         "metrics": {"log_freq": 1, "enable_tensorboard": False},
     }  # fmt: skip
-    # torchtitan's trainer takes its batches by name from the train spec, ours from this function.
-    build_loader = spec.build_loader
-    setattr(spec, "build_loader", lambda *_: _OurBatches(rows, seq_len))  # noqa: B010  another type, on purpose
-    try:
-        return Trainer(build_config(values))
-    finally:
-        spec.build_loader = build_loader
+    return _OnSameBatches(build_config(values))
 
 
 def load_titan_weights(model: torch.nn.Module, file: Path) -> None:
@@ -151,8 +193,11 @@ def work(
         if not weights.exists():
             save_file(dict(trainer.model_parts[0].named_parameters()), weights)
     losses: list[float] = []
-    _record_losses(trainer, losses)
-    batches = trainer.batch_generator(trainer.dataloader)
+    if name == FARSIGHT:
+        batches = _recorded(trainer, "forward_backward", losses, trainer.micro_batches())
+    else:
+        batches = trainer.batch_generator(trainer.dataloader)
+        batches = _recorded(trainer, "forward_backward_step", losses, batches)
     pipe.send(torch.get_num_threads())
     while pipe.recv():
         trainer.step += 1
@@ -209,17 +254,6 @@ def measure(rounds: int, rows: int, seq_len: int, dtype: Literal["float32", "bfl
     shape = {"seq_len": seq_len, "batch": rows, "dtype": dtype, "rounds": rounds}
     versions = {"torch": torch.__version__, "torchtitan": torchtitan.__version__, "threads": threads}
     return {"rows": results, "ratio": results[0]["ratio"], **shape, **versions}
-
-
-def _record_losses(trainer: Any, losses: list[float]) -> None:
-    run = trainer.forward_backward_step
-
-    def recording(**arguments: Any) -> torch.Tensor:
-        loss = run(**arguments)
-        losses.append(float(loss.detach()))
-        return loss
-
-    trainer.forward_backward_step = recording
 
 
 @command

@@ -1,4 +1,4 @@
-"""Saves and finds a run's checkpoints: torchtitan's manager, with these additions.
+"""Saves and finds a run's checkpoints, in PyTorch's distributed format (DCP).
 
 - Every checkpoint has `farsight.json`, with the resolved config.
 - An interrupted first save does not hide the weights that the run starts from.
@@ -9,9 +9,11 @@
 - Only complete checkpoints count in `keep_latest_k`, and a failed save is reported at once.
 """
 
+import gc
 import logging
 import shutil
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torchtitan.components.checkpoint import MODEL, AsyncMode, CheckpointManager
-from torchtitan.tools.utils import GarbageCollection
 
 from farsight.checkpoints.cards.model import CONFIG, read_history, training_entry
 from farsight.checkpoints.checksums import MANIFEST, altered
@@ -31,7 +34,7 @@ from farsight.checkpoints.finite import refuse_non_finite
 from farsight.checkpoints.intact.check import is_complete, look
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.model_dir.api import check_tensors
-from farsight.checkpoints.model_dir.names import from_hf_name, to_hf_name
+from farsight.checkpoints.model_dir.names import to_hf_name
 from farsight.checkpoints.resume import (
     refuse_another_model,
     refuse_other_layers,
@@ -58,54 +61,54 @@ from farsight.units import GIB
 logger = logging.getLogger("farsight")
 
 
-class HuggingFaceAdapter:
-    """Renames a state dict for torchtitan, so that it reads each rank's part of every tensor from safetensors."""
-
-    fqn_to_index_mapping = None
-
-    def __init__(self, model_args: Any, hf_assets_path: str | None) -> None:
-        self.hf_assets_path = hf_assets_path
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {to_hf_name(name): tensor for name, tensor in state_dict.items()}
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        return {str(from_hf_name(name)): tensor for name, tensor in hf_state_dict.items()}
-
-    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
-        from torch.distributed.checkpoint import HuggingFaceStorageReader
-
-        return HuggingFaceStorageReader(path)
+MODEL = "model"
+"""The part of the state whose tensors are saved under their own names, without a prefix."""
 
 
-class RunCheckpoints(CheckpointManager):
-    """torchtitan's checkpoint manager for one run folder.
+class ModelWeights:
+    """The weights of a model, or of a rank's pipeline stages."""
+
+    def __init__(self, parts: Sequence[nn.Module]) -> None:
+        self.parts = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors by their names in the model as it was built; DTensors where they are sharded."""
+        return {name: tensor for part in self.parts for name, tensor in get_model_state_dict(part).items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Does nothing: the tensors were loaded in place."""
+
+
+class RunCheckpoints:
+    """The checkpoints of one run folder.
 
     Args:
         config: the job's config; saved with each checkpoint.
-        parts: further arguments of torchtitan's manager (`dataloader`, `model_parts`, `optimizers`, `lr_schedulers`, `states`).
+        states: parts of the training state by name: "model" (see `ModelWeights`), "optimizer", "dataloader", "train_state". Each
+            has a `state_dict`, whose tensors are loaded in place, and a `load_state_dict` for the rest.
     """
 
-    initial_load_path: str | None
-    exclude_from_loading: list[str]
-    async_mode: AsyncMode
-    save_future: Future[Any] | None
     base: str | None = None
     """In fine-tuning, the fingerprint of the base, which checkpoints don't contain."""
 
-    def __init__(self, config: JobConfig, **parts: Any) -> None:
-        self.config, self.model_config = config, ModelConfig.from_job(config)
+    def __init__(self, config: JobConfig, states: dict[str, Any]) -> None:
+        self.config, self.model_config, self.states = config, ModelConfig.from_job(config), states
+        self.options = config.checkpoint
+        self.folder = Path(config.job.dump_folder) / self.options.folder
         # Earlier runs that trained the weights; steps and tokens of this one when its settings last changed.
         self.history: list[dict[str, Any]] = []
         self.done = (0, 0)
-        if config.checkpoint.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM and not torch.cuda.is_available():
+        self.mode = self.options.async_mode
+        if self.mode == "async_with_pinned_mem" and not torch.cuda.is_available():
             raise ConfigError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU; set "async".')
-        super().__init__(
-            **parts,
-            checkpoint_config=config.checkpoint,
-            sd_adapter=HuggingFaceAdapter(None, None),  # type: ignore[arg-type]  # has the methods that are called
-            base_folder=config.job.dump_folder,
-        )
+        asynchronous = self.options.enable and self.mode != "disabled"
+        self.group = dist.new_group(backend="gloo") if asynchronous else None
+        self.stager: DefaultStager | None = None
+        self.staging: Future[Any] | None = None
+        self.save_future: Future[Any] | None = None
+        self.saving = 0
+        """The step of `save_future`."""
+        self.deleting = ThreadPoolExecutor(1, "delete checkpoints")
 
     def load(self, step: int = -1) -> bool:
         """Loads this run's newest intact checkpoint, otherwise the weights in `checkpoint.initial_load_path`, if set.
@@ -113,88 +116,46 @@ class RunCheckpoints(CheckpointManager):
         Raises:
             ConfigError: the start does not exist or does not fit the model, or there are checkpoints but none is intact.
         """
-        if not self.enable:
+        if not self.options.enable:
             return False
         newest = self._step_to_resume(step)
         if newest is not None:
-            checkpoint = Path(self._create_checkpoint_id(newest))
+            checkpoint = self._checkpoint(newest)
             on_every_rank(lambda: self._check_resumable(checkpoint))
-            # Both only apply to starts from another run; a resuming run needs all of its state.
-            self.exclude_from_loading, self.initial_load_path = [], None
-            settings = self._optimizer_settings()
-            self._read(checkpoint)
-            self._restore_settings(settings)
+            self._read(checkpoint, [*self.states])
             self._continue_history(checkpoint, newest)
             logger.info(f"resuming from {checkpoint}")
             return True
-        if not self.initial_load_path:
+        if not self.options.initial_load_path:
             return False
-        start = Path(self.initial_load_path)
-        self._prepare_initial_load(start)
+        start = Path(self.options.initial_load_path)
+        is_checkpoint = self._prepare_initial_load(start)
         self.history = read_history(start)
-        settings = self._optimizer_settings()
-        self._read(start, model_only=self.initial_load_model_only, from_hf=self.initial_load_in_hf)
-        self._restore_settings(settings)
+        left_out = self.options.exclude_from_loading
+        parts = [MODEL] if self.options.initial_load_model_only else [p for p in self.states if p not in left_out]
+        self._read(start, parts, from_hf=not is_checkpoint)
         return True
 
-    def _optimizer_settings(self) -> list[dict[str, Any]]:
-        groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
-        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
-
-    def _restore_settings(self, settings: list[dict[str, Any]]) -> None:
-        """Restores the config's learning rate, weight decay etc., which loading replaced by those of the save."""
-        groups = [group for optimizer in self.states["optimizer"] for group in optimizer.param_groups]
-        for group, own in zip(groups, settings, strict=True):
-            group.update(own)
-        for scheduler in self.states["lr_scheduler"]:
-            scheduler.base_lrs = [group["initial_lr"] for group in scheduler.optimizer.param_groups]
-            parts = zip(scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
-            for group, base, rate in parts:
-                group["lr"] = base * rate(scheduler.last_epoch)
-            scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
-
     @torch.no_grad()
-    def _read(self, checkpoint: Path, model_only: bool = False, from_hf: bool = False) -> None:
-        """Loads what rank 0 decided on, in place. In torchtitan's `load` each rank asks the file system what is there, and on
-        a network file system they may get different answers."""
-        states = self._states_to_load(model_only)
-        self.dcp_load(states, checkpoint_id=str(checkpoint), from_hf=from_hf, from_quantized=False)
-        GarbageCollection.collect("GC collection for checkpoint loading.")
+    def _read(self, checkpoint: Path, parts: Sequence[str], from_hf: bool = False) -> None:
+        """Loads parts of the state, in place.
 
-    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """torchtitan's, but with a reader that runs no code from the checkpoint."""
+        Args:
+            from_hf: it is a model directory, of which each rank reads its part of every tensor from safetensors.
+        """
+        state = self._state(parts)
         if from_hf:
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-            return
-        load(state_dict, Path(checkpoint_id))
-        self.states[MODEL].load_state_dict(state_dict)
+            reader = dcp.HuggingFaceStorageReader(str(checkpoint))
+            dcp.load({to_hf_name(name): tensor for name, tensor in state.items()}, storage_reader=reader)
+        else:
+            load(state, checkpoint)
+        for part in parts:
+            self.states[part].load_state_dict(state if part == MODEL else state[part])
 
-    @torch.no_grad()
-    def dcp_save(
-        self,
-        state_dict: dict[str, Any],
-        checkpoint_id: str,
-        async_mode: AsyncMode,
-        enable_garbage_collection: bool = False,
-        to_hf: bool = False,
-    ) -> Any:
-        """torchtitan's, but with a writer that records checksums."""
-        writer: Any = Writer(checkpoint_id)
-        match async_mode:
-            case AsyncMode.ASYNC:
-                return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
-            case AsyncMode.ASYNC_WITH_PINNED_MEM:
-                return dcp.async_save(
-                    state_dict,
-                    storage_writer=writer,
-                    process_group=self.pg,
-                    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                    async_stager=self.stager,
-                )
-        dcp.save(state_dict, storage_writer=writer)
-        if enable_garbage_collection:
-            GarbageCollection.collect("GC collection invoked by checkpointer.")
-        return None
+    def _state(self, parts: Sequence[str]) -> dict[str, Any]:
+        """Parts of the state as a checkpoint has them: the model's tensors by name, each other part under its own."""
+        state = {part: self.states[part].state_dict() for part in parts if part != MODEL}
+        return state | (self.states[MODEL].state_dict() if MODEL in parts else {})
 
     def _continue_history(self, checkpoint: Path, step: int) -> None:
         """Continues the run's own entry, or starts a new one if its settings have changed since."""
@@ -216,12 +177,12 @@ class RunCheckpoints(CheckpointManager):
 
         It has to be the newest: a run does not overwrite its own later steps.
         """
-        folder = Path(self.folder)
+        folder = self.folder
         damaged: dict[int, str] = {}
         try:
             steps = on_rank_zero(lambda: complete_steps(folder))
             for step in reversed(steps):
-                if not (found := self._faults(Path(self._create_checkpoint_id(step)))):
+                if not (found := self._faults(self._checkpoint(step))):
                     break
                 damaged[step] = "; ".join(found)
         except (OSError, MemoryError) as error:
@@ -246,7 +207,7 @@ class RunCheckpoints(CheckpointManager):
             steps: steps with a complete checkpoint, in order.
             damaged: the faults of the newest ones, as far as they are damaged.
         """
-        folder = Path(self.folder)
+        folder = self.folder
         try:
             discard_incomplete(folder)
             renamed = earlier_set_aside(folder)
@@ -265,7 +226,7 @@ class RunCheckpoints(CheckpointManager):
                 "or remove the later steps."
             )
         if len(damaged) == len(steps) or (damaged and asked != -1):
-            wrong = [f"{self._create_checkpoint_id(step)}: {found}" for step, found in damaged.items()]
+            wrong = [f"{self._checkpoint(step)}: {found}" for step, found in damaged.items()]
             raise ConfigError(
                 f"{folder} holds no intact checkpoint{f' of step {asked}' * (asked != -1)}, and the run does not start "
                 "again from its first weights by itself:\n  "
@@ -274,7 +235,7 @@ class RunCheckpoints(CheckpointManager):
             )
         intact = steps[-1 - len(damaged)]
         for step, wrong_files in damaged.items():
-            checkpoint = Path(self._create_checkpoint_id(step))
+            checkpoint = self._checkpoint(step)
             try:
                 kept = set_aside(checkpoint)
             except OSError as error:
@@ -292,16 +253,18 @@ class RunCheckpoints(CheckpointManager):
         refuse_other_settings(checkpoint, self.config, saved)
         self.states["dataloader"].check_order(saved_order(checkpoint))
 
-    def _prepare_initial_load(self, start: Path) -> None:
-        self.initial_load_in_hf = not on_rank_zero(lambda: self._is_checkpoint(start))
-        if not self.initial_load_in_hf:
+    def _prepare_initial_load(self, start: Path) -> bool:
+        """Checks the start; returns whether it is a checkpoint rather than a model directory."""
+        is_checkpoint = on_rank_zero(lambda: self._is_checkpoint(start))
+        if is_checkpoint:
             try:
                 found = self._faults(start)
             except (OSError, MemoryError) as error:
                 raise ConfigError(f"checkpoint.initial_load_path = {start} can't be read ({error!r}).") from error
             if found:
                 raise ConfigError(f"checkpoint.initial_load_path = {start} is damaged: {'; '.join(found)}.")
-        on_every_rank(lambda: self._check_start(start))
+        on_every_rank(lambda: self._check_start(start, is_checkpoint))
+        return is_checkpoint
 
     def _is_checkpoint(self, start: Path) -> bool:
         """Whether the start is a checkpoint (intact or not) rather than a model directory."""
@@ -309,23 +272,23 @@ class RunCheckpoints(CheckpointManager):
             raise ConfigError(f"checkpoint.initial_load_path = {start} does not exist.")
         if (start / COMPLETE).is_file() or any(start.glob("*.distcp")):
             return True
-        if not self.initial_load_model_only:
+        if not self.options.initial_load_model_only:
             raise ConfigError(
                 f"checkpoint.initial_load_path = {start} is not a checkpoint: a model directory holds weights alone. "
                 "Set checkpoint.initial_load_model_only = true."
             )
         return False
 
-    def _check_start(self, start: Path) -> None:
+    def _check_start(self, start: Path, is_checkpoint: bool) -> None:
         source = read_model_config(start)
         refuse_another_model(source, self.model_config, f"checkpoint.initial_load_path = {start}")
-        if self.initial_load_in_hf:
+        if not is_checkpoint:
             check_tensors(start, source)
-        elif not self.initial_load_model_only:
+        elif not self.options.initial_load_model_only:
             refuse_other_layers(start, self.config, self.base)
             refuse_other_optimizer(start, self.config)
 
-    def save(self, curr_step: int, last_step: bool = False) -> None:
+    def save(self, step: int, last_step: bool = False) -> None:
         """Saves if the step is due, or always with `last_step`. The config is written first, so that a complete
         checkpoint always has it.
 
@@ -335,29 +298,55 @@ class RunCheckpoints(CheckpointManager):
         Raises:
             SaveError: on all ranks.
         """
-        if not self._should_save(curr_step, last_step):
+        o = self.options
+        due = last_step or step % o.interval == 0 or (step == 1 and o.enable_first_step_checkpoint)
+        if not o.enable or o.load_only or not due:
             return
-        refuse_non_finite(self.states[MODEL].state_dict(), f"step {curr_step}")
-        mode = self.async_mode
-        if not self._finish_saving():
-            self.async_mode = AsyncMode.DISABLED
+        refuse_non_finite(self.states[MODEL].state_dict(), f"step {step}")
+        in_background = self._finish_saving() and self.mode != "disabled" and not last_step
         try:
-            on_rank_zero(lambda: self._write_config(curr_step))
-            super().save(curr_step, last_step)
+            on_rank_zero(lambda: self._write_config(step))
+            self._write(step, in_background)
         except (CheckpointException, OSError) as error:
-            self._discard_failed(curr_step)
-            raise SaveError(self._failure(curr_step, error)) from error
-        finally:
-            self.async_mode = mode
+            self._discard_failed(step)
+            raise SaveError(self._failure(step, error)) from error
         if self.save_future is not None:
-            self.saving = curr_step
+            self.saving = step
             if dist.get_rank() == 0:
-                self.save_future.add_done_callback(lambda future: self._report(curr_step, future))
-        if last_step:
-            self._purge_stale_checkpoints()
+                self.save_future.add_done_callback(lambda future: self._report(step, future))
+        self._purge_stale_checkpoints()
+
+    @torch.no_grad()
+    def _write(self, step: int, in_background: bool) -> None:
+        state, writer = self._state([*self.states]), Writer(self._checkpoint(step))
+        gc.collect(1)  # what refers to an earlier copy of the state in cycles would keep its memory
+        if not in_background:
+            dcp.save(state, storage_writer=writer)
+        elif self.mode == "async":
+            copied: Any = dcp.async_save(state, storage_writer=writer, process_group=self.group)
+            self.save_future = copied
+        else:
+            self.stager = self.stager or DefaultStager(StagingOptions(True, True, True, True))
+            saving: Any = dcp.async_save(
+                state,
+                storage_writer=writer,
+                process_group=self.group,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+            self.save_future, self.staging = saving.upload_completion, saving.staging_completion
+
+    def wait_for_staging(self) -> None:
+        """Waits until the state of an asynchronous save is copied: the optimizer's next step changes it."""
+        staging, self.staging = self.staging, None
+        if staging is not None:
+            staging.result()
+
+    def _checkpoint(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
 
     def _write_config(self, step: int) -> None:
-        folder = Path(self._create_checkpoint_id(step))
+        folder = self._checkpoint(step)
         folder.mkdir(parents=True, exist_ok=True)
         self.model_config.save(
             folder / CONFIG, job=to_toml(self.config), training=self.training_so_far(step), checksums=MANIFEST
@@ -394,13 +383,13 @@ class RunCheckpoints(CheckpointManager):
         with suppress(OSError):  # the disk can't be queried
             free = shutil.disk_usage(self.config.job.dump_folder).free
             room = f" ({free / GIB:.1f} GiB free there; a quota may allow less)"
-            steps = complete_steps(Path(self.folder))
+            steps = complete_steps(self.folder)
             newest = f" The newest complete checkpoint is {f'step {steps[-1]}' if steps else 'none'}."
         return f"step {step} could not be saved in {self.folder}{room}: {'; '.join(causes)}.{newest}"
 
     def _discard_failed(self, step: int) -> None:
         """Deletes a failed save, so that a full disk has room for the next."""
-        checkpoint = Path(self._create_checkpoint_id(step))
+        checkpoint = self._checkpoint(step)
         if dist.get_rank() == 0:
             with suppress(OSError):
                 if not is_complete(checkpoint) and holds_only_ours(checkpoint):
@@ -409,19 +398,18 @@ class RunCheckpoints(CheckpointManager):
     def _purge_stale_checkpoints(self) -> None:
         """Deletes all but the newest `keep_latest_k` complete checkpoints; a save in progress does not count.
 
-        torchtitan counts it, as well as damaged and interrupted ones. If a run is killed while torchtitan deletes, the folder
-        keeps `.metadata` but not the rest; here it first becomes an interrupted save.
+        A checkpoint that is about to be deleted first becomes an interrupted save, in case the run is killed meanwhile.
         """
-        if self.keep_latest_k == 0 or dist.get_rank() != 0:
+        if self.options.keep_latest_k == 0 or dist.get_rank() != 0:
             return
         # The new checkpoint is complete: an error here, on this rank alone, does not make the save fail.
         try:
-            stale = complete_steps(Path(self.folder))[: -self.keep_latest_k]
+            stale = complete_steps(self.folder)[: -self.options.keep_latest_k]
         except OSError as error:
             logger.warning(f"{self.folder} can't be read ({error}); no older checkpoint is deleted.")
             return
         for step in stale:
-            checkpoint = Path(self._create_checkpoint_id(step))
+            checkpoint = self._checkpoint(step)
             try:
                 if not holds_only_ours(checkpoint):
                     continue
@@ -429,15 +417,17 @@ class RunCheckpoints(CheckpointManager):
             except OSError as error:
                 logger.warning(f"{checkpoint} can't be deleted ({error}); it is kept.")
                 continue
-            self.purge_queue.put(str(checkpoint))
+            self.deleting.submit(shutil.rmtree, checkpoint, ignore_errors=True)
 
     def saved(self, step: int) -> Path | None:
         """The complete checkpoint of a step, if there is one."""
-        folder = Path(self._create_checkpoint_id(step)) if self.enable else None
-        return folder if folder is not None and is_complete(folder) else None
+        folder = self._checkpoint(step)
+        return folder if self.options.enable and is_complete(folder) else None
 
     def close(self) -> None:
-        """Waits for a save in progress, then ends the threads."""
-        if getattr(self, "save_future", None) is not None:
+        """Waits for a save and a deletion in progress."""
+        if self.save_future is not None:
             self._finish_saving()
-        super().close()
+        self.deleting.shutdown()
+        if self.stager is not None:
+            self.stager.close()

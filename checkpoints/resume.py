@@ -12,6 +12,7 @@ from typing import Any
 from farsight.checkpoints.cards.model import CONFIG, adapter_entry, read_history
 from farsight.checkpoints.dcp import load
 from farsight.configs.finetuning import FinetuneConfig
+from farsight.configs.former import current
 from farsight.configs.schema import JobConfig
 from farsight.configs.typed import to_dict
 from farsight.data.loader import ORDER_KEY
@@ -22,9 +23,9 @@ from farsight.model.position.layers import select_layers
 logger = logging.getLogger("farsight")
 
 _NUMBERS = re.compile(
-    r"optimizer\.(?!name$|implementation$).*|lr_scheduler\..*|garfa\.(lr|weight_decay|warmup_ratio|min_lr_factor)"
+    r"optimizer\.(?!kind$|implementation$).*|lr_scheduler\..*|garfa\.(lr|weight_decay|warmup_ratio|min_lr_factor)"
 )
-"""Options of the optimizer and its schedule. The optimizer's name is checked separately; its implementation only affects speed."""
+"""Options of the optimizer and its schedule. The optimizer's kind is checked separately; its implementation only affects speed."""
 
 
 def refuse_another_model(saved: ModelConfig, ours: ModelConfig, where: str) -> None:
@@ -78,10 +79,16 @@ def refuse_other_optimizer(checkpoint: Path, config: JobConfig) -> dict[str, Any
         job = tomllib.loads(json.loads((checkpoint / CONFIG).read_text(encoding="utf-8")).get("job", ""))
     except ValueError as error:
         raise ConfigError(f"{checkpoint / CONFIG}: the job's settings can't be read ({error}).") from error
-    theirs, ours = job.get("optimizer", {}).get("name", config.optimizer.name), config.optimizer.name
+    if job.get("optimizer", {}).get("name") == "AdamW8bit":
+        raise ConfigError(
+            f"{checkpoint} was saved by an earlier version with bitsandbytes' AdamW8bit, whose state torchao's can't read. "
+            f"Start {_another_run(checkpoint, config)}."
+        )
+    job = current(job)
+    theirs, ours = job.get("optimizer", {}).get("kind", config.optimizer.kind), config.optimizer.kind
     if theirs != ours:
         raise ConfigError(
-            f"{checkpoint} was saved with optimizer.name = {theirs!r}, here it is {ours!r}, for which its moments mean "
+            f"{checkpoint} was saved with optimizer.kind = {theirs!r}, here it is {ours!r}, for which its moments mean "
             f"something else. Set it back, or start {_another_run(checkpoint, config)}."
         )
     return job

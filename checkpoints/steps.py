@@ -86,7 +86,7 @@ def delete(step: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Renames step-N to damaged-N, or damaged-N.2 and so on, which torchtitan does not take for a checkpoint."""
+    """Renames step-N to damaged-N, or damaged-N.2 and so on, which is not taken for a checkpoint."""
     number, kept = 1, checkpoint.with_name(checkpoint.name.replace("step", "damaged"))
     while kept.exists():
         number += 1

@@ -31,7 +31,7 @@ def check(config: JobConfig) -> None:
     _check_schedule(config)
     if problem := check_plasticity(config.metrics, t.seq_len, a.n_heads):
         raise ConfigError(problem)
-    _check_unsupported(config)
+    _check_together(config)
     _check_engine(config)
 
 
@@ -60,64 +60,17 @@ _FOLDERS = (
 )  # fmt: skip
 
 FLOAT8 = "quantize.linear.float8"
-"""torchtitan's name for the converter of linear layers to float8."""
-
-# torchtitan's options that have no effect here or would do harm, with what to do instead.
-UNSUPPORTED = {
-    "training.dataset": "name sources in [data]",
-    "training.dataset_path": "name sources in [data]",
-    "training.dataloader": "the loader reads ahead by itself",
-    "validation.dataset": "validation uses held-out documents of [data]",
-    "validation.dataset_path": "validation uses held-out documents of [data]",
-    "validation.dataloader": "the loader reads ahead by itself",
-    "model.name": 'leave it at "farsight"',
-    "model.hf_assets_path": "use tokenizer.path, and checkpoint.initial_load_path for weights",
-    "model.tokenizer_path": "use tokenizer.path",
-    "quantize.linear.mx": "linear layers are computed in bf16, or in float8 (model.converters)",
-    "quantize.grouped_mm": "these models have no experts",
-    "metrics.enable_wandb": "read metrics.jsonl or TensorBoard's files",
-    "metrics.save_for_all_ranks": "metrics already cover all ranks together",
-    "metrics.disable_color_printing": "nothing is printed in colour",
-    "checkpoint.last_save_model_only": "model/ is always written, and a stopped run has to save all of its state",
-    "checkpoint.last_save_in_hf": "model/ is always written",
-    "checkpoint.export_dtype": "use `farsight convert to-hf … --dtype`",
-    "checkpoint.create_seed_checkpoint": "initial weights are the same on every layout without one",
-    "checkpoint.initial_load_in_hf": "name the directory in checkpoint.initial_load_path; its format is detected",
-    "checkpoint.initial_load_in_hf_quantized": "quantised weights can't be loaded",
-    "optimizer.early_step_in_backward": "a step has to wait for the finite check and for clipping",
-    "comm.mode": "use torchrun",
-    "fault_tolerance": "runs resume from checkpoints",
-    "memory_estimation": "it only covers torchtitan's own models; use `farsight plan`",
-    "parallelism.expert_parallel_degree": "these models have no experts",
-    "parallelism.expert_tensor_parallel_degree": "these models have no experts",
-    "parallelism.module_fqns_per_model_part": "layers are split over pipeline stages by their FLOPs",
-    "parallelism.pipeline_parallel_first_stage_less_layers": "layers are split over pipeline stages by their FLOPs",
-    "parallelism.pipeline_parallel_last_stage_less_layers": "layers are split over pipeline stages by their FLOPs",
-    "parallelism.pipeline_parallel_layers_per_stage": "use parallelism.pipeline_parallel_stages_per_rank",
-    "parallelism.pipeline_parallel_schedule_csv": "name a schedule in parallelism.pipeline_parallel_schedule",
-    "parallelism.pipeline_parallel_expert_parallel_overlap": "these models have no experts",
-    "parallelism.disable_loss_parallel": "the loss never holds all logits at once",
-    "parallelism.context_parallel_rotate_method": "keys are sent once, directly to the ranks whose queries see them",
-}
+"""The converter of linear layers to float8."""
 
 
-def _check_unsupported(config: JobConfig) -> None:
-    plain = JobConfig()
-    for name, instead in UNSUPPORTED.items():
-        value, default = map(attrgetter(name), (config, plain))
-        if value != default:
-            shown = f" = {value!r}" if not dataclasses.is_dataclass(value) else ""
-            raise ConfigError(f"{name}{shown} is not supported: {instead}.")
+def _check_together(config: JobConfig) -> None:
+    """Refuses settings of which one rules out the other."""
     if config.compile.enable and config.attention.backend == "flash":
         raise ConfigError(
             'attention.backend = "flash" reads scopes on the host, which torch.compile can\'t trace: set compile.enable = '
             'false or attention.backend = "triton".'
         )
-    if set(config.compile.components) - {"model"}:
-        raise ConfigError(f'compile.components = {config.compile.components}: only ["model"] can be compiled.')
-    if config.model.converters not in ([], [FLOAT8]):
-        raise ConfigError(f'model.converters = {config.model.converters}: only ["{FLOAT8}"] is supported.')
-    if config.quantize.linear.float8 != plain.quantize.linear.float8 and not config.model.converters:
+    if config.quantize.linear.float8 != JobConfig().quantize.linear.float8 and not config.model.converters:
         raise ConfigError(f'quantize.linear.float8 does nothing here: set model.converters = ["{FLOAT8}"] too.')
     c = config.parallelism
     parts = c.context_parallel_degree * (2 if c.context_parallel_load_balancer == "zigzag" else 1)
@@ -127,11 +80,30 @@ def _check_unsupported(config: JobConfig) -> None:
                 f"{name} = {length} is not a multiple of {parts}, the number of spans that "
                 f'context_parallel_degree = {c.context_parallel_degree} ("{c.context_parallel_load_balancer}") cuts it into.'
             )
+    ac, p = config.activation_checkpoint, config.profiling
+    if ac.mode == "selective" and ac.selective_ac_option != "op" and not ac.selective_ac_option.isdecimal():
+        raise ConfigError(
+            f'activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} must be "op" or a number, as in "2".'
+        )
+    if ac.mode == "memory_budget" and not config.compile.enable:
+        raise ConfigError(
+            'activation_checkpoint.mode = "memory_budget" needs torch.compile: set compile.enable = true.'
+        )
+    if p.profiler_active + p.profiler_warmup > p.profile_freq:
+        raise ConfigError(
+            f"profiling.profile_freq = {p.profile_freq} is less than the {p.profiler_warmup} steps of profiler_warmup and the "
+            f"{p.profiler_active} of profiler_active together."
+        )
     check_tensor_parallel(config)
     check_pipeline(config)
     if config.training.enable_cpu_offload and c.data_parallel_shard_degree == 1 and model_parallel_ranks(config) == 1:
         raise ConfigError(
             "training.enable_cpu_offload needs FSDP: set parallelism.data_parallel_shard_degree to -1 or more than 1."
+        )
+    if config.training.enable_cpu_offload and config.optimizer.kind == "muon":
+        raise ConfigError(
+            'optimizer.kind = "muon" gathers matrices on the GPU, and training.enable_cpu_offload keeps them in host memory: '
+            'set it to false, or optimizer.kind = "adamw".'
         )
 
 
@@ -224,11 +196,11 @@ def check_pipeline(config: JobConfig) -> None:
         )
 
 
-# torchtitan's options that DeepSpeed handles differently or not at all, with what to do instead.
+# Options that DeepSpeed handles differently or not at all, with what to do instead.
 _NOT_WITH_DEEPSPEED = {
     "parallelism.tensor_parallel_degree": "ZeRO shards the state of whole layers over all ranks",
     "parallelism.pipeline_parallel_degree": "ZeRO shards the state of whole layers over all ranks",
-    "parallelism.context_parallel_degree": 'set engine = "torchtitan" for sequences that one GPU cannot hold',
+    "parallelism.context_parallel_degree": 'set engine = "pytorch" for sequences that one GPU cannot hold',
     "parallelism.data_parallel_replicate_degree": "one model is sharded over all ranks; see deepspeed.zero_stage",
     "parallelism.data_parallel_shard_degree": "one model is sharded over all ranks; see deepspeed.zero_stage",
     "parallelism.fsdp_reshard_after_forward": "it only applies to FSDP; see deepspeed.zero_stage",
@@ -242,7 +214,7 @@ _NOT_WITH_DEEPSPEED = {
 
 def _check_engine(config: JobConfig) -> None:
     plain, z = JobConfig(), config.deepspeed
-    if config.engine == "torchtitan":
+    if config.engine == "pytorch":
         for field in dataclasses.fields(z):
             value = getattr(z, field.name)
             if value != field.default:
@@ -254,6 +226,11 @@ def _check_engine(config: JobConfig) -> None:
         value, default = map(attrgetter(name), (config, plain))
         if value != default:
             raise ConfigError(f'{name} = {value!r} does not work with engine = "deepspeed": {instead}.')
+    if config.optimizer.kind not in ("adamw", "adam"):
+        raise ConfigError(
+            f'optimizer.kind = {config.optimizer.kind!r} does not work with engine = "deepspeed", which steps with PyTorch\'s '
+            'AdamW or Adam: set "adamw", or engine = "pytorch".'
+        )
     if z.offload_parameters and z.zero_stage != 3:
         raise ConfigError(
             f"deepspeed.offload_parameters needs sharded parameters: set deepspeed.zero_stage = 3, not {z.zero_stage}."
@@ -266,7 +243,7 @@ def _check_engine(config: JobConfig) -> None:
 
 
 MODEL_PARALLEL = ("tensor", "pipeline", "context")
-"""The kinds of parallelism that divide a model or a sequence, by torchtitan's names of the degrees."""
+"""The kinds of parallelism that divide a model or a sequence, as the degrees' names begin."""
 
 
 def check_processes(config: JobConfig, processes: int) -> None:

@@ -69,7 +69,7 @@ def shares_out(config: FinetuneConfig, ranks: int) -> bool:
     shards = p.data_parallel_shard_degree
     if shards == -1:
         shards = ranks // (p.data_parallel_replicate_degree * model_parallel_ranks(config))
-    return config.engine == "torchtitan" and (shards > 1 or p.context_parallel_degree > 1)
+    return config.engine == "pytorch" and (shards > 1 or p.context_parallel_degree > 1)
 
 
 def _check_sharing(config: FinetuneConfig, shared: bool) -> None:
@@ -94,7 +94,7 @@ def _check_sharing(config: FinetuneConfig, shared: bool) -> None:
     if config.engine == "deepspeed" and config.deepspeed.zero_stage == 3:
         raise ConfigError(
             "deepspeed.zero_stage = 3 shards weights of one type only, and here the base and the trained parameters differ: set "
-            'zero_stage = 2, or engine = "torchtitan", which shards both (parallelism.data_parallel_shard_degree).'
+            'zero_stage = 2, or engine = "pytorch", which shards both (parallelism.data_parallel_shard_degree).'
         )
     if config.engine == "deepspeed" and config.training.clip != "overall":
         raise ConfigError(
@@ -106,12 +106,12 @@ def _check_sharing(config: FinetuneConfig, shared: bool) -> None:
 def _check_optimizer(config: FinetuneConfig, shared: bool) -> None:
     import torch
 
-    name = config.optimizer.name
-    if name in ("AdamW", "Adam"):
+    kind = config.optimizer.kind
+    if not kind.startswith("paged"):
         return
-    if name.startswith("Paged") and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         raise ConfigError(
-            f'optimizer.name = {name!r} pages GPU memory, and there is no GPU: set "AdamW" or "AdamW8bit".'
+            f'optimizer.kind = {kind!r} pages GPU memory, and there is no GPU: set "adamw" or "adamw8bit".'
         )
-    if config.engine == "deepspeed" or shared:
-        raise ConfigError(f'optimizer.name = {name!r} can\'t shard its state: set "AdamW".')
+    if shared:
+        raise ConfigError(f'optimizer.kind = {kind!r} can\'t shard its state: set "adamw" or "adamw8bit".')

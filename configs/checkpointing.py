@@ -21,8 +21,6 @@ class Checkpoint:
     instead."""
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path; false takes the optimizer state too."""
-    last_save_model_only: bool = False
-    """Has to stay false: the last checkpoint keeps the optimizer too, so that a finished run can be continued."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
     """Save in the background: "async" copies the state first, "async_with_pinned_mem" into pinned memory of another
     process."""
@@ -30,8 +28,9 @@ class Checkpoint:
     """Checkpoints to keep, 2 or more; 0 keeps all."""
     load_step: Annotated[int, Range(least=0, also=-1)] = -1
     """Step to resume from; -1 takes the newest."""
-    exclude_from_loading: list[str] = field(default_factory=list)
-    """Parts of the state not to load, such as "optimizer", "lr_scheduler", "dataloader", "train_state"."""
+    exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = field(default_factory=list)
+    """Parts of initial_load_path's state not to load, if initial_load_model_only is false; "train_state" is the step, which
+    sets the learning rate, and the count of tokens."""
     enable_first_step_checkpoint: bool = False
     """Save after the first step as well, to see early that saving works."""
     load_only: bool = False
@@ -42,10 +41,3 @@ class Checkpoint:
     """Settings that may differ from those of the checkpoint that the run resumes from: "position" (anything in
     [position]), "optimizer" (numbers in [optimizer], [lr_scheduler] and fine-tuning's [garfa]). All other changes are
     refused."""
-    # torchtitan reads these; they have no effect, or `configs/check.py` refuses other values.
-    initial_load_in_hf: bool = False
-    initial_load_in_hf_quantized: bool = False
-    last_save_in_hf: bool = False
-    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    create_seed_checkpoint: bool = False
-    enable_ft_dataloader_checkpoints: bool = True

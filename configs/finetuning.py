@@ -7,13 +7,14 @@ names and meaning. The base's shapes, positions and tokenizer are read from its 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from farsight.configs.optimizers import FinetuneAdamW as FinetuneAdamW
+from farsight.configs.optimizers import FinetuneOptimizer as FinetuneOptimizer
 from farsight.configs.schema import (
     ActivationCheckpoint,
     Checkpoint,
     JobConfig,
     LRScheduler,
     Metrics,
-    Optimizer,
     Position,
     Training,
     Validation,
@@ -179,19 +180,6 @@ class FinetuneTraining(Training):
 
 
 @dataclass
-class FinetuneOptimizer(Optimizer):
-    """Optimizer of LoRA, or of the layers in training.layers; [garfa] has its own learning rate and weight decay."""
-
-    name: Literal["AdamW", "Adam", "AdamW8bit", "PagedAdamW", "PagedAdamW8bit"] = "AdamW"  # type: ignore[assignment]  # more than in pre-training
-    """The 8-bit and paged ones are bitsandbytes': 8-bit ones store moments in 8 bits; paged ones move them to host memory when
-    the GPU is full."""
-    lr: Positive = 2e-4
-    beta2: PartialShare = 0.999
-    """The default of PyTorch and the papers; pre-training uses torchtitan's 0.95."""
-    weight_decay: NonNegative = 0.01
-
-
-@dataclass
 class FinetuneSchedule(LRScheduler):
     """Schedule of LoRA, or of the layers in training.layers; [garfa] has its own."""
 
@@ -261,7 +249,7 @@ class FinetuneConfig(JobConfig):
     training.seq_len if that is longer."""
     data: InstructionData = field(default_factory=InstructionData)  # type: ignore[assignment]  # rows in place of documents
     training: FinetuneTraining = field(default_factory=FinetuneTraining)
-    optimizer: FinetuneOptimizer = field(default_factory=FinetuneOptimizer)
+    optimizer: FinetuneOptimizer = field(default_factory=FinetuneAdamW)  # type: ignore[assignment]  # other defaults and kinds
     lr_scheduler: FinetuneSchedule = field(default_factory=FinetuneSchedule)
     validation: FinetuneValidation = field(default_factory=FinetuneValidation)
     metrics: FinetuneMetrics = field(default_factory=FinetuneMetrics)

@@ -11,19 +11,18 @@ import typing
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, get_args, get_origin
 
-from farsight.configs.check import UNSUPPORTED
 from farsight.configs.schema import JobConfig
 from farsight.configs.typed import default_of, field_names
 from farsight.errors import ConfigError, nearest
 from farsight.ranges import Range
 
 
-def help_text(sections: Sequence[str] = (), cls: type = JobConfig, hidden: Collection[str] = UNSUPPORTED) -> str:
+def help_text(sections: Sequence[str] = (), cls: type = JobConfig, hidden: Collection[str] = ()) -> str:
     """Describes every option of the named sections (all if empty): type, default and meaning.
 
     Args:
         sections: names of options or sections, dotted below the top level ("position.rotary").
-        hidden: options to leave out, as they are always refused.
+        hidden: options to leave out.
 
     Raises:
         ConfigError: there is no such section.

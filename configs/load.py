@@ -2,7 +2,7 @@
 
 Precedence: command line > with --tiny, the file's `[tiny]` table > TOML file > the file its `base` names >
 `configs/sizes/<model.flavor>.toml` > defaults. Every value is checked against its field's type, and an error about an unknown
-key suggests the nearest known one; torchtitan's own manager accepts TOML values of the wrong type.
+key suggests the nearest known one.
 """
 
 import tomllib
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from farsight.configs.check import check, training_steps
+from farsight.configs.former import current
+from farsight.configs.optimizers import OF_ALL_KINDS
 from farsight.configs.schema import JobConfig
 from farsight.configs.shipped import find_config, size_file
 from farsight.configs.typed import Raw, Switch, convert, from_dict, inline
@@ -63,7 +65,7 @@ def build_config(values: dict[str, Any], cls: type[C] = JobConfig) -> C:  # type
     flavor = model.get("flavor") if isinstance(model, dict) else None
     if isinstance(flavor, str) and flavor:
         values = merge(read_toml(size_file(flavor)), values)
-    config = from_dict(cls, _rules_with_theta(values))
+    config = from_dict(cls, _rules_with_theta(current(values)))
     check(config)
     return _filled_in(config)
 
@@ -133,8 +135,8 @@ def _over_bases(values: dict[str, Any], path: Path, above: tuple[Path, ...]) -> 
 
 
 def merge(below: dict[str, Any], above: dict[str, Any], section: str = "") -> dict[str, Any]:
-    """Merges `above` over `below`, table by table. A table of another `kind` replaces the one below it, except for the RoPE base:
-    theta belongs to the weights, whatever scaling is applied to it.
+    """Merges `above` over `below`, table by table. A table of another `kind` replaces the one below it, except for the options that
+    every optimizer has and for the RoPE base: theta belongs to the weights, whatever scaling is applied to it.
 
     Args:
         section: prefix of the option's name in messages.
@@ -150,8 +152,14 @@ def merge(below: dict[str, Any], above: dict[str, Any], section: str = "") -> di
             merged[key] = merge(old, value, f"{section}{key}.")
         else:
             table = inline(value, key) if isinstance(value, Raw) and value.startswith("{") else value
-            merged[key] = _with_theta(table, old) if isinstance(table, dict) else value
+            merged[key] = _with_theta(_with_shared(table, old), old) if isinstance(table, dict) else value
     return merged
+
+
+def _with_shared(optimizer: dict[str, Any], other: Any) -> dict[str, Any]:
+    """An optimizer's table with the options that `other`, of another kind, has too."""
+    shared = {name: other[name] for name in OF_ALL_KINDS if name in other} if isinstance(other, dict) else {}
+    return {**shared, **optimizer}
 
 
 def _with_theta(rotary: dict[str, Any], other: Any) -> dict[str, Any]:

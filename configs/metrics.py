@@ -26,10 +26,6 @@ class Metrics:
     """Buckets of equal width that positions are divided into, 8 or more."""
     plasticity_tokens: Positive = 4.0
     """Expected number of tokens sampled per bucket and sequence."""
-    # torchtitan reads these; `configs/check.py` refuses other values.
-    disable_color_printing: bool = False
-    save_for_all_ranks: bool = False
-    enable_wandb: bool = False
 
 
 LEAST_BUCKETS = 8

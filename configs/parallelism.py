@@ -39,18 +39,6 @@ class Parallelism:
     pipeline_parallel_stages_per_rank: Count = 0
     """Stages on each rank; 0 takes 1, or 2 where the schedule interleaves. Layers are split over stages by their
     FLOPs."""
-    # torchtitan reads these; they have no effect, or `configs/check.py` refuses other values.
-    disable_loss_parallel: bool = False
-    module_fqns_per_model_part: list[list[str]] | None = None
-    pipeline_parallel_first_stage_less_layers: int = 1
-    pipeline_parallel_last_stage_less_layers: int = 1
-    pipeline_parallel_layers_per_stage: int | None = None
-    pipeline_parallel_schedule_csv: str | None = ""
-    pipeline_parallel_expert_parallel_overlap: bool = True
-    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    expert_parallel_degree: int = 1
-    expert_tensor_parallel_degree: int = 1
-    expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
 
 
 @dataclass
@@ -65,15 +53,11 @@ class Comm:
     """Collectives that NCCL's flight recorder keeps; 0 records none."""
     save_traces_folder: str = "comm_traces"
     """Folder for the flight recorder's traces, inside the run folder."""
-    save_traces_file_prefix: str = "rank_"
-    """Prefix of the trace files' names."""
-    # torchtitan reads these; `configs/check.py` refuses other values.
-    mode: Literal["default", "fake_backend", "local_tensor"] = "default"
 
 
 @dataclass(frozen=True)
 class DeepSpeed:
-    """ZeRO sharding with `engine = "deepspeed"`; precision, clipping, batches and the optimizer stay in torchtitan's sections."""
+    """ZeRO sharding with `engine = "deepspeed"`; precision, clipping, batches and the optimizer stay in their own sections."""
 
     zero_stage: Literal[1, 2, 3] = 2
     """ZeRO (Rajbhandari et al., 2020): shards the optimizer state (1), gradients too (2), parameters too (3)."""

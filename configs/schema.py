@@ -1,7 +1,6 @@
 """Farsight's own config sections: architecture, positions, tokenizer and data; and `JobConfig`, which holds all sections.
 
-torchtitan's sections (`job`, `training`, `optimizer`, `parallelism`, …) keep their names and meaning;
-the sections here stand beside them in the same TOML file. Every class is frozen. Each kind of RoPE, head
+Options that mean the same as torchtitan's have its names (`job`, `training`, `parallelism`, …). Each kind of RoPE, head
 scope, bias and source has a class of its own, selected by `kind`, so no class carries another kind's
 fields. `configs/load.py` reads them from TOML and the command line; `configs/typed.py` builds
 them and refuses what does not fit.
@@ -10,23 +9,16 @@ A number's range is declared with its type (`farsight/ranges.py`).
 Units: lengths and scopes are tokens; layers and heads count from 0.
 """
 
-import dataclasses
-import json
-import logging
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 from farsight.configs.checkpointing import Checkpoint as Checkpoint
 from farsight.configs.metrics import Metrics as Metrics
+from farsight.configs.optimizers import AdamW as AdamW
+from farsight.configs.optimizers import Optimizer as Optimizer
 from farsight.configs.parallelism import Comm as Comm
 from farsight.configs.parallelism import DeepSpeed as DeepSpeed
 from farsight.configs.parallelism import Parallelism as Parallelism
-from farsight.configs.titan import Experimental as Experimental
-from farsight.configs.titan import FaultTolerance as FaultTolerance
-from farsight.configs.titan import MemoryEstimation as MemoryEstimation
-from farsight.configs.titan import Quantize as Quantize
 from farsight.configs.training import ActivationCheckpoint as ActivationCheckpoint
 from farsight.configs.training import Attention as Attention
 from farsight.configs.training import Compile as Compile
@@ -35,8 +27,8 @@ from farsight.configs.training import Job as Job
 from farsight.configs.training import Loss as Loss
 from farsight.configs.training import LRScheduler as LRScheduler
 from farsight.configs.training import Model as Model
-from farsight.configs.training import Optimizer as Optimizer
 from farsight.configs.training import Profiling as Profiling
+from farsight.configs.training import Quantize as Quantize
 from farsight.configs.training import Training as Training
 from farsight.configs.training import Validation as Validation
 from farsight.ranges import Count, Dim, PartialShare, Positive, Range, Size
@@ -68,9 +60,6 @@ class Architecture:
     """Use the embedding matrix as the output head."""
     depth_init: bool = True
     """Scale output projections' initial std by 1/sqrt(2·(layer+1)); false uses 1/sqrt(2·n_layers) for all."""
-
-
-logger = logging.getLogger("farsight")
 
 
 # ── Rotary embeddings, one class per kind ─────────────────────────────────────────────────────────────
@@ -387,13 +376,13 @@ class Data:
 
 @dataclass
 class JobConfig:
-    """torchtitan's sections with our defaults, and our own."""
+    """Every section of a run's config."""
 
     job: Job = field(default_factory=Job)
     profiling: Profiling = field(default_factory=Profiling)
     metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
-    optimizer: Optimizer = field(default_factory=Optimizer)
+    optimizer: Optimizer = field(default_factory=AdamW)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
@@ -402,13 +391,10 @@ class JobConfig:
     compile: Compile = field(default_factory=Compile)
     quantize: Quantize = field(default_factory=Quantize)
     comm: Comm = field(default_factory=Comm)
-    memory_estimation: MemoryEstimation = field(default_factory=MemoryEstimation)
-    fault_tolerance: FaultTolerance = field(default_factory=FaultTolerance)
-    experimental: Experimental = field(default_factory=Experimental)
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
-    engine: Literal["torchtitan", "deepspeed"] = "torchtitan"
-    """What shards the model and runs the steps: torchtitan (every layout of [parallelism]) or DeepSpeed (ZeRO 1 to 3)."""
+    engine: Literal["pytorch", "deepspeed"] = "pytorch"
+    """What shards the model and runs the steps: PyTorch (every layout of [parallelism]) or DeepSpeed (ZeRO 1 to 3)."""
     architecture: Architecture = field(default_factory=Architecture)
     position: Position = field(default_factory=Position)
     attention: Attention = field(default_factory=Attention)
@@ -426,13 +412,3 @@ class JobConfig:
     def warmup_steps(self) -> int:
         """Steps over which the learning rate rises."""
         return self.lr_scheduler.warmup_steps
-
-    def maybe_log(self) -> None:
-        """Prints the config, or writes it as JSON, if [job] asks for it; torchtitan's trainer calls this."""
-        text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
-        if self.job.print_config:
-            logger.info(text)
-        if self.job.save_config_file is not None and os.environ.get("RANK", "0") == "0":
-            path = Path(self.job.dump_folder) / self.job.save_config_file
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text + "\n", encoding="utf-8")

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from farsight.configs.titan import DataLoader
-from farsight.ranges import Count, NonNegative, PartialShare, Positive, Share, Size, SizeOrAuto
+from farsight.ranges import Count, NonNegative, Positive, Share, Size, SizeOrAuto
 
 
 @dataclass
@@ -19,10 +18,6 @@ class Job:
     """The run's name in the log and in its files."""
     print_config: bool = False
     """Print the whole config at the start."""
-    save_config_file: str | None = None
-    """Also write the config as JSON to this file in the run folder."""
-    # torchtitan reads these; they have no effect, or `configs/check.py` refuses other values.
-    custom_config_module: str = ""
 
 
 @dataclass
@@ -31,17 +26,12 @@ class Model:
 
     flavor: str = ""
     """Model size: the name of a file in configs/sizes/. Empty uses [architecture] as it is."""
-    hf_assets_path: str = ""
-    """Not used: set tokenizer.path, and checkpoint.initial_load_path for weights to start from."""
-    converters: list[str] = field(default_factory=list)
+    converters: list[Literal["quantize.linear.float8"]] = field(default_factory=list)
     """["quantize.linear.float8"] computes the blocks' linear layers in float8 (GPUs of compute capability 8.9 or
     more, with the package torchao); [quantize.linear.float8] says how they are scaled. Head, embedding and norms
     stay as they are."""
     print_after_conversion: bool = False
     """Print the model after `converters` have changed it."""
-    # torchtitan reads these; `configs/check.py` refuses other values.
-    name: str = "farsight"
-    tokenizer_path: str | None = None
 
 
 @dataclass
@@ -65,41 +55,12 @@ class Training:
     """Type of parameters, gradients and optimizer state. "bfloat16" keeps no fp32 copy of the weights."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Type in which layers compute, through FSDP or autocast."""
-    mixed_precision_reduce: Literal["float32"] = "float32"
-    """Type in which FSDP sums gradients."""
     gc_freq: Size = 50
     """Steps between Python garbage collections, which all ranks run at the same step."""
-    gc_debug: bool = False
-    """Collect garbage at every step and report reference cycles that hold GPU tensors."""
     tokens: NonNegative = 0.0
     """Length of training in tokens; sets `steps` from the global batch size and sequence length. 0 uses `steps`."""
     layers: str = ""
     """Train only these layers ("0:8", "-8:", as in position.rules); all other parameters keep their initial values."""
-    # torchtitan reads these; `configs/check.py` refuses other values.
-    dataset: str = "c4_test"
-    dataset_path: str | None = None
-    dataloader: DataLoader = field(default_factory=DataLoader)
-
-
-@dataclass
-class Optimizer:
-    """AdamW or Adam over all trained weights."""
-
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    lr: Positive = 0.0008
-    """Learning rate after warm-up."""
-    beta1: PartialShare = 0.9
-    """Decay of the first moment's running mean."""
-    beta2: PartialShare = 0.95
-    """Decay of the second moment's running mean; torchtitan's default, where PyTorch's is 0.999."""
-    eps: Positive = 1e-08
-    """Added to the root of the second moment."""
-    weight_decay: NonNegative = 0.1
-    """Decoupled with AdamW, part of the gradient with Adam."""
-    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """How PyTorch steps: "fused" is the fastest on GPUs, "for-loop" the slowest."""
-    # torchtitan reads these; `configs/check.py` refuses other values.
-    early_step_in_backward: bool = False
 
 
 @dataclass
@@ -128,8 +89,6 @@ class ActivationCheckpoint:
     torch.compile."""
     selective_ac_option: str = "2"
     """With "selective": "op" recomputes all but expensive operations, a number n every n-th block."""
-    per_op_sac_force_recompute_mm_shapes_by_fqns: list[str] = field(default_factory=lambda: ["moe.router.gate"])
-    """With "op": modules whose matrix products are recomputed even so."""
     early_stop: bool = False
     """Stop recomputing as soon as all needed activations exist."""
     memory_budget: Share = 0.5
@@ -138,10 +97,6 @@ class ActivationCheckpoint:
     """Plot run time against memory for all budgets, in the run folder."""
     preserve_rng_state: bool = True
     """Recompute with the same random numbers; this takes time."""
-    determinism_check: str = "default"
-    """How PyTorch compares recomputed tensors: "default" or "none"."""
-    debug: bool = False
-    """Record what is recomputed; slow."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +130,6 @@ class Validation:
     """Steps between validations; one more comes before the first step and one after the last."""
     steps: SizeOrAuto = 10
     """Batches of held-out documents, the same ones each time."""
-    # torchtitan reads these; `configs/check.py` refuses other values.
-    dataset: str = "c4_validation"
-    dataset_path: str | None = None
-    dataloader: DataLoader = field(default_factory=DataLoader)
 
 
 @dataclass
@@ -186,9 +137,7 @@ class Compile:
     """torch.compile."""
 
     enable: bool = False
-    """Compile the model with torch.compile."""
-    components: list[str] = field(default_factory=lambda: ["model"])
-    """What to compile; "model" compiles block by block."""
+    """Compile the model with torch.compile, block by block."""
     backend: str = "inductor"
     """torch.compile's backend."""
 
@@ -214,6 +163,36 @@ class Profiling:
 
 
 @dataclass
+class Float8Linear:
+    """Scaling of linear layers in float8, with `model.converters`."""
+
+    enable_fsdp_float8_all_gather: bool = False
+    """FSDP gathers weights in float8; for "tensorwise"."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all weights at once after a step; for "tensorwise"."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """How tensors are scaled; None is "tensorwise"."""
+    filter_fqns: list[str] = field(default_factory=list)
+    """Modules to leave in their own type; those whose sizes are not multiples of 16 always stay so."""
+    emulate: bool = False
+    """Emulate float8 on hardware without it; for tests."""
+
+
+@dataclass
+class QuantizedLinear:
+    """Linear layers."""
+
+    float8: Float8Linear = field(default_factory=Float8Linear)
+
+
+@dataclass
+class Quantize:
+    """Layers in fewer bits."""
+
+    linear: QuantizedLinear = field(default_factory=QuantizedLinear)
+
+
+@dataclass
 class Debug:
     """Seeds and determinism."""
 
@@ -223,5 +202,3 @@ class Debug:
     """Use deterministic algorithms where they exist."""
     deterministic_warn_only: bool = False
     """Warn about operations that have none, instead of failing."""
-    # torchtitan reads these; they have no effect, or `configs/check.py` refuses other values.
-    moe_force_load_balance: bool = False

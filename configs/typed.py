@@ -6,6 +6,7 @@ import types
 import typing
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from farsight.configs.former import HERE
 from farsight.configs.shipped import shipped_file
 from farsight.errors import ConfigError, nearest
 from farsight.ranges import FINITE, Range
@@ -34,6 +35,9 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
         if key not in field_names(cls):
             on_command_line = not where and isinstance(values[key], Raw)
             hint = _option_named(cls, key) if on_command_line else nearest(key, field_names(cls))
+            within = values[key] if isinstance(values[key], dict) else ()
+            for name in (prefix + key, *(f"{prefix}{key}.{option}" for option in within)):
+                hint = f" {name} is {HERE[name]} here." if name in HERE else hint
             raise ConfigError(f"There is no option {prefix}{key}.{hint}")
     hints = typing.get_type_hints(cls, include_extras=True)
     converted = {}
@@ -49,8 +53,8 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
 
 def _option_named(cls: type, name: str) -> str:
     """A hint at the option that was meant: one given without its section ("lr") or in part ("config"), or a similar name."""
-    sections = {section: hint for section, hint in typing.get_type_hints(cls).items() if isinstance(hint, type)}
-    options = [(s, o) for s, hint in sections.items() if dataclasses.is_dataclass(hint) for o in field_names(hint)]
+    sections = {field.name: type(default_of(field)) for field in dataclasses.fields(cls)}
+    options = [(s, o) for s, kind in sections.items() if dataclasses.is_dataclass(kind) for o in field_names(kind)]
     for fits in (str.__eq__, str.startswith):
         if found := [f"{section}.{option}" for section, option in options if fits(option, name)]:
             return f" Did you mean {found[0]!r}?"

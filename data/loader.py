@@ -14,7 +14,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torchtitan.components.dataloader import BaseDataLoader
 
 from farsight.configs import schema
 from farsight.data.mixture import MixedSource, Mixture
@@ -39,7 +38,7 @@ _NOT_IDENTITY = ("path", "data_dir", "data_files")
 """Fields that may change between save and resume: moved data is the same data."""
 
 
-class ReadAheadLoader(BaseDataLoader, ABC):
+class ReadAheadLoader(ABC):
     """A loader whose micro-batches are prepared by a thread. Iterating again continues after the last complete step that was
     delivered, and ends the older iteration."""
 
@@ -214,7 +213,7 @@ class Loader(ReadAheadLoader):
         self._epochs = epochs
 
 
-class ValidationLoader(BaseDataLoader):
+class ValidationLoader:
     """The first `steps` global batches of the held-out documents, the same at every iteration.
 
     The batches are kept in memory, so documents are read and tokenised once. Yields as `Loader` does.

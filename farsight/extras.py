@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 REQUIRED = {
-    "torch", "torchtitan", "sentencepiece", "tokenizers", "tensorboard", "safetensors", "numpy", "matplotlib", "tqdm",
+    "torch", "sentencepiece", "tokenizers", "tensorboard", "safetensors", "numpy", "matplotlib", "tqdm",
     "jinja2", "huggingface_hub", "tomli_w", "xxhash",
 }  # fmt: skip
 EXTRAS = {

@@ -1,6 +1,6 @@
 """Exact FLOPs of a training step: matrix products by their shapes, attention by the query-key pairs that heads really see.
 
-torchtitan counts full attention for every head; with scopes that would overstate the MFU several times. Only necessary work
+Counting full attention for every head, as is usual, would overstate the MFU of scopes several times. Only necessary work
 is counted: no weight gradients of frozen layers, no backward pass below the lowest trained layer, and no recomputation.
 """
 

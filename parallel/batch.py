@@ -4,10 +4,10 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torchtitan.distributed import ParallelDims
 
 from farsight.configs.schema import JobConfig
 from farsight.parallel.halo import Context
+from farsight.parallel.meshes import ParallelDims
 
 
 def model_inputs(
@@ -30,8 +30,7 @@ def model_inputs(
 
 def sum_of_losses(dims: ParallelDims, value: Tensor) -> Tensor:
     """Sums a tensor, in place, over data, context and pipeline ranks; stages before the last contribute zeros."""
-    if dims.dp_cp_enabled:
-        dist.all_reduce(value, group=dims.get_mesh("loss").get_group())
-    if dims.pp_enabled:
-        dist.all_reduce(value, group=dims.get_mesh("pp").get_group())
+    for name in ("loss", "pp"):
+        if (mesh := dims.mesh(name)) is not None:
+            dist.all_reduce(value, group=mesh.get_group())
     return value

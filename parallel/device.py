@@ -1,8 +1,4 @@
-"""The device, on machines with and without an accelerator.
-
-Without one, torchtitan 0.2.2 assumes "cuda" and reads memory statistics that `torch.cpu` lacks, and DeepSpeed compiles
-kernels it does not need. This module is the only place that patches another library to fix that.
-"""
+"""The device that a process trains on, and what it offers."""
 
 import ctypes
 import os
@@ -11,25 +7,26 @@ import sys
 import types
 import warnings
 from datetime import timedelta
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
-from torchtitan.tools import utils as titan_utils
 
-from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
 from farsight.units import GIB
 
-A100_FLOPS = 312e12
-"""The peak FLOP/s that torchtitan returns for a device that it does not know."""
+PEAK_FLOPS = (
+    ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("H200", 989e12), ("H20", 148e12), ("GB200", 2500e12),
+    ("B200", 2250e12), ("A100", 312e12), ("A10G", 70e12), ("L40S", 362e12), ("L4", 121e12), ("RTX 3090", 71e12),
+    ("RTX 4090", 165.2e12), ("MI355X", 2500e12), ("MI325X", 1300e12), ("MI300X", 1300e12), ("MI250X", 191.5e12),
+)  # fmt: skip
+"""Dense bf16 FLOP/s of the vendors' data sheets, by a part of the device's name; the first that fits counts."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
 
 
 def prepare_device(keep_memory: bool = True) -> torch.device:
-    """Points torchtitan at the CPU if there is no accelerator, and sets the environment variables of a single process.
+    """Selects this process's device, and sets the environment variables of a run without a launcher.
 
     Call it before the trainer is built; further calls change nothing.
 
@@ -46,13 +43,9 @@ def prepare_device(keep_memory: bool = True) -> torch.device:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "0")
     if torch.accelerator.is_available():
-        return torch.device(titan_utils.device_type, int(os.environ["LOCAL_RANK"]))
-    # Every torchtitan module has imported the names, so each has to be patched.
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torchtitan.") and hasattr(module, "device_type"):
-            module.device_type = "cpu"  # type: ignore[attr-defined]  # torchtitan's module attribute
-            if hasattr(module, "device_module"):
-                module.device_module = _cpu_module()  # type: ignore[attr-defined]  # the same
+        device = torch.device(default_device().type, int(os.environ["LOCAL_RANK"]))
+        torch.accelerator.set_device_index(device.index)
+        return device
     if keep_memory:
         _keep_freed_memory()
     return torch.device("cpu")
@@ -71,9 +64,8 @@ def peak_flops(device: torch.device) -> float | None:
     """Peak bf16 FLOP/s of the accelerator; None if unknown, as on a CPU."""
     if device.type == "cpu":
         return None
-    name = titan_utils.device_module.get_device_name(device)
-    flops = titan_utils.get_peak_flops(name)
-    return None if flops == A100_FLOPS and "A100" not in name else flops
+    name = torch.get_device_module(device).get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS if part in name), None)
 
 
 def default_device() -> torch.device:
@@ -103,26 +95,6 @@ def import_deepspeed() -> types.ModuleType:
     return deepspeed
 
 
-def check_float8(config: JobConfig) -> None:
-    """Refuses float8 layers where they are not available.
-
-    Raises:
-        ConfigError: the package or the GPU is missing.
-    """
-    if not config.model.converters:
-        return
-    if find_spec("torchao") is None:
-        raise ConfigError(
-            f"model.converters = {config.model.converters} needs a package that is not installed: pip install torchao."
-        )
-    emulated = config.quantize.linear.float8.emulate and not config.compile.enable
-    if not titan_utils.has_cuda_capability(8, 9) and not emulated:
-        raise ConfigError(
-            f"model.converters = {config.model.converters} needs a GPU with float8 products (compute capability 8.9: L40, H100 "
-            "and later). On other machines quantize.linear.float8.emulate = true with compile.enable = false shows its effect on losses, slowly."
-        )
-
-
 def wait_for_rank_zero() -> None:
     """A barrier for long work that only rank 0 does: it waits up to 12 hours, beyond the usual groups' timeouts."""
     if dist.get_world_size() > 1:
@@ -141,22 +113,6 @@ def _keep_freed_memory() -> None:
     # Older versions refuse such a large mmap threshold; the trim threshold alone would only turn off its dynamic adjustment.
     if mallopt is not None and mallopt(ctypes.c_int(M_MMAP_THRESHOLD), ctypes.c_int(GIB)):
         mallopt(ctypes.c_int(M_TRIM_THRESHOLD), ctypes.c_int(GIB))
-
-
-def _cpu_module() -> types.SimpleNamespace:
-    """`torch.cpu` plus the functions that torchtitan expects of a device module."""
-    functions = {name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("_")}
-    missing = {
-        "set_device": lambda device: None,
-        "current_device": lambda: 0,
-        "get_device_name": lambda device=None: "CPU",
-        "get_device_properties": lambda device=None: types.SimpleNamespace(total_memory=total_memory()),
-        "memory_stats": lambda device=None: {},
-        "reset_peak_memory_stats": lambda device=None: None,
-        "empty_cache": lambda: None,
-        "synchronize": lambda device=None: None,
-    }
-    return types.SimpleNamespace(**{**functions, **missing})
 
 
 def total_memory() -> int:

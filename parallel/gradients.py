@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed import ParallelDims
+
+from farsight.parallel.meshes import ParallelDims
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, dims: ParallelDims) -> float:
@@ -24,9 +25,9 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, dims: Parallel
     total = torch.linalg.vector_norm(torch.stack(norms))
     if isinstance(total, DTensor):
         total = total.full_tensor()
-    if dims.pp_enabled:
+    if (stages := dims.mesh("pp")) is not None:
         squared = total**2
-        dist.all_reduce(squared, group=dims.get_mesh("pp").get_group())
+        dist.all_reduce(squared, group=stages.get_group())
         total = squared.sqrt()
     # In the gradients' own precision, so that one launch scales them all.
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total.float(), foreach=True)

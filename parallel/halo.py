@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import all_to_all_single_autograd
-from torchtitan.distributed import ParallelDims
 
 from farsight.configs.schema import JobConfig
 from farsight.kernels.scoped_attention import Visibility, scoped_attention
 from farsight.parallel.context import Rows, SequenceLayout, keys_seen, pieces, reaches, sent
+from farsight.parallel.meshes import ParallelDims
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Context:
     @classmethod
     def of(cls, dims: ParallelDims, config: JobConfig) -> "Context | None":
         """The context of a run; None if its sequences are not split."""
-        if not dims.cp_enabled:
+        if (mesh := dims.mesh("cp")) is None:
             return None
-        return cls(dims.get_mesh("cp").get_group(), config.parallelism.context_parallel_load_balancer)
+        return cls(mesh.get_group(), config.parallelism.context_parallel_load_balancer)
 
     def own(self, x_BT: Tensor) -> Tensor:
         """The rank's part [B, L, ...] of a tensor [B, T, ...], in the order in which the rank holds its tokens."""

@@ -4,7 +4,6 @@ Tensor parallelism shards the layers themselves. Recomputation then wraps each b
 DDP come last, around the result.
 """
 
-from importlib.util import find_spec
 from typing import cast
 
 import torch
@@ -12,9 +11,6 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.schema import JobConfig
@@ -22,6 +18,8 @@ from farsight.model.attention import Attention
 from farsight.model.build import freeze_all_but, trained_layers
 from farsight.model.llama import Llama
 from farsight.parallel.halo import Context
+from farsight.parallel.meshes import ParallelDims
+from farsight.parallel.recompute import recompute
 from farsight.parallel.tensor import apply_tensor_parallel
 from farsight.parallel.zero import partition
 
@@ -31,22 +29,15 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
 
     In place, on the whole model or on a pipeline stage's part of it, before it has weights.
     """
-    compiled = config.compile.enable and "model" in config.compile.components
-    if dims.tp_enabled:
-        apply_tensor_parallel(model, dims.get_mesh("tp"), config)
+    compiled = config.compile.enable
+    if (mesh := dims.mesh("tp")) is not None:
+        apply_tensor_parallel(model, mesh, config)
         freeze_all_but(model, trained_layers(config))  # again: tensor parallelism made new parameters
     context = Context.of(dims, config)
     for module in model.modules():
         if isinstance(module, Attention):
             module.context = context
-    if config.activation_checkpoint.mode != "none":
-        apply_ac(
-            model,
-            config.activation_checkpoint,
-            model_compile_enabled=compiled,
-            op_sac_save_list=saved_ops(config),
-            base_folder=config.job.dump_folder,
-        )
+    recompute(model, config)
     if compiled:
         whole = context is None  # the exchange is not compiled, so it breaks a block's graph in two
         for name, block in model.layers.named_children():
@@ -56,52 +47,14 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
     if config.engine == "deepspeed":
         if config.deepspeed.zero_stage == 3:
             partition(model, config)
-    elif dims.fsdp_enabled or dims.tp_enabled or dims.pp_enabled:
-        apply_fsdp(model, _data_mesh(dims), config)
-    elif dims.dp_replicate_enabled:
+    elif dims.fsdp > 1 or dims.tp > 1 or dims.pp > 1:
+        # With tensor or pipeline parallelism also on a single rank: FSDP provides mixed precision there.
+        apply_fsdp(model, dims.data_mesh(), config)
+    elif (copies := dims.mesh("dp_replicate")) is not None:
         if compiled:
             torch._dynamo.config.optimize_ddp = "ddp_optimizer"  # type: ignore[assignment]  # annotated bool, documented to take this string
-        replicate(model, device_mesh=dims.get_mesh("dp_replicate"), bucket_cap_mb=100)
+        replicate(model, device_mesh=copies, bucket_cap_mb=100)
     return model
-
-
-def _data_mesh(dims: ParallelDims) -> DeviceMesh:
-    """The ranks that hold shards, and replicas, of the same parameters.
-
-    With tensor or pipeline parallelism FSDP is applied even to a single shard: it provides mixed precision and accumulates
-    gradients there. torchtitan's `get_mesh` gives no mesh of one rank, hence the private attribute.
-    """
-    dims.world_mesh  # noqa: B018  makes the meshes
-    dense = dims._global_meshes["dense"]
-    return dense["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else dense["fsdp"]
-
-
-def saved_ops(config: JobConfig) -> set:
-    """Operators whose results selective checkpointing saves, because they are the most expensive to recompute."""
-    attention: set = {torch.ops.farsight.banded_attention.default}
-    match config.attention.backend:
-        case "triton" | "auto" if torch.cuda.is_available() and find_spec("triton"):
-            from farsight.kernels.scoped_attention.triton import attention as triton_attention  # noqa: F401  registers its operator
-
-            attention.add(torch.ops.farsight.triton_attention.default)
-        case (
-            "flex"
-        ):  # visible only if blocks are compiled; otherwise it is inside a compiled function and is recomputed
-            attention.add(torch._higher_order_ops.flex_attention)
-        case "flash":
-            from farsight.kernels.scoped_attention import flash
-
-            flash.package()  # registers its operators
-            ops = torch.ops.flash_attn
-            attention |= {ops._flash_attn_forward.default, ops._flash_attn_varlen_forward.default}
-    return {
-        *attention,
-        torch.ops.aten.mm.default,
-        torch.ops._c10d_functional.reduce_scatter_tensor.default,
-        # The absolute maximum scales a float8 cast.
-        torch.ops.aten.max.default,
-        torch._higher_order_ops.inductor_compiled_code,
-    }
 
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
@@ -111,8 +64,8 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
             # Fine-tuning's weights already have their final dtypes: fp32 adapters, the base as stored.
-            param_dtype=None if finetuning else TORCH_DTYPE_MAP[config.training.mixed_precision_param],
-            reduce_dtype=TORCH_DTYPE_MAP[config.training.mixed_precision_reduce],
+            param_dtype=None if finetuning else getattr(torch, config.training.mixed_precision_param),
+            reduce_dtype=torch.float32,
             # Activations are in param_dtype from the embedding on; casting inputs would only round the RoPE tables.
             cast_forward_inputs=False,
         ),

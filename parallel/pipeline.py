@@ -5,6 +5,7 @@ The schedules are PyTorch's (`torch.distributed.pipelining`). Two things are our
 document starts.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,19 +13,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleSingle,
+    ScheduleZBVZeroBubble,
     _PipelineSchedule,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.pipeline_parallel import build_pipeline_schedule, pipeline_module_split
-from torchtitan.protocols.train_spec import ParallelizeFunction
 
 from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
+from farsight.model.llama import Llama
+from farsight.parallel.meshes import ParallelDims
+from farsight.parallel.parallelize import parallelize
 from farsight.parallel.stages import layers_of_stages, stage_costs
 
 
@@ -95,33 +98,56 @@ def _forward_only(schedule: _PipelineSchedule) -> Iterator[None]:
 
 
 def pipeline(
-    model: nn.Module,
-    dims: ParallelDims,
-    config: JobConfig,
-    device: torch.device,
-    model_args: Any,
-    parallelize: ParallelizeFunction,
-    loss_fn: LossShare,
-) -> tuple[_PipelineSchedule, list[nn.Module], bool, bool]:
-    """Cuts the model into stages and parallelises this rank's; torchtitan's signature.
+    model: Llama, dims: ParallelDims, config: JobConfig, device: torch.device, loss_fn: LossShare
+) -> tuple[Pipeline, list[Llama]]:
+    """Cuts the model into stages and parallelises this rank's; also returns them, in the order of the stages.
 
-    Returns:
-        The schedule, the rank's parts of the model, and whether the first and the last stage are among them.
+    Args:
+        model: the whole model, on the meta device.
 
     Raises:
         ConfigError: a number of stages or micro-batches that the schedule does not support.
     """
+    kind, mesh = get_schedule_class(config.parallelism.pipeline_parallel_schedule), dims.need("pp")
     names = modules_of_stages(config)
-    stages, parts = pipeline_module_split(
-        model, dims.get_mesh("pp"), config.parallelism.pipeline_parallel_schedule, device, names
-    )
-    for stage, part in zip(stages, parts, strict=True):
-        stage.submod = parallelize(part, dims, config)  # type: ignore[arg-type]  # our config is a subclass
+    stages, parts = [], []
+    for number in stages_of_rank(mesh.get_local_rank(), mesh.size(), len(names), folded=kind is ScheduleZBVZeroBubble):
+        part = _only(copy.deepcopy(model), {*names[number]})
+        parallelize(part, dims, config)
+        stages.append(PipelineStage(part, number, len(names), device, group=mesh.get_group()))
+        parts.append(part)
+    micro_batches = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
     try:
-        schedule = build_pipeline_schedule(config, stages, loss_fn)  # type: ignore[arg-type]  # the same
+        schedule = kind(
+            stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,  # type: ignore[arg-type]  # one or all, by kind
+            n_microbatches=micro_batches,
+            loss_fn=loss_fn,
+            scale_grads=False,  # the loss is already a share of the global batch's
+        )
     except ValueError as error:
         raise ConfigError(f"parallelism.pipeline_parallel_schedule: {error}") from error
-    return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    return Pipeline(schedule, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)), parts
+
+
+def stages_of_rank(rank: int, ranks: int, stages: int, folded: bool) -> tuple[int, ...]:
+    """The numbers of the stages that a rank holds.
+
+    Args:
+        folded: the stages go to the last rank and back, as in the ZBV schedule; otherwise they start again at the first.
+    """
+    return (rank, stages - 1 - rank) if folded else tuple(range(rank, stages, ranks))
+
+
+def _only(model: Llama, names: set[str]) -> Llama:
+    """The model with only the named modules, in place."""
+    for name, module in [*model.named_children()]:
+        if isinstance(module, nn.ModuleDict):
+            for key in [*module]:
+                if f"{name}.{key}" not in names:
+                    del module[key]
+        elif name not in names:
+            setattr(model, name, None)
+    return model
 
 
 def modules_of_stages(config: JobConfig) -> list[list[str]]:

@@ -10,6 +10,7 @@ Scopes, slopes and other per-head settings are looked up by the head's number in
 
 from typing import cast
 
+import torch._inductor.config
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -22,7 +23,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torchtitan.distributed.tensor_parallel import maybe_enable_async_tp
 
 from farsight.configs.check import check_tensor_parallel
 from farsight.configs.schema import Architecture, JobConfig
@@ -38,7 +38,8 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> 
         ConfigError: heads, vocabulary or hidden units that the ranks do not divide.
     """
     check_tensor_parallel(config)
-    maybe_enable_async_tp(config, mesh)
+    if config.parallelism.enable_async_tensor_parallel:
+        torch._inductor.config._micro_pipeline_tp = True
     for block in model.layers.values():
         parallelize_module(block, mesh, _block_plan(qk_norm=config.architecture.qk_norm))
         attention = cast(Attention, block.attention)

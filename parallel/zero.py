@@ -1,6 +1,6 @@
 """DeepSpeed as the engine: ZeRO 1 to 3 in place of FSDP and DDP.
 
-The loop, the data, the schedule and the checkpoints are the same as with torchtitan. DeepSpeed takes the model and torch's
+The loop, the data, the schedule and the checkpoints are the same as with PyTorch's FSDP. DeepSpeed takes the model and torch's
 AdamW; forward and step go through its engine, and its fp32 weights and optimizer state are initialised, saved and loaded in
 place, each rank its own part. DeepSpeed's own checkpoints, which are pickles, are neither written nor read.
 """
@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.config import TORCH_DTYPE_MAP
 
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.schema import JobConfig
@@ -61,7 +59,7 @@ def deepspeed_config(config: JobConfig) -> dict[str, Any]:
 def partition(model: Llama, config: JobConfig) -> None:
     """Shards the parameters of a model on the meta device over the ranks (stage 3), block by block, uninitialised."""
     deepspeed = import_deepspeed()
-    dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
+    dtype = getattr(torch, config.training.mixed_precision_param)
     for module in (model.tok_embeddings, *model.layers.values(), model.norm, model.output):
         assert module is not None
         module.to_empty(device=default_device())
@@ -88,21 +86,19 @@ class _Held:
         return flat.detach()[self.offset : self.offset + self.length]
 
 
-class ZeroOptimizer(OptimizersContainer):
-    """DeepSpeed's engine with the interface of torchtitan's optimizers.
+class ZeroOptimizer:
+    """DeepSpeed's engine with the interface of `training.optimizers.container.Optimizers`.
 
-    Its state dict has the same names and full shapes as theirs, so that either engine's checkpoints resume under the other
-    and on any number of ranks.
+    Its state dict has the same names and full shapes, so that either engine's checkpoints resume under the other and on any
+    number of ranks.
 
     Args:
-        plain: torchtitan's container with one optimizer of the trained parameters, which DeepSpeed steps with.
+        optimizer: PyTorch's AdamW or Adam over the model's trained parameters, which DeepSpeed steps with.
     """
 
-    def __init__(self, config: JobConfig, plain: OptimizersContainer) -> None:
-        (model,) = plain.model_parts
+    def __init__(self, config: JobConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         assert isinstance(model, Llama)
-        self.model_parts, self.optimizers = plain.model_parts, plain.optimizers
-        self._post_init([p for p in model.parameters() if p.requires_grad], plain.defaults)
+        self.optimizers = [optimizer]
         group_of = {id(p): i for i, group in enumerate(self.optimizers[0].param_groups) for p in group["params"]}
         self.parameters = {unwrapped(name): p for name, p in model.named_parameters() if p.requires_grad}
         self.group_of = {name: group_of[id(parameter)] for name, parameter in self.parameters.items()}
@@ -135,7 +131,7 @@ class ZeroOptimizer(OptimizersContainer):
         self.engine.step()
         return float(self.engine.get_global_grad_norm())
 
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+    def zero_grad(self) -> None:
         """Does nothing: DeepSpeed's step already zeroes gradients."""
 
     # Weights and state ───────────────────────────────────────────────────────────────────────────
@@ -156,23 +152,18 @@ class ZeroOptimizer(OptimizersContainer):
         self.zero.checkpoint_event_epilogue()  # gathers the parameters that stay whole
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer state under torchtitan's names; moments are this rank's parts, `TensorShard`, for loading in place."""
+        """Optimizer state by parameter; moments are this rank's parts, `TensorShard`, for loading in place."""
         self._make_state()
         state: dict[str, Any] = {}
         for key in MOMENTS:
             parts = self._parts(lambda held: self.optimizers[0].state[held.flat][key])  # noqa: B023  called at once
             state |= {f"state.{name}.{key}": part for name, part in parts.items()}
         for name, parameter in self.parameters.items():
-            group = self.optimizers[0].param_groups[self.group_of[name]]
             state[f"state.{name}.step"] = self.optimizers[0].state[self._held(parameter).flat]["step"]
-            state |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key != "params"}
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the settings of the parameter groups; moments and steps were loaded in place."""
-        for name, number in self.group_of.items():
-            group = self.optimizers[0].param_groups[number]
-            group.update({key: state_dict[f"param_groups.{name}.{key}"] for key in group if key != "params"})
+        """Does nothing: moments and steps were loaded in place."""
 
     def _parts(self, flat_of: Callable[[_Held], Tensor]) -> dict[str, Tensor]:
         parts: dict[str, Tensor] = {}

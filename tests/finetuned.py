@@ -11,7 +11,7 @@ from farsight.configs.finetuning import Base, FinetuneConfig, FinetuneTraining, 
 from farsight.configs.schema import Architecture, Llama3Rope, Position, Tokenizer
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.llama import Llama
-from farsight.training.finetune.spec import build_adapted, with_base
+from farsight.training.finetune.model import build_adapted, with_base
 
 ARCHITECTURE = Architecture(vocab_size=320, dim=64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=96)
 

@@ -40,7 +40,7 @@ LIMIT = 300.0
 
 FORKS = """
 import gc, json, os, runpy, sys
-import bitsandbytes, peft, sentencepiece, torch.distributed.checkpoint, torchtitan.train, transformers
+import bitsandbytes, peft, sentencepiece, torch.distributed.checkpoint, transformers
 
 torch.set_num_threads(1)
 gc.freeze()  # what a fork has inherited need not be collected when it ends

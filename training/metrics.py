@@ -6,19 +6,19 @@ import math
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.utils import NoColor
 from tqdm import tqdm
 
 from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
-from farsight.parallel.device import peak_flops, peak_memory_gib, prepare_device
+from farsight.parallel.device import peak_flops, peak_memory_gib
+from farsight.parallel.meshes import ParallelDims
 from farsight.training.metrics_file import row_of
 from farsight.training.records import Records, scalar_event, scalars
 from farsight.units import duration
@@ -35,26 +35,15 @@ class RunMetrics:
     `metrics.plasticity_freq`, there is one per measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`,
     `ap_last` and `ap_drop` of the model, each also per layer as `<name>.<layer>`, and `plasticity_seconds`. FLOPs count the
     visible query-key pairs of each batch, not full attention.
-
-    The attributes are those that torchtitan's Trainer reads and sets.
     """
 
-    # Set by torchtitan's Trainer.
-    num_flops_per_token: float = 0.0
-    optimizers: Any = None
-    model_parts: Any = None
-
-    def __init__(self, config: JobConfig, dims: ParallelDims, model_args: Any = None) -> None:
-        self.config, self.device = config, prepare_device()
-        self.color = NoColor()
-        self.device_memory_monitor = _MemoryMonitor(self.device)
+    def __init__(self, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
+        self.config, self.device = config, device
         self.peak_flops = peak_flops(self.device)
         self.world_size = dims.world_size
-        self.data_loading_times: list[float] = []
-        self.ntokens_since_last_log = 0
         self.writes = torch.distributed.get_rank() == 0
         self.folder = Path(config.job.dump_folder)
-        self._paused, self._since = 0.0, time.perf_counter()
+        self._paused, self._waited, self._since = 0.0, 0.0, time.perf_counter()
         self._bar: tqdm | None = None
         self._tensorboard: Records | None = None
         self._jsonl: Records | None = None
@@ -86,9 +75,16 @@ class RunMetrics:
         if self._bar is not None:
             self._bar.update()
 
-    def pause(self, seconds: float) -> None:
+    def waited(self, seconds: float) -> None:
+        """Counts time spent waiting for data."""
+        self._waited += seconds
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
         """Excludes time spent on validation or saving from the speed figures."""
-        self._paused += seconds
+        started = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - started
 
     def log_step(
         self, step: int, loss: float, grad_norm: float, lr: float, tokens_seen: int, step_tokens: int, flops: float
@@ -115,13 +111,11 @@ class RunMetrics:
             "tokens_per_second": step_tokens / seconds,
             "tflops": tflops,
             "memory_gib": self._most(peak_memory_gib(self.device)),
-            "data_seconds": sum(self.data_loading_times),
+            "data_seconds": self._waited,
         }
         if self.peak_flops:
             figures["mfu"] = tflops * 1e12 / (self.peak_flops * self.world_size)
-        self._paused, self._since = 0.0, time.perf_counter()
-        self.data_loading_times.clear()
-        self.ntokens_since_last_log = 0
+        self._paused, self._waited, self._since = 0.0, 0.0, time.perf_counter()
         self._write("train", step, figures)
         speed = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1000:.1f} GFLOP/s"
         mfu = f"  mfu {figures['mfu']:.1%}" if "mfu" in figures else ""
@@ -187,28 +181,6 @@ class RunMetrics:
             self._bar.write(line, file=sys.stderr)
         elif self.writes:
             logger.info(line)
-
-
-@dataclass(frozen=True)
-class _Peak:
-    max_reserved_gib: float
-    max_reserved_pct: float
-
-
-class _MemoryMonitor:
-    """The part of torchtitan's memory monitor that its Trainer uses during construction."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.device_name = device, device.type.upper()
-        if device.type != "cpu":
-            self.device_name = torch.get_device_module(device).get_device_name(device)
-
-    def get_peak_stats(self) -> _Peak:
-        total = 0.0
-        if self.device.type != "cpu":
-            total = torch.get_device_module(self.device).get_device_properties(self.device).total_memory / 1024**3
-        held = peak_memory_gib(self.device)
-        return _Peak(held, 100 * held / total if total else 0.0)
 
 
 def perplexity(loss: float) -> float:

@@ -22,8 +22,8 @@ from farsight.training.tokenizer import tokenizer_of
 logger = logging.getLogger("farsight")
 
 
-CARRY_EXCLUDES = ["dataloader", "lr_scheduler", "train_state"]
-"""State not carried over with the optimizer: each stage has its own data order, schedule and step count."""
+CARRY_EXCLUDES: list[Literal["optimizer", "dataloader", "train_state"]] = ["dataloader", "train_state"]
+"""State not carried over with the optimizer: each stage has its own data order, and its own step count and with it schedule."""
 
 
 @dataclass(frozen=True)

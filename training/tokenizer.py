@@ -9,8 +9,10 @@ from pathlib import Path
 
 from farsight.configs.schema import JobConfig, Tokenizer
 from farsight.data.mixture import sample_texts
-from farsight.data.tokenizers.tokenizer import find_tokenizer_dir, train_sentencepiece
+from farsight.data.tokenizers.tokenizer import Tokenizer as LoadedTokenizer
+from farsight.data.tokenizers.tokenizer import find_tokenizer_dir, load_tokenizer, train_sentencepiece
 from farsight.errors import ConfigError
+from farsight.parallel.ranks import on_rank_zero
 
 logger = logging.getLogger("farsight")
 
@@ -40,6 +42,30 @@ def chosen_tokenizer(config: JobConfig) -> Tokenizer:
     if t.path or t.kind == "bytes" or not start:
         return t
     return replace(t, path=str(tokenizer_of(Path(start))))
+
+
+def build_tokenizer(config: JobConfig) -> LoadedTokenizer:
+    """Loads the run's tokenizer, or trains it if the config names none, and sets the vocabulary size in `config`.
+
+    Raises:
+        ConfigError: the tokenizer has more ids than the embedding.
+    """
+    trained = Path(config.job.dump_folder) / "tokenizer"
+    config.tokenizer = chosen_tokenizer(config)
+    on_rank_zero(lambda: prepare_tokenizer(config, trained), may_take_hours=True)
+    if not config.tokenizer.path and config.tokenizer.kind != "bytes":
+        config.tokenizer = replace(config.tokenizer, path=str(trained))
+    tokenizer = load_tokenizer(config.tokenizer)
+    vocab_size = config.architecture.vocab_size
+    if not vocab_size:
+        # A multiple of 64 divides evenly over tensor-parallel ranks and suits the matrix units.
+        config.architecture = replace(config.architecture, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
+    elif tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            f"architecture.vocab_size = {vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; "
+            "set it to 0 to take the tokenizer's."
+        )
+    return tokenizer
 
 
 def prepare_tokenizer(config: JobConfig, directory: Path) -> None:

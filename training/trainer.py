@@ -1,12 +1,13 @@
-"""The trainer: the training step, the loop, and the files a run leaves. `training/spec.py` builds its parts."""
+"""The trainer, from top to bottom: what it builds, a step, the loop, what it saves and measures, and how it stops."""
 
+import gc
 import logging
 import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -15,36 +16,44 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torchtitan.components.checkpoint import MODEL
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools.profiling import maybe_enable_memory_snapshot, maybe_enable_profiling
-from torchtitan.train import Trainer as TitanTrainer
 
 from farsight import process
 from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
-from farsight.checkpoints.manager import RunCheckpoints
+from farsight.checkpoints.manager import ModelWeights, RunCheckpoints
 from farsight.checkpoints.model_dir.api import TOKENIZER_FILES, check_model_out
 from farsight.configs.schema import JobConfig
 from farsight.configs.typed import to_toml
+from farsight.data.loader import build_loader, build_validation_loader
+from farsight.data.packing import IGNORE
 from farsight.errors import ConfigError, Interrupted, NonFiniteError, SaveError
 from farsight.files import write_text
-from farsight.model.build import ModelConfig, trained_layers
+from farsight.model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from farsight.model.flops import Adapters, batch_flops
+from farsight.model.llama import Llama
 from farsight.new_folder import holds_only, new_folder
 from farsight.parallel.batch import model_inputs, sum_of_losses
 from farsight.parallel.device import prepare_device
+from farsight.parallel.float8 import after_step, convert_to_float8
 from farsight.parallel.gradients import clip_gradients
 from farsight.parallel.halo import Context
-from farsight.parallel.pipeline import LossShare, Pipeline
+from farsight.parallel.meshes import ParallelDims, connect
+from farsight.parallel.parallelize import parallelize
+from farsight.parallel.pipeline import LossShare, Pipeline, pipeline
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
 from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
-from farsight.training.spec import register
+from farsight.training.optimizers.build import build_optimizers
+from farsight.training.optimizers.container import set_rates
+from farsight.training.profiling import profiling
+from farsight.training.tokenizer import build_tokenizer
+from farsight.training.validation import Validator
 
 logger = logging.getLogger("farsight")
+
+Batch = tuple[dict[str, Tensor], Tensor]
+"""A micro-batch: token ids, positions and document starts; and the next token's id at each place, IGNORE where none is
+trained on."""
 
 
 class LiveMeasure(Protocol):
@@ -61,18 +70,19 @@ class LiveMeasure(Protocol):
         ...
 
 
-class Trainer(TitanTrainer):
-    """torchtitan's Trainer, with fixes.
+class Trainer:
+    """Trains a model from scratch or from existing weights, in any parallel layout.
 
-    Gradients are normalised by the global batch's tokens under DDP too; a non-finite loss stops the run before the
-    optimizer step; a run that is told to stop saves first; and FLOPs count only the pairs that heads see.
+    Losses and gradients are shares of the global batch's mean over the tokens that are trained on, so that they are the same
+    in every layout; a non-finite loss stops the run before the optimizer changes anything; a run that is told to stop saves
+    first. Fine-tuning (`training.finetune.trainer`) replaces the model, the data and what is written at the end.
+
+    Args:
+        config: the checked config; the tokenizer's size and the number of steps are filled in.
+        live_plasticity: builds the measurement for `metrics.plasticity_freq`; `train.py` passes
+            `analysis.plasticity.live.PlasticityMetrics`, which `training/` must not import.
     """
 
-    checkpointer: RunCheckpoints
-    metrics_processor: RunMetrics  # type: ignore[assignment]  # narrower than torchtitan's
-    loss_fn: LossShare
-    register: Callable[[Any], None] = staticmethod(register)
-    """Registers the TrainSpec that torchtitan builds."""
     adapters: Adapters | None = None
     """Adapters on frozen layers, in fine-tuning; FLOPs depend on them."""
     enough = False
@@ -80,45 +90,56 @@ class Trainer(TitanTrainer):
     leaves: ClassVar[dict[str, Callable[[Path], None]]] = {"model": check_model_out}
     """Folders that a run writes at its end, each with the check that refuses to replace one that is not ours."""
 
-    def __init__(self, config: JobConfig, live_plasticity: Callable[..., LiveMeasure] | None = None) -> None:
-        """Builds everything that a run needs.
+    # Building ────────────────────────────────────────────────────────────────────────────────────
 
-        Args:
-            live_plasticity: builds the measurement for `metrics.plasticity_freq`; `train.py` passes
-                `analysis.plasticity.live.PlasticityMetrics`, which `training/` must not import.
-        """
-        prepare_device()
-        self.register(config)
-        super().__init__(config)  # type: ignore[arg-type]  # our config is a subclass, which its annotation does not name
-        self.checkpointer.close()
-        self.checkpointer = RunCheckpoints(
-            config,
-            dataloader=self.dataloader,
-            model_parts=self.model_parts,
-            optimizers=self.optimizers,
-            lr_schedulers=self.lr_schedulers,
-            states={"train_state": self},
+    def __init__(self, config: JobConfig, live_plasticity: Callable[..., LiveMeasure] | None = None) -> None:
+        self.config, self.folder = config, Path(config.job.dump_folder)
+        self.device = prepare_device()
+        connect(config)
+        self.dims = dims = ParallelDims.of(config, dist.get_world_size())
+        self.context = Context.of(dims, config)
+        batch = dims.mesh("batch")
+        self.data_rank = batch.get_local_rank() if batch is not None else 0
+        self._make_deterministic()
+        gc.disable()  # ranks collect at the same steps, so that none waits for another's collection
+        gc.collect()
+
+        self.tokenizer = build_tokenizer(config)
+        self.loader = self._build_loader()
+        self.validator = None
+        self.metrics = RunMetrics(config, dims, self.device)
+
+        self.layers, self.trained_layers = ModelConfig.from_job(config).layers(), trained_layers(config)
+        self.loss_fn = LossShare()
+        self.pipeline: Pipeline | None = None
+        self.model_parts = self._build_model()
+        self.trained_parameters = sum(
+            p.numel() for part in self.model_parts for p in part.parameters() if p.requires_grad
         )
+        self.optimizers = build_optimizers(config, self.model_parts, dims)
         # DeepSpeed's engine; None if the model is called directly.
         self.zero = self.optimizers if isinstance(self.optimizers, ZeroOptimizer) else None
-        if self.zero is not None:
-            self.checkpointer.states[MODEL] = ZeroWeights(self.zero)
-        self.maybe_enable_amp = self._precision()
-        if config.validation.enable:
-            self.validator.maybe_enable_amp = self.maybe_enable_amp  # type: ignore[attr-defined]  # our validator's
-        self.layers = ModelConfig.from_job(config).layers()
-        self.trained_layers = trained_layers(config)
-        dims = self.parallel_dims
-        trained = sum(p.numel() for part in self.model_parts for p in part.parameters() if p.requires_grad)
-        self.trained_parameters = trained  # the whole model's: `training.layers` can't be used with pipelines
-        self.pipeline = (
-            Pipeline(self.pp_schedule, self.pp_has_first_stage, self.pp_has_last_stage) if dims.pp_enabled else None
+        # DDP and DeepSpeed average gradients over their ranks, but the loss is already a share of the global batch's: undo it.
+        averaged = self.zero is not None or dims.world_size == dims.dp_replicate
+        self.loss_copies = dims.batch if averaged else 1
+        self.amp = self._precision()
+
+        self.step = 0
+        self.tokens_read = 0  # by this rank
+        self.checkpoints = RunCheckpoints(
+            config,
+            {
+                "model": self._weights(),
+                "optimizer": self.optimizers,
+                "dataloader": self.loader,
+                "train_state": self,
+            },
         )
-        self.context = Context.of(dims, config)
-        # DDP averages gradients over its ranks, but the loss is already a share of the global batch's: undo the average.
-        self.loss_copies = dims.dp_replicate if dims.world_size == dims.dp_replicate else 1
-        if self.zero is not None:
-            self.loss_copies = self._data_ranks()  # DeepSpeed averages too
+        if config.validation.enable:
+            batches = self._build_validation_loader()
+            self.validator = Validator(
+                config, dims, batches, self.loss_fn, self.pipeline, self.around_forward, self.device
+            )
         self.plasticity = None
         if config.metrics.plasticity_freq:
             assert live_plasticity is not None
@@ -127,130 +148,157 @@ class Trainer(TitanTrainer):
         self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
 
-    def init_distributed(self) -> ParallelDims:
-        """Sets up torch.distributed as torchtitan does, but without what needs an accelerator where there is none: a second
-        backend for CPU offload, and the folder for the flight recorder's traces."""
-        training, comm = self.job_config.training, self.job_config.comm
-        asked = training.enable_cpu_offload, comm.trace_buf_size
-        if self.device.type == "cpu":
-            training.enable_cpu_offload, comm.trace_buf_size = False, 0
+    def _make_deterministic(self) -> None:
+        """Seeds torch, with another seed on each pipeline stage, and asks for deterministic algorithms if `[debug]` does."""
+        debug, stages = self.config.debug, self.dims.mesh("pp")
+        if debug.seed is not None:
+            torch.manual_seed(debug.seed + (stages.get_local_rank() if stages is not None else 0))
+        if debug.deterministic:
+            torch.use_deterministic_algorithms(True, warn_only=debug.deterministic_warn_only)
+            torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS needs to be deterministic
+
+    def _build_loader(self) -> Any:
+        return build_loader(self.config, self.tokenizer, self.data_rank, self.dims.batch)
+
+    def _build_validation_loader(self) -> Any:
+        return build_validation_loader(self.config, self.tokenizer, self.data_rank, self.dims.batch)
+
+    def _untrained(self) -> Llama:
+        """The model on the meta device, without weights."""
+        model = build_model(ModelConfig.from_job(self.config))
+        freeze_all_but(model, self.trained_layers)
+        return model
+
+    def _parameters(self, model: Llama) -> int:
+        """The number of a model's parameters."""
+        return sum(p.numel() for p in model.parameters())
+
+    def _weights(self) -> Any:
+        """The part of the state that holds weights."""
+        return ModelWeights(self.model_parts) if self.zero is None else ZeroWeights(self.zero)
+
+    def _build_model(self) -> list[Llama]:
+        """The model, or this rank's stages of it, in the run's layout and with its first weights."""
+        config, dims, default = self.config, self.dims, torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, config.training.dtype))
         try:
-            return super().init_distributed()
+            with torch.device("meta"):
+                model = self._untrained()
         finally:
-            training.enable_cpu_offload, comm.trace_buf_size = asked
+            torch.set_default_dtype(default)
+        convert_to_float8(model, config, sharded=dims.dp_shard > 1)
+        if config.model.print_after_conversion:
+            logger.info(model)
+        logger.info(f"model: {self._parameters(model):,} parameters")
+        if dims.pp > 1:
+            self.pipeline, parts = pipeline(model, dims, config, self.device, self.loss_fn)
+        else:
+            parallelize(model, dims, config)
+            parts = [model]
+        offloaded = config.training.enable_cpu_offload
+        for part in parts:
+            part.to_empty(device="cpu" if offloaded else self.device)
+            part.init_weights(buffer_device=self.device if offloaded else None)
+            part.train()
+        return parts
 
-    def _precision(self) -> Any:
+    def _precision(self) -> AbstractContextManager[Any]:
         """The context that runs forward passes in mixed precision if the weights themselves are not cast."""
-        if self.job_config.training.mixed_precision_param == "float32" or self.zero is not None:
-            # Autocast does not support fp32 and would warn at every step; DeepSpeed has cast the weights themselves.
+        dims, dtype = self.dims, self.config.training.mixed_precision_param
+        # Autocast does not support fp32 and would warn at every step; FSDP and DeepSpeed cast the weights themselves.
+        if dtype == "float32" or self.zero is not None or dims.world_size != dims.dp_replicate:
             return nullcontext()
-        return self.maybe_enable_amp
+        return torch.autocast(self.device.type, dtype=getattr(torch, dtype))
 
-    @contextmanager
-    def _around_forward(self) -> Iterator[None]:
-        with self.train_context(), self.maybe_enable_amp:
-            yield
+    def around_forward(self) -> AbstractContextManager[Any]:
+        """The context of a forward pass."""
+        return self.amp
 
-    def state_dict(self) -> dict[str, Any]:
-        """The step, and the tokens of all ranks together, so that a run can resume on a different number of ranks."""
-        return {"step": self.step, "tokens_seen": self.ntokens_seen * self._data_ranks()}
+    # A step ──────────────────────────────────────────────────────────────────────────────────────
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step = state_dict["step"]
-        self.ntokens_seen = state_dict["tokens_seen"] // self._data_ranks()
+    def micro_batches(self) -> Iterator[Batch]:
+        """This rank's micro-batches, without end; counts their tokens and the time spent waiting for them."""
+        batches = iter(self.loader)
+        while True:
+            started = time.perf_counter()
+            inputs, labels = next(batches)
+            self.metrics.waited(time.perf_counter() - started)
+            self.tokens_read += labels.numel()
+            yield inputs, labels
 
-    # The training step ───────────────────────────────────────────────────────────────────────────
-
-    def post_dataloading_process(
-        self, input_dict: dict[str, Tensor], labels: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], dict[str, Any]]:
-        """Returns tokens, labels, no extra inputs, and keyword arguments for every part of the model.
-
-        Args:
-            input_dict: token ids, positions and document starts of a micro-batch.
-            labels: the next token's id at each place, `IGNORE_INDEX` where none is trained on.
-        """
-        extra = model_inputs(self.job_config, self.context, input_dict, labels)
-        return extra.pop("tokens"), extra["labels"], {}, extra
-
-    def forward_backward_step(
-        self, *, input_dict: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor
-    ) -> Tensor:
-        """Runs a micro-batch forward and backward; returns its share of the global batch's mean loss in nats.
-
-        Args:
-            global_valid_tokens: trained-on tokens of the global batch.
-        """
-        inputs, labels, _, kwargs = self.post_dataloading_process(input_dict, labels)
-        self.loss_fn.denominator = global_valid_tokens / self.loss_copies
-        if self.pipeline is not None:
-            return self.pipeline.train({"tokens": inputs, **kwargs}).detach()
-        with self._during("forward"), self.train_context(), self.maybe_enable_amp:
-            loss = self.loss_fn((self.zero.engine if self.zero else self.model_parts[0])(inputs, **kwargs))
-        with self._during("backward"):
-            loss.backward()
-        return loss.detach() / self.loss_copies
-
-    def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
+    def train_step(self, batches: Iterator[Batch]) -> None:
         """Runs one optimizer step over the global batch.
 
         Args:
-            data_iterator: yields this rank's micro-batches.
+            batches: yields this rank's micro-batches.
 
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite; the weights have not changed.
         """
-        micro_batches = [next(data_iterator) for _ in range(self.gradient_accumulation_steps)]
-        valid = sum(int((labels != IGNORE_INDEX).sum()) for _, labels in micro_batches)
+        t = self.config.training
+        rows = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * self.dims.batch
+        micro_batches = [next(batches) for _ in range(rows // (t.local_batch_size * self.dims.batch))]
+        valid = sum(int((labels != IGNORE).sum()) for _, labels in micro_batches)
         global_valid_tokens = self._sum_over_data_ranks(torch.tensor(float(valid), device=self.device))
 
+        lr = set_rates(self.optimizers.optimizers, self.step - 1)
         self.optimizers.zero_grad()
         losses = []
-        for number, (input_dict, labels) in enumerate(micro_batches):
-            self._sync_gradients(last=number == len(micro_batches) - 1)
-            on_device = {k: v.to(self.device, non_blocking=True) for k, v in input_dict.items()}
-            losses.append(
-                self.forward_backward_step(
-                    input_dict=on_device,
-                    labels=labels.to(self.device, non_blocking=True),
-                    global_valid_tokens=global_valid_tokens,
-                )
-            )
-            positions = input_dict["positions"].expand(labels.shape)
+        for number, (inputs, labels) in enumerate(micro_batches):
+            self._sync_gradients(last=number == len(micro_batches) - 1, alone=len(micro_batches) == 1)
+            losses.append(self.forward_backward(inputs, labels, global_valid_tokens))
             self.flops += batch_flops(
-                self.job_config.architecture, self.layers, positions, self.trained_layers, self.adapters
+                self.config.architecture,
+                self.layers,
+                inputs["positions"].expand(labels.shape),
+                self.trained_layers,
+                self.adapters,
             )
 
-        loss = float(sum_of_losses(self.parallel_dims, torch.stack(losses).sum()))
-        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        loss = float(sum_of_losses(self.dims, torch.stack(losses).sum()))
         grad_norm = self._clip_and_step() if math.isfinite(loss) else math.nan
         if not math.isfinite(grad_norm):
             self._report_non_finite(loss, grad_norm, losses, micro_batches)
-        self.lr_schedulers.step()
 
-        self.metrics_processor.advance()
-        if self.metrics_processor.should_log(self.step):
-            tokens = self.ntokens_seen * self._data_ranks()
+        self.metrics.advance()
+        if self.metrics.should_log(self.step):
+            tokens = self.tokens_read * self.dims.batch
             # Ranks hold different documents, so the numbers of visible pairs differ.
             flops = float(self._sum_over_data_ranks(torch.tensor(self.flops, dtype=torch.float64, device=self.device)))
-            self.metrics_processor.log_step(self.step, loss, grad_norm, lr, tokens, tokens - self.tokens_logged, flops)
+            self.metrics.log_step(self.step, loss, grad_norm, lr, tokens, tokens - self.tokens_logged, flops)
             self.tokens_logged, self.flops = tokens, 0.0
+
+    def forward_backward(self, inputs: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor) -> Tensor:
+        """Runs a micro-batch forward and backward; returns its share of the global batch's mean loss in nats.
+
+        Args:
+            inputs, labels: a micro-batch.
+            global_valid_tokens: trained-on tokens of the global batch.
+        """
+        on_device = {name: x.to(self.device, non_blocking=True) for name, x in inputs.items()}
+        arguments = model_inputs(self.config, self.context, on_device, labels.to(self.device, non_blocking=True))
+        self.loss_fn.denominator = global_valid_tokens / self.loss_copies
+        if self.pipeline is not None:
+            return self.pipeline.train(arguments).detach()
+        with self._during("forward"), self.around_forward():
+            loss = self.loss_fn((self.zero.engine if self.zero else self.model_parts[0])(**arguments))
+        with self._during("backward"):
+            loss.backward()
+        return loss.detach() / self.loss_copies
 
     def _clip_and_step(self) -> float:
         """Clips gradients and steps; returns their norm before clipping. If it is not finite, nothing has changed."""
         with self._during("optimizer"):
-            return self.zero.clip_and_step() if self.zero is not None else self._clip_and_step_groups()
-
-    def _clip_and_step_groups(self) -> float:
-        norms = [
-            clip_gradients(parameters, self.job_config.training.max_norm, self.parallel_dims)
-            for parameters in self._clipped_together()
-        ]
-        grad_norm = math.hypot(*norms)
-        if math.isfinite(grad_norm):
-            self.checkpointer.maybe_wait_for_staging()
-            self.optimizers.step()
-        return grad_norm
+            if isinstance(self.optimizers, ZeroOptimizer):
+                return self.optimizers.clip_and_step()
+            max_norm = self.config.training.max_norm
+            grad_norm = math.hypot(*(clip_gradients(group, max_norm, self.dims) for group in self._clipped_together()))
+            if math.isfinite(grad_norm):
+                self.checkpoints.wait_for_staging()
+                self.optimizers.step()
+                after_step(self.model_parts, self.config, sharded=self.dims.dp_shard > 1)
+            return grad_norm
 
     def _during(self, phase: Phase) -> AbstractContextManager[None]:
         """Marks a phase of the step, so that an out-of-memory error can name it."""
@@ -260,23 +308,20 @@ class Trainer(TitanTrainer):
         """Groups of parameters whose gradients are clipped to a common norm."""
         return [[p for part in self.model_parts for p in part.parameters()]]
 
-    def _data_ranks(self) -> int:
-        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
-
     def _sum_over_data_ranks(self, value: Tensor) -> Tensor:
-        if self.parallel_dims.dp_enabled:
-            dist.all_reduce(value, group=self.parallel_dims.get_mesh("batch").get_group())
+        if (mesh := self.dims.mesh("batch")) is not None:
+            dist.all_reduce(value, group=mesh.get_group())
         return value
 
-    def _sync_gradients(self, last: bool) -> None:
+    def _sync_gradients(self, last: bool, alone: bool) -> None:
         """Has DDP exchange gradients only after the last micro-batch of a step."""
         if self.zero is not None:
             self.zero.expect_step(last)
-        elif self.loss_copies > 1 and self.gradient_accumulation_steps > 1:
+        elif self.loss_copies > 1 and not alone:
             self.model_parts[0].set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDP and DDP add the method to the module
 
     def _report_non_finite(
-        self, loss: float, grad_norm: float, losses: list[Tensor], micro_batches: list[tuple[dict[str, Tensor], Tensor]]
+        self, loss: float, grad_norm: float, losses: list[Tensor], micro_batches: list[Batch]
     ) -> None:
         """Logs the step and the micro-batch, saves the batch for inspection, and stops every rank.
 
@@ -286,14 +331,13 @@ class Trainer(TitanTrainer):
         rank = dist.get_rank()
         bad = [i for i, value in enumerate(losses) if not torch.isfinite(value)]
         where = f"micro-batch {', '.join(map(str, bad))} of {len(losses)} on rank {rank}" if bad else "no single loss"
-        meshes = (self.parallel_dims.get_optional_mesh(name) for name in ("tp", "cp"))
+        meshes = (self.dims.mesh(name) for name in ("tp", "cp"))
         alike = any(mesh is not None and mesh.get_local_rank() for mesh in meshes)  # another rank saves the same batch
         if (bad and not alike) or rank == 0:
-            folder = Path(self.job_config.job.dump_folder) / "non_finite"
             inputs, labels = micro_batches[bad[0] if bad else 0]
-            path = folder / f"step-{self.step}-rank-{rank}.safetensors"
+            path = self.folder / "non_finite" / f"step-{self.step}-rank-{rank}.safetensors"
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 save_file({**{k: v.contiguous() for k, v in inputs.items()}, "labels": labels.contiguous()}, path)
                 kept = f"is saved to {path}"
             except (OSError, SafetensorError) as error:
@@ -314,12 +358,14 @@ class Trainer(TitanTrainer):
             NonFiniteError: a loss or a gradient norm is not finite.
             SaveError: a checkpoint or the model directory can't be written.
         """
-        config, metrics = self.job_config, self.metrics_processor
+        config, metrics = self.config, self.metrics
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         process.hand_over()
-        self.checkpointer.load(step=config.checkpoint.load_step)
-        self.tokens_logged = self.ntokens_seen * self._data_ranks()
+        if config.job.print_config:
+            logger.info(to_toml(config))
+        self.checkpoints.load(step=config.checkpoint.load_step)
+        self.tokens_logged = self.tokens_read * self.dims.batch
         self._save_run_files()
         metrics.start(self.step)
         if self.step == 0 and not self._stopping():
@@ -329,18 +375,13 @@ class Trainer(TitanTrainer):
             raise Interrupted
         if self.step >= config.training.steps:
             logger.info(f"step {self.step} of {config.training.steps} is already done: nothing is left to train")
-        profiling: dict[str, Any] = {"global_step": self.step, "base_folder": config.job.dump_folder}
-        with (
-            maybe_enable_profiling(config.profiling, **profiling) as torch_profiler,
-            maybe_enable_memory_snapshot(config.profiling, **profiling) as memory_profiler,
-        ):
-            assert self.dataloader is not None
-            data_iterator = self.batch_generator(self.dataloader)
-            first = True
+        batches, first = self.micro_batches(), True
+        with profiling(config, self.step) as profiled:
             while self.step < config.training.steps and not self.enough:
                 self.step += 1
-                self.gc_handler.run(self.step)
-                self.train_step(data_iterator)
+                if self.step % config.training.gc_freq == 0:
+                    gc.collect(1)
+                self.train_step(batches)
                 last = self.step == config.training.steps
                 if last or self.step % config.validation.freq == 0:
                     self._validate()
@@ -348,34 +389,28 @@ class Trainer(TitanTrainer):
                 if last or (self.plasticity and self.step % config.metrics.plasticity_freq == 0):
                     self._measure_plasticity()
                 stopping = self._stopping()
-                started = time.perf_counter()
-                self.checkpointer.save(self.step, last_step=last or stopping)
-                metrics.pause(time.perf_counter() - started)
-                for profiler in (torch_profiler, memory_profiler):
-                    if profiler:
-                        profiler.step()
+                with metrics.paused():
+                    self.checkpoints.save(self.step, last_step=last or stopping)
+                profiled()
                 if stopping and not last:
                     raise Interrupted(self._where_it_stopped())
                 if first and dist.get_world_size() > 1:
                     # The first step also compiles and connects; from here on a shorter timeout finds lost ranks sooner.
-                    first, timeout = False, timedelta(seconds=config.comm.train_timeout_seconds)
-                    dist_utils.set_pg_timeouts(timeout, self.parallel_dims)
-        for source, reasons in self.dataloader.skipped.items():  # type: ignore[attr-defined]  # our loader's, beyond torchtitan's protocol
+                    first = False
+                    self.dims.set_timeout(config.comm.train_timeout_seconds)
+        for source, reasons in self.loader.skipped.items():
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self._export()
 
-    def _where_it_stopped(self) -> str:
-        saved = self.checkpointer.saved(self.step) is not None
-        rest = "the same command continues from there" if saved else "nothing was saved (see [checkpoint])"
-        return f"stopped after step {self.step}; {rest}"
+    # Measuring and saving ────────────────────────────────────────────────────────────────────────
 
     def _validate(self) -> float:
         """Returns the loss on held-out data; NaN if validation is off."""
-        if not self.job_config.validation.enable:
+        if self.validator is None:
             return math.nan
-        started = time.perf_counter()
-        loss = self.validator.validate(self.model_parts, self.step)
-        self.metrics_processor.pause(time.perf_counter() - started)
+        with self.metrics.paused():
+            loss, tokens = self.validator.loss(self.model_parts)
+        self.metrics.log_validation(self.step, loss, tokens)
         return loss
 
     def _measure_plasticity(self) -> None:
@@ -383,10 +418,66 @@ class Trainer(TitanTrainer):
         if self.plasticity is None:
             return
         started = time.perf_counter()
-        figures = self.plasticity.measure(self.model_parts, self._around_forward)
-        seconds = time.perf_counter() - started
-        self.metrics_processor.log_plasticity(self.step, seconds, figures)
-        self.metrics_processor.pause(seconds)
+        with self.metrics.paused():
+            figures = self.plasticity.measure(self.model_parts, self.around_forward)
+        self.metrics.log_plasticity(self.step, time.perf_counter() - started, figures)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step, and the tokens of all ranks together, so that a run can resume on a different number of ranks."""
+        return {"step": self.step, "tokens_seen": self.tokens_read * self.dims.batch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.step = state_dict["step"]
+        self.tokens_read = state_dict["tokens_seen"] // self.dims.batch
+
+    def _save_run_files(self) -> None:
+        def write() -> None:
+            for name, check in self.leaves.items():
+                check(self.folder / name)
+            write_text(self.folder / "config.toml", to_toml(self.config))
+            tokenizer = self.folder / "tokenizer"
+            if tokenizer != Path(self.config.tokenizer.path):
+                with new_folder(tokenizer, lambda there: holds_only(there, (), TOKENIZER_FILES)) as part:
+                    self.tokenizer.save(part)
+
+        try:
+            on_rank_zero(write)
+        except OSError as error:
+            raise ConfigError(f"The run folder {self.folder} can't be written: {error}.") from error
+
+    def _export(self) -> None:
+        """Writes the run's model directory from its last checkpoint, which is the same under every layout."""
+
+        def write() -> None:
+            saved, out = self.checkpoints.saved(self.step), self.folder / "model"
+            if saved is None:
+                logger.warning(
+                    f"step {self.step} has no checkpoint, so no model directory is written (see [checkpoint])"
+                )
+                return
+            checkpoint_to_model_dir(saved, out, verify=self.config.checkpoint.verify)
+            logger.info(f"model directory: {out}")
+
+        self._on_rank_zero(write)
+
+    def _on_rank_zero(self, work: Callable[[], None]) -> None:
+        """Writes files on rank 0 while the others wait, for hours if needed.
+
+        Raises:
+            SaveError: on all ranks, if they can't be written.
+        """
+
+        def write() -> None:
+            try:
+                work()
+            except (OSError, SafetensorError) as error:
+                raise SaveError(
+                    f"{self.folder} can't be written: {error}. Make room there; the same command continues from the newest checkpoint."
+                ) from error
+
+        on_rank_zero(write, may_take_hours=True)
+
+    # Stopping ────────────────────────────────────────────────────────────────────────────────────
 
     def _on_signal(self, number: int, frame: Any) -> None:
         now = time.monotonic()
@@ -406,52 +497,13 @@ class Trainer(TitanTrainer):
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
-    def _save_run_files(self) -> None:
-        folder = Path(self.job_config.job.dump_folder)
+    def _where_it_stopped(self) -> str:
+        saved = self.checkpoints.saved(self.step) is not None
+        rest = "the same command continues from there" if saved else "nothing was saved (see [checkpoint])"
+        return f"stopped after step {self.step}; {rest}"
 
-        def write() -> None:
-            for name, check in self.leaves.items():
-                check(folder / name)
-            write_text(folder / "config.toml", to_toml(self.job_config))
-            tokenizer = folder / "tokenizer"
-            if tokenizer != Path(self.job_config.tokenizer.path):
-                with new_folder(tokenizer, lambda there: holds_only(there, (), TOKENIZER_FILES)) as part:
-                    self.tokenizer.save(part)  # type: ignore[union-attr]  # None only for specs without a tokenizer
-
-        try:
-            on_rank_zero(write)
-        except OSError as error:
-            raise ConfigError(f"The run folder {folder} can't be written: {error}.") from error
-
-    def _on_rank_zero(self, work: Callable[[], None]) -> None:
-        """Writes files on rank 0 while the others wait, for hours if needed.
-
-        Raises:
-            SaveError: on all ranks, if they can't be written.
-        """
-
-        def write() -> None:
-            try:
-                work()
-            except (OSError, SafetensorError) as error:
-                folder = self.job_config.job.dump_folder
-                raise SaveError(
-                    f"{folder} can't be written: {error}. Make room there; the same command continues from the newest checkpoint."
-                ) from error
-
-        on_rank_zero(write, may_take_hours=True)
-
-    def _export(self) -> None:
-        """Writes the run's model directory from its last checkpoint, which is the same under every layout."""
-
-        def write() -> None:
-            saved, out = self.checkpointer.saved(self.step), Path(self.job_config.job.dump_folder) / "model"
-            if saved is None:
-                logger.warning(
-                    f"step {self.step} has no checkpoint, so no model directory is written (see [checkpoint])"
-                )
-                return
-            checkpoint_to_model_dir(saved, out, verify=self.job_config.checkpoint.verify)
-            logger.info(f"model directory: {out}")
-
-        self._on_rank_zero(write)
+    def close(self) -> None:
+        """Ends the threads: reading ahead, saving and deleting checkpoints, writing metrics."""
+        self.loader.close()
+        self.checkpoints.close()
+        self.metrics.close()

@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
-from torchtitan.components.loss import IGNORE_INDEX
-from torchtitan.distributed import ParallelDims
 
 from farsight.analysis.capture.heads import Head, describe_head
 from farsight.analysis.capture.recorder import Recorder, recording
@@ -29,12 +27,14 @@ from farsight.analysis.plasticity.options import DRAWS
 from farsight.analysis.plasticity.summary import bands, mean, overall, without_nan
 from farsight.configs.schema import JobConfig
 from farsight.data.loader import Loader
+from farsight.data.packing import IGNORE
 from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.model.attention import Attention
 from farsight.model.build import ModelConfig
 from farsight.model.llama import Llama
 from farsight.parallel.batch import model_inputs
 from farsight.parallel.halo import Context
+from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.parallelize import release_gathered
 from farsight.parallel.pipeline import Pipeline
 
@@ -65,7 +65,7 @@ class PlasticityMetrics:
         drawn = [draw_tokens(self.length, m.plasticity_buckets, m.plasticity_tokens, number) for number in range(S)]
         self.positions_T = torch.cat(drawn)
         self.sequences_T = torch.cat([torch.full_like(columns, number) for number, columns in enumerate(drawn)])
-        batch = dims.get_mesh("batch") if dims.dp_enabled else None
+        batch = dims.mesh("batch")
         rank, ranks = (batch.get_local_rank(), batch.size()) if batch is not None else (0, 1)
         self.batches = rows_of_rank(S, rank, ranks, config.training.local_batch_size, whole=pipeline is not None)
 
@@ -162,7 +162,7 @@ class PlasticityMetrics:
             "positions": torch.arange(self.length, device=self.device)[None],
             "document_starts": torch.zeros_like(tokens_BL, dtype=torch.int32),
         }
-        inputs = model_inputs(self.config, self.context, batch, torch.full_like(tokens_BL, IGNORE_INDEX))
+        inputs = model_inputs(self.config, self.context, batch, torch.full_like(tokens_BL, IGNORE))
         if self.pipeline is not None:
             self.pipeline.evaluate(inputs)
         else:

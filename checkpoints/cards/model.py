@@ -34,7 +34,7 @@ def training_entry(config: JobConfig, steps: int, tokens: int) -> dict[str, Any]
         "tokens": tokens,
         "dtype": config.base_model.dtype if isinstance(config, FinetuneConfig) else config.training.mixed_precision_param,
         "optimizer": {
-            "name": o.name, "lr": o.lr, "beta1": o.beta1, "beta2": o.beta2, "weight_decay": o.weight_decay,
+            "name": o.title, "lr": o.lr, "beta1": o.beta1, "beta2": o.beta2, "weight_decay": o.weight_decay,
             "warmup_steps": config.warmup_steps, "decay": config.lr_scheduler.decay_type,
             "min_lr_factor": config.lr_scheduler.min_lr_factor,
             **({"garfa_lr": config.garfa.lr} if isinstance(config, FinetuneConfig) and config.garfa.enable else {}),

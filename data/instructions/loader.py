@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from torchtitan.components.dataloader import BaseDataLoader
 
 from farsight.configs.finetuning import FinetuneConfig, InstructionData
 from farsight.data.instructions.chat import ChatTemplate, chat_template
@@ -234,7 +233,7 @@ class InstructionLoader(ReadAheadLoader):
 _ORDER_SETTINGS = ("seed", "held_out", "packing", "mask_documents", "overlong", "train_on")
 
 
-class InstructionValidationLoader(BaseDataLoader):
+class InstructionValidationLoader:
     """The rows of held-out conversations, each once per iteration, the same on any number of ranks.
 
     Yields as `InstructionLoader` does.

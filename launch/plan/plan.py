@@ -154,7 +154,7 @@ def make_plan(name: str, config: JobConfig, gpus: int, machine: Machine) -> Plan
     if config.engine == "deepspeed" and not finetunes:
         raise ConfigError(
             f'{name}: engine = "deepspeed" can\'t be planned: memory and traffic are those of FSDP. To plan the same run '
-            'under FSDP leave --engine out, or set it to "torchtitan".'
+            'under FSDP leave --engine out, or set it to "pytorch".'
         )
     config, notes = with_vocabulary(config)
     changes: Options = {}

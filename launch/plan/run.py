@@ -123,7 +123,7 @@ class Run:
     @cached_property
     def reduced(self) -> int:
         """Bytes per number in gradient reductions."""
-        return itemsize(self.config.training.mixed_precision_reduce)
+        return itemsize("float32")
 
     @property
     def offloads(self) -> bool:

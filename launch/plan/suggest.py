@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from farsight.configs.check import check, model_parallel_ranks
 from farsight.configs.check_finetuning import shares_out
 from farsight.configs.finetuning import FinetuneConfig
+from farsight.configs.optimizers import of_kind
 from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
 from farsight.launch.plan.hardware import Device
@@ -48,6 +49,9 @@ def changed(config: C, options: Options) -> C:
     follows = new.validation.local_batch_size == new.training.local_batch_size
     for name, value in options.items():
         section, key = name.split(".")
+        if name == "optimizer.kind":
+            new.optimizer = of_kind(new.optimizer, str(value))  # type: ignore[assignment,arg-type]  # fine-tuning's
+            continue
         setattr(new, section, dataclasses.replace(getattr(new, section), **{key: value}))
     if follows:
         new.validation.local_batch_size = new.training.local_batch_size
@@ -166,10 +170,10 @@ def _pipelined(config: JobConfig, options: Options, gpus: int) -> Options:
 def _finetuning(run: Run, config: FinetuneConfig, device: Device) -> Iterator[tuple[Options, str]]:
     """Changes and their cost, mildest first: first those that do not change training, then those that cost speed, precision,
     length, and trained parameters."""
-    t, base, optimizer, layers = config.training, config.base_model, config.optimizer.name, run.layers
+    t, base, optimizer, layers = config.training, config.base_model, config.optimizer.kind, run.layers
     layout, shared = run.layout, shares_out(config, run.layout.gpus)
     # Runs refuse these (configs/check_finetuning.py): bitsandbytes' moments can't be sharded, nor sharded 4-bit bases compiled.
-    eight = not (device.cpu or shared or config.engine == "deepspeed")
+    eight = not (device.cpu or config.engine == "deepspeed")
     four = not (shared and config.compile.enable)
     if t.local_batch_size > 1:
         options: Options = {"training.local_batch_size": 1}
@@ -185,10 +189,10 @@ def _finetuning(run: Run, config: FinetuneConfig, device: Device) -> Iterator[tu
         yield {"base_model.double_quantization": True}, "scales are quantised too"
     if base.dtype == "float32":
         yield {"base_model.dtype": "bfloat16"}, "products in bf16"
-    if eight and optimizer in ("Adam", "AdamW"):
-        yield {"optimizer.name": "AdamW8bit"}, "moments in 8 bits"
-    if eight and optimizer in ("Adam", "AdamW", "AdamW8bit"):
-        yield {"optimizer.name": "PagedAdamW8bit"}, "moments in 8 bits, moved to host memory when the GPU is full"
+    if eight and optimizer in ("adam", "adamw"):
+        yield {"optimizer.kind": "adamw8bit"}, "moments in 8 bits"
+    if eight and not shared and optimizer in ("adam", "adamw", "adamw8bit"):
+        yield {"optimizer.kind": "paged_adamw8bit"}, "moments in 8 bits, moved to host memory when the GPU is full"
     if t.seq_len > 512:
         yield {"training.seq_len": t.seq_len // 2}, "longer rows are cut or dropped (data.overlong)"
     if config.lora.enable and config.lora.rank > 8:

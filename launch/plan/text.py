@@ -182,7 +182,7 @@ def summary(config: FinetuneConfig, ranks: int) -> str:
                 for group, (what, numbers) in trained.items()
                 if numbers
             ),
-            f"{o.name}: lr {o.lr:g}, betas {o.beta1:g} and {o.beta2:g}, eps {o.eps:g}, weight decay {o.weight_decay:g}",
+            f"{o.title}: lr {o.lr:g}, betas {o.beta1:g} and {o.beta2:g}, eps {o.eps:g}, weight decay {o.weight_decay:g}",
             memory_text(run, device),
         ]
     )
@@ -231,7 +231,7 @@ def _notes(memory: RankMemory, run: Run) -> dict[str, str]:
         "base": f"{kind}{double}; norms, embedding and head {base.dtype}",
         "adapters": f"{counts}, fp32",
         "gradients": "fp32",
-        "optimizer": run.config.optimizer.name,
+        "optimizer": run.config.optimizer.title,
         "activations": f"{saved}; checkpointing {mode!r}",
         "logits": "of a chunk",
         "transient": ", ".join(name for name, size in copies.items() if size),

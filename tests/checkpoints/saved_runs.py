@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from farsight.checkpoints.manager import RunCheckpoints
+from farsight.checkpoints.manager import ModelWeights, RunCheckpoints
 from farsight.configs.load import build_config
 
 
@@ -19,11 +19,6 @@ class State(dict):
         assert saved == {}
 
 
-class Optimizers(State):
-    def __iter__(self):
-        return iter(())
-
-
 class Run:
     """A run's manager with one matrix to save; all of its values equal the step."""
 
@@ -37,8 +32,11 @@ class Run:
         )  # fmt: skip
         self.model = nn.Linear(512, 512, bias=False)
         self.manager = RunCheckpoints(
-            config, dataloader=State(order="{}"), model_parts=[self.model], optimizers=Optimizers(), lr_schedulers=State(),
-            states={"train_state": State(tokens_seen=0)},
+            config,
+            {
+                "model": ModelWeights([self.model]), "optimizer": State(), "dataloader": State(order="{}"),
+                "train_state": State(tokens_seen=0),
+            },
         )  # fmt: skip
         self.folder = run_folder / config.checkpoint.folder
 

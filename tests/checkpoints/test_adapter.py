@@ -23,7 +23,7 @@ from farsight.errors import ConfigError
 from farsight.evals.perplexity.__main__ import main as perplexity
 from farsight.model.adapt.garfa import garfa_of
 from farsight.model.adapt.lora import lora_layers
-from farsight.training.finetune.spec import whole_weights
+from farsight.training.finetune.model import whole_weights
 from tests.finetuned import ARCHITECTURE, adapted_model, finetune_config, precision, tokens, write_base
 
 NO_GARFA, NO_LORA = GarfaTraining(enable=False), Lora(enable=False)

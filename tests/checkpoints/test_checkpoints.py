@@ -163,7 +163,7 @@ def test_training_goes_on_while_the_state_of_the_step_is_saved(start_run, gate):
         3,
         6,
         9,
-    ]  # torchtitan would count step 9 as soon as it begins, and delete step 3
+    ]  # step 9 does not count before it is complete, or step 3 would be deleted
     more = start_run(async_mode="async", keep_latest_k=2)
     more.save(12)
     more.save(13, last_step=True)

@@ -211,7 +211,7 @@ def test_a_checkpoint_of_something_else_is_refused(folder):
 
 
 def test_a_run_that_resumes_runs_nothing(start_run, mark, monkeypatch):
-    """Neither our reader nor torchtitan's own path to one runs code."""
+    """Finding, verifying and reading a checkpoint runs no code from it."""
     saved = start_run()
     saved.save(3)
     saved.save(6)

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from farsight.configs.check import UNSUPPORTED
 from farsight.configs.check_finetuning import NOT_FOR_FINETUNING
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.help import help_text
@@ -203,10 +202,10 @@ def test_help_of_parts_kinds_and_lists():
     assert "--position.rules.N.rotary.…  as [position.rotary]" in help_text(["position"])
 
 
-def test_help_leaves_out_what_is_always_refused():
-    text, finetune = help_text(), help_text((), FinetuneConfig, UNSUPPORTED | NOT_FOR_FINETUNING)
-    for option in UNSUPPORTED:
-        assert f"--{option}" not in [line.split("  ")[1] for line in text.splitlines() if line.startswith("  --")]
+def test_help_leaves_out_what_fine_tuning_always_refuses():
+    text, finetune = help_text(), help_text((), FinetuneConfig, NOT_FOR_FINETUNING)
+    for option in NOT_FOR_FINETUNING:
+        assert f"--{option}" not in [line.split("  ")[1] for line in finetune.splitlines() if line.startswith("  --")]
     assert "--parallelism.tensor_parallel_degree" in text
     assert "--parallelism.tensor_parallel_degree" not in finetune
 

@@ -8,10 +8,10 @@ from typing import get_args, get_origin
 import pytest
 import tomli_w
 
-from farsight.configs.check import UNSUPPORTED
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import build_config, load_config, parse_options, read_toml
 from farsight.configs.schema import JobConfig
+from farsight.configs.typed import default_of
 from farsight.errors import ConfigError
 from farsight.ranges import Range
 
@@ -21,8 +21,9 @@ def numbers(cls, path=""):
     for field in dataclasses.fields(cls):
         hint = typing.get_type_hints(cls, include_extras=True)[field.name]
         name = f"{path}{field.name}"
-        if name in UNSUPPORTED:  # refused whatever they hold
-            continue
+        of_kind = type(default_of(field))
+        if of_kind in get_args(hint) and "kind" in getattr(of_kind, "__dataclass_fields__", ()):
+            hint = of_kind  # the kind that an option without one belongs to
         spans = [a for h in (hint, *get_args(hint)) for a in (h, *get_args(h)) if isinstance(a, Range)]
         kinds = {t for h in (hint, *get_args(hint)) for t in (h, *get_args(h)) if t in (int, float)}
         if dataclasses.is_dataclass(hint):

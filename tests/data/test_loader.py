@@ -262,7 +262,7 @@ class TestResume:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 class TestCheckpoint:
-    """Through torch's distributed checkpoint, as torchtitan nests the loader in it."""
+    """Through torch's distributed checkpoint, as a run's checkpoints nest the loader in it."""
 
     @pytest.fixture
     def saved(self, mixed, tmp_path):

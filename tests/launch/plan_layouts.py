@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtitan.distributed import ParallelDims
 
 from farsight.configs.schema import JobConfig
 from farsight.configs.shipped import shipped_configs
 from farsight.model.build import ModelConfig, build_model, freeze_all_but, trained_layers
 from farsight.parallel.device import prepare_device
+from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.parallelize import parallelize
 from farsight.parallel.pipeline import LossShare, pipeline
 from farsight.training.stages import load_recipe
@@ -30,24 +30,13 @@ CONFIGS = shipped_configs()
 
 def parts_of_rank(config: JobConfig, rank: int, gpus: int) -> list[nn.Module]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=gpus)
-    p = config.parallelism
-    dims = ParallelDims(
-        dp_replicate=p.data_parallel_replicate_degree,
-        dp_shard=p.data_parallel_shard_degree,
-        cp=p.context_parallel_degree,
-        tp=p.tensor_parallel_degree,
-        pp=p.pipeline_parallel_degree,
-        ep=1,
-        etp=1,
-        world_size=gpus,
-    )
-    dims.build_mesh()
+    dims = ParallelDims.of(config, gpus)
     with torch.device("meta"):
         model = build_model(ModelConfig.from_job(config))
     freeze_all_but(model, trained_layers(config))
-    if dims.pp_enabled:
+    if dims.pp > 1:
         config.training.local_batch_size = max(config.training.local_batch_size, dims.pp)  # as the schedule asks for
-        _, parts, *_ = pipeline(model, dims, config, torch.device("cpu"), None, parallelize, LossShare())
+        _, parts = pipeline(model, dims, config, torch.device("cpu"), LossShare())
         return parts
     return [parallelize(model, dims, config)]
 

@@ -6,11 +6,11 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torchtitan.distributed import activation_checkpoint
 
 from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import build_config, load_config
+from farsight.configs.optimizers import of_kind
 from farsight.errors import ConfigError
 from farsight.launch.plan.__main__ import main as plan
 from farsight.launch.plan.costs import step_traffic
@@ -25,6 +25,7 @@ from farsight.model.adapt.layers import adapted
 from farsight.model.adapt.lora import add_lora, is_lora
 from farsight.model.adapt.quantized import fill, is_quantized, quantize_linears
 from farsight.model.build import ModelConfig, build_model
+from farsight.parallel.recompute import recompute
 from tests.running import ROOT
 
 CONFIGS = ROOT / "configs" / "finetune"
@@ -100,9 +101,7 @@ def built(config, device="cpu"):
                 model.init_parameter(parameter_name.removeprefix(".").replace("..", "."), parameter)
     model.fill_parameter = lambda name, parameter: None
     model.init_weights(torch.device(device))
-    if config.activation_checkpoint.mode != "none":
-        activation_checkpoint._layer_sac_count = 0  # torchtitan goes on counting from the last model's layers
-        activation_checkpoint.apply_ac(model, config.activation_checkpoint)
+    recompute(model, config)
     return model.train()
 
 
@@ -197,7 +196,7 @@ def test_gradients_and_moments_of_a_step():
     assert memory.optimizer == sum(value.numel() * value.element_size() for value in state)
 
 
-def test_moments_in_8_bits_are_bitsandbytes():
+def test_paged_moments_in_8_bits_are_bitsandbytes():
     """8-bit moments are for tensors of 4,096 numbers or more; the state is made without a step, which needs a GPU."""
     import bitsandbytes as bnb
 
@@ -208,14 +207,15 @@ def test_moments_in_8_bits_are_bitsandbytes():
     for index, parameter in enumerate(parameters):
         optimizer.init_state(optimizer.param_groups[0], parameter, 0, index)
     state = {id(v): v for values in optimizer.state.values() for v in values.values() if isinstance(v, torch.Tensor)}
-    config.optimizer.name = "AdamW8bit"
-    assert finetune_memory(config).optimizer == sum(v.numel() * v.element_size() for v in state.values())
+    config.optimizer = of_kind(config.optimizer, "paged_adamw8bit")
+    memory = finetune_memory(config)
+    assert memory.optimizer + memory.paged == sum(v.numel() * v.element_size() for v in state.values())
 
 
 def test_moments_that_leave_the_gpu():
     """bitsandbytes pages tensors of 100,000 numbers or more: all but the B of keys and values, 1,024 x 64."""
     config = paper("--garfa.enable=false")
-    config.optimizer.name = "PagedAdamW"
+    config.optimizer = of_kind(config.optimizer, "paged_adamw")
     memory, stay = finetune_memory(config), 8 * 10 * 2 * 1024 * 64
     assert (memory.optimizer, memory.paged) == (stay, 8 * 52_428_800 - stay)
     assert memory.peak == finetune_memory(paper("--garfa.enable=false")).peak - memory.paged - 4 * 140
@@ -408,7 +408,7 @@ def test_suggestions_save_what_they_say_and_fit():
     alone, enough = suggestions(Run.of(config), device)
     tried = [next(iter(change.options)) for change in alone]
     assert tried[:3] == ["training.local_batch_size", "activation_checkpoint.mode", "base_model.quantization"]
-    assert {"optimizer.name", "training.seq_len", "lora.rank", "lora.layers"} <= {*tried}
+    assert {"optimizer.kind", "training.seq_len", "lora.rank", "lora.layers"} <= {*tried}
     for change in alone:
         assert finetune_memory(changed(config, change.options)).peak == change.peak < before
     assert finetune_memory(changed(config, enough)).peak <= device.usable
@@ -433,9 +433,9 @@ ZERO_2 = ("--engine=deepspeed", "--deepspeed.zero_stage=2", "--base_model.quanti
 @pytest.mark.parametrize(
     ("options", "ranks", "left_out"),
     [
-        (ZERO_2, 1, {"optimizer.name"}),
-        (("--base_model.quantization=none",), 4, {"optimizer.name"}),
-        (("--base_model.quantization=none", "--compile.enable"), 4, {"optimizer.name", "base_model.quantization"}),
+        (ZERO_2, 1, {"adamw8bit", "paged_adamw8bit"}),
+        (("--base_model.quantization=none",), 4, {"paged_adamw8bit"}),
+        (("--base_model.quantization=none", "--compile.enable"), 4, {"paged_adamw8bit", "base_model.quantization"}),
         (("--base_model.quantization=none", "--parallelism.data_parallel_replicate_degree=4",
           "--parallelism.data_parallel_shard_degree=1"), 4, set()),
     ],
@@ -447,9 +447,9 @@ def test_what_a_run_would_refuse_is_not_suggested(options, ranks, left_out, monk
     alone, _ = suggestions(Run.of(config, ranks), Device("none", 2**20))
     for change in alone:
         check_base(changed(config, change.options), ranks)
-    tried = {name for change in alone for name in change.options}
+    tried = {name for change in alone for option in change.options.items() for name in option}
     assert "training.local_batch_size" in tried
-    assert {"optimizer.name", "base_model.quantization"} - tried == left_out
+    assert {"adamw8bit", "paged_adamw8bit", "base_model.quantization"} - tried == left_out
 
 
 def test_plan_of_a_fine_tuning_config(tmp_path, capsys):

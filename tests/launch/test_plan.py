@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torchtitan.distributed import activation_checkpoint
 
 from farsight.configs.load import build_config
 from farsight.configs.shipped import shipped_configs
@@ -26,7 +25,7 @@ from farsight.launch.plan.suggest import as_options
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.position.scope import geometric_scopes
 from farsight.parallel.context import pieces
-from farsight.parallel.parallelize import saved_ops
+from farsight.parallel.recompute import recompute
 from farsight.training.stages import load_recipe
 from tests.running import ROOT, environment
 
@@ -118,9 +117,7 @@ def saved_bytes(config):
     """Bytes of the distinct storages that autograd keeps after a forward pass, without parameters."""
     model = build_model(ModelConfig.from_job(config))
     model.init_weights(torch.device("cpu"))
-    if config.activation_checkpoint.mode != "none":
-        activation_checkpoint._layer_sac_count = 0  # torchtitan goes on counting from the last model's layers
-        activation_checkpoint.apply_ac(model, config.activation_checkpoint, op_sac_save_list=saved_ops(config))
+    recompute(model, config)
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     storages = {}  # the tensors are kept, so that no address comes twice
 

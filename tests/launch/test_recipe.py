@@ -52,7 +52,7 @@ def test_scope_llama3_8b_is_table_5():
     assert training[2].steps == 50
     batches = [t.global_batch_size * t.seq_len for t in training]
     assert batches == [pytest.approx(b, rel=0.05) for b in (500e3, 2e6, 4e6)]
-    assert all(s.config.optimizer.name == "AdamW" and s.config.optimizer.weight_decay == 0.1 for s in stages)
+    assert all(s.config.optimizer.kind == "adamw" and s.config.optimizer.weight_decay == 0.1 for s in stages)
     for stage in stages:
         config = ModelConfig.from_job(stage.config)
         assert isinstance(config.position.rotary, NoRotary)
@@ -211,7 +211,7 @@ def test_lasp_is_table_4_with_five_arms():
         assert (c.training.seq_len, c.training.global_batch_size) == (96384, 32)
         assert 96384 * 32 * c.training.steps == pytest.approx(5e9, rel=1e-3)
         o = c.optimizer
-        assert (o.name, o.lr, o.beta1, o.beta2) == ("AdamW", 3.6e-5, 0.9, 0.95)
+        assert (o.kind, o.lr, o.beta1, o.beta2) == ("adamw", 3.6e-5, 0.9, 0.95)
         assert c.lr_scheduler.decay_type == "cosine"
         assert [s.min_tokens for s in c.data.sources] == [131072]
         assert c.position == position
@@ -243,7 +243,7 @@ def test_nano_recipes_are_table_3_or_extend_it_and_cover_every_mechanism():
             assert (t.seq_len, t.global_batch_size * t.seq_len) == (4096, 96 * 1024)
         else:
             assert (t.seq_len, t.steps, t.global_batch_size, c.optimizer.lr) == (1024, 40_000, 96, 3e-4)
-        assert (c.optimizer.name, c.optimizer.beta1, c.optimizer.beta2) == ("AdamW", 0.9, 0.999)
+        assert (c.optimizer.kind, c.optimizer.beta1, c.optimizer.beta2) == ("adamw", 0.9, 0.999)
         assert t.mixed_precision_param == "bfloat16"
         p = c.position
         used |= {type(p.rotary), type(p.heads), type(p.bias), type(p.lasp), p.embedding}

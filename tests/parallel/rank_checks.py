@@ -11,7 +11,6 @@ import itertools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torchtitan.distributed import ParallelDims
 
 from farsight.configs.load import build_config
 from farsight.configs.schema import Scope
@@ -23,6 +22,7 @@ from farsight.model.position.scope import head_scopes
 from farsight.parallel.context import SequenceLayout, reaches, received_bytes
 from farsight.parallel.device import prepare_device
 from farsight.parallel.halo import Context
+from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.parallelize import parallelize
 from tests.kernels.test_scoped_attention import documents, draw, sees
 
@@ -103,7 +103,7 @@ def check_logits() -> None:
     for model in (whole, divided):
         train_garfa(model, [1])
     whole.init_weights()
-    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=4, pp=1, ep=1, etp=1, world_size=4)
+    dims = ParallelDims(4, tp=4)
     parallelize(divided, dims, config)
     divided.init_weights()
     tokens, positions = torch.arange(64).view(2, 32) * 7 % 64, torch.arange(32)[None]

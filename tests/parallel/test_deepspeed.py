@@ -1,4 +1,4 @@
-"""engine = "deepspeed": the same losses, weights and checkpoints as with torchtitan, and its refusals."""
+"""engine = "deepspeed": the same losses, weights and checkpoints as with PyTorch's FSDP, and its refusals."""
 
 import shutil
 import tomllib
@@ -81,7 +81,7 @@ def test_a_zero_3_run_goes_on_bit_for_bit(zero_3, tmp_path):
         assert torch.equal(a[name], b[name]), name
 
 
-def test_a_zero_3_checkpoint_of_two_ranks_is_that_of_one_torchtitan_process(one_process, zero_3):
+def test_a_zero_3_checkpoint_of_two_ranks_is_that_of_one_process_without_it(one_process, zero_3):
     """The same names, shapes and, up to rounding, values: each engine can resume the other's checkpoints."""
     ours, theirs = (contents(folder / "checkpoint" / "step-4") for folder in (zero_3, one_process))
     assert ours.keys() == theirs.keys()
@@ -95,7 +95,7 @@ def test_a_zero_3_checkpoint_of_two_ranks_is_that_of_one_torchtitan_process(one_
             assert tensor == theirs[name], name
 
 
-def test_zero_2_goes_on_from_a_checkpoint_of_one_torchtitan_process(one_process, tmp_path):
+def test_zero_2_goes_on_from_a_checkpoint_of_one_process_without_it(one_process, tmp_path):
     copy = stopped_at_step_2(one_process, tmp_path / "copy")
     train(copy, *SHORT, *ZERO_2, ranks=2)
     assert_same_run(copy, one_process)
@@ -115,7 +115,7 @@ def test_weights_of_a_model_directory_stay_when_a_gradient_is_not_finite(one_pro
     command = train_command(tmp_path / "run", *start, "--deepspeed.zero_stage", "3")
     trainer = Trainer(load_config(command[2:]))
     try:
-        trainer.checkpointer.load()
+        trainer.checkpoints.load()
         expected = weights(one_process)
 
         def assert_unchanged():
@@ -129,10 +129,9 @@ def test_weights_of_a_model_directory_stay_when_a_gradient_is_not_finite(one_pro
         next(trainer.model_parts[0].parameters()).register_hook(lambda gradient: gradient * float("inf"))
         trainer.step += 1
         with pytest.raises(NonFiniteError, match=r"step 1: loss \d.*gradient norm inf"):
-            trainer.train_step(trainer.batch_generator(trainer.dataloader))
+            trainer.train_step(trainer.micro_batches())
         assert_unchanged()
     finally:
-        trainer.dataloader.close()
         trainer.close()
         torch.distributed.destroy_process_group()
 
@@ -155,7 +154,7 @@ def test_the_engine_is_an_option_of_no_section():
     config = load_config(["--engine", "deepspeed", "--deepspeed.zero_stage", "3"])
     assert (config.engine, config.deepspeed.zero_stage) == ("deepspeed", 3)
     assert build_config(tomllib.loads(to_toml(config))) == config
-    assert build_config({}).engine == "torchtitan"
+    assert build_config({}).engine == "pytorch"
     assert "--engine" in help_text(["engine"])
     assert "--deepspeed.offload_parameters" in help_text(["deepspeed"])
 

@@ -5,7 +5,7 @@ import torch
 
 import farsight.kernels.scoped_attention.banded.banded  # noqa: F401  registers the operator
 from farsight.configs.load import build_config
-from farsight.parallel.parallelize import saved_ops
+from farsight.parallel.recompute import saved_ops
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from farsight.configs.load import load_config
 from farsight.errors import ConfigError
 from farsight.launch.plan.text import summary
-from farsight.training.finetune.spec import load_finetune_config
+from farsight.training.finetune.model import load_finetune_config
 from farsight.training.run_folder import lock_run_folder
 from farsight.training.start import report_theta
 from tests.finetuned import write_base

@@ -29,8 +29,10 @@ from farsight.model.adapt.garfa import garfa_of
 from farsight.model.adapt.layers import adapted_layers
 from farsight.model.adapt.quantized import dequantize
 from farsight.model.build import ModelConfig
-from farsight.training.finetune.optimizer import FinetuneOptimizers, build_schedules, rate, trained_parameters
-from farsight.training.finetune.spec import build_adapted
+from farsight.parallel.meshes import ParallelDims
+from farsight.training.finetune.model import build_adapted
+from farsight.training.optimizers.build import build_optimizers, trained_parameters
+from farsight.training.optimizers.container import set_rates
 from tests.finetuned import ARCHITECTURE, adapted_model, finetune_config, precision, tokens, write_base
 
 
@@ -208,7 +210,7 @@ def test_numbers_of_parameters_of_the_paper():
     a = Architecture(vocab_size=128256, dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, ffn_dim=14336)
     config.architecture, config.position, config.trained_length = a, Position(rotary=Llama3Rope()), 131072
     with torch.device("meta"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farsight.training.finetune.spec.BaseWeights", lambda model, config: None)
+        patch.setattr("farsight.training.finetune.model.BaseWeights", lambda model, config: None)
         weights = trained_parameters(build_adapted(config))
     lora = sum(p.numel() for name, p in weights.items() if "lora" in name)
     assert (lora, sum(p.numel() for p in weights.values()) - lora) == (52_428_800, 80)
@@ -249,22 +251,18 @@ def test_groups_have_their_own_rates(base):
     config = finetune_config(base, garfa=GarfaTraining(lr=1e-3, weight_decay=0.0, warmup_ratio=0.5))
     config.training.steps = 8
     config.lr_scheduler.warmup_steps, config.lr_scheduler.min_lr_factor = 2, 0.1
-    optimizers = FinetuneOptimizers(config, adapted_model(config))
-    schedules = build_schedules(config, optimizers)
-    (optimizer,) = optimizers
+    (optimizer,) = build_optimizers(config, [adapted_model(config)], ParallelDims(1)).optimizers
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
     assert [p.numel() for p in optimizer.param_groups[1]["params"]] == [2] * 4
     rates = []
-    for _ in range(8):
+    for step in range(8):
+        assert set_rates([optimizer], step) == optimizer.param_groups[0]["lr"]
         rates.append([group["lr"] for group in optimizer.param_groups])
-        optimizer.step()
-        schedules.step()
     lora, garfa = zip(*rates, strict=True)
     cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * i / 6)) for i in range(6)]
     assert lora == pytest.approx([1e-4, 2e-4, *[2e-4 * c for c in cosine]])
     falling = [0.5 * (1 + math.cos(math.pi * i / 4)) for i in range(4)]
     assert garfa == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, *[1e-3 * c for c in falling]])
-    assert rate(0, steps=5, warmup=0, decay="linear", least=0.0) == 1.0
 
 
 def test_whole_layers_train_in_fp32(base):

@@ -232,8 +232,8 @@ def test_other_settings_are_refused_until_they_are_accepted(start_run, caplog, n
 def test_another_optimizer_is_refused_in_any_case(start_run):
     saved = start_run()
     saved.save(3)
-    other = {"sections": {"optimizer": {"name": "Adam"}}, "accept_changes": ["position", "optimizer"]}
-    says = r"saved with optimizer\.name = 'AdamW', here it is 'Adam'"
+    other = {"sections": {"optimizer": {"kind": "adam"}}, "accept_changes": ["position", "optimizer"]}
+    says = r"saved with optimizer\.kind = 'adamw', here it is 'adam'"
     with pytest.raises(ConfigError, match=says):
         start_run(**other).load()
     from_there = {"folder": "other", "initial_load_path": str(saved.folder / "step-3")}

@@ -69,7 +69,7 @@ def test_a_run_leaves_what_it_promises(undisturbed):
         ["--parallelism.context_parallel_degree", "2", "--training.local_batch_size", "4"],
         ["--parallelism.context_parallel_degree", "2", "--training.local_batch_size", "4",
          "--parallelism.context_parallel_load_balancer", "contiguous", "--activation_checkpoint.mode", "full",
-         "--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager"],
+         "--compile.enable", "--compile.backend", "aot_eager"],
     ],
     ids=["ddp", "fsdp", "ddp-accumulation", "fsdp-accumulation", "cp-zigzag", "cp-contiguous-recomputed-compiled"],
 )  # fmt: skip
@@ -119,7 +119,7 @@ def assert_same_losses(a, b):
     [
         ["--activation_checkpoint.mode", "full"],
         ["--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op",
-         "--compile.enable", "--compile.components", "model", "--compile.backend", "aot_eager"],
+         "--compile.enable", "--compile.backend", "aot_eager"],
     ],
     ids=["recomputed", "selective-compiled"],
 )  # fmt: skip
@@ -199,7 +199,7 @@ def test_an_optimizer_can_be_carried_over(undisturbed, tmp_path):
     start = str(undisturbed / "checkpoint" / "step-12")
     carried = [
         "--checkpoint.initial_load_path", start, "--checkpoint.no_initial_load_model_only",
-        "--checkpoint.exclude_from_loading", "dataloader,lr_scheduler,train_state",
+        "--checkpoint.exclude_from_loading", "dataloader,train_state",
     ]  # fmt: skip
     constant = ["--training.steps", "3", "--lr_scheduler.warmup_steps", "0", "--checkpoint.interval", "2"]
     train(tmp_path / "carried", *carried, *constant)
@@ -214,7 +214,7 @@ def test_a_carried_optimizer_keeps_the_new_learning_rate(undisturbed, tmp_path):
     """With a tiny learning rate the first step must not move the weights, whatever the rate of the previous run."""
     train(
         tmp_path / "cold", "--checkpoint.initial_load_path", str(undisturbed / "checkpoint" / "step-12"),
-        "--checkpoint.no_initial_load_model_only", "--checkpoint.exclude_from_loading", "dataloader,lr_scheduler,train_state",
+        "--checkpoint.no_initial_load_model_only", "--checkpoint.exclude_from_loading", "dataloader,train_state",
         "--training.steps", "2", "--lr_scheduler.warmup_steps", "0", "--optimizer.lr", "1e-12", "--optimizer.weight_decay", "0",
     )  # fmt: skip
     before, after = weights(undisturbed), weights(tmp_path / "cold")

@@ -1,21 +1,16 @@
-"""The TrainSpec of fine-tuning: the base with adapters, an optimizer of two groups, and instruction data.
+"""The model of fine-tuning: a base with adapters.
 
 `with_base` completes the config from the base, `build_adapted` builds the model, and `BaseWeights` fills its weights.
-`training/trainer.py` has the loop.
 """
 
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchtitan.protocols.train_spec import TrainSpec, _extra_train_specs, register_train_spec
 
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.model_dir.api import check_tensors
@@ -24,25 +19,19 @@ from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.load import load_config
 from farsight.configs.schema import Architecture
-from farsight.data.instructions.loader import build_instruction_loader, build_instruction_validation_loader
 from farsight.data.tokenizers.tokenizer import find_tokenizer_dir
 from farsight.errors import ConfigError
 from farsight.model.adapt.garfa import train_garfa
 from farsight.model.adapt.layers import adapted
 from farsight.model.adapt.lora import add_lora, by_linear, initial_lora, is_lora
 from farsight.model.adapt.quantized import dequantize, fill, is_quantized, quantize_linears, unpack_parameters
-from farsight.model.build import ModelConfig, build_model, count_parameters
-from farsight.model.flops import Adapters, batch_flops
+from farsight.model.build import ModelConfig, build_model
+from farsight.model.flops import Adapters
 from farsight.model.llama import Llama, copy_whole, unwrapped
-from farsight.parallel.parallelize import parallelize
-from farsight.parallel.pipeline import LossShare
 from farsight.progress import progress
 from farsight.training.finetune.base import take_base
-from farsight.training.finetune.optimizer import GARFA, build_optimizers, build_schedules, trained_parameters
-from farsight.training.metrics import RunMetrics
-from farsight.training.spec import ModelArgs, build_tokenizer
+from farsight.training.optimizers.build import GARFA, trained_parameters
 from farsight.training.start import names_theta
-from farsight.training.validation import Validator
 
 # ── Config ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -129,8 +118,7 @@ def build_adapted(config: FinetuneConfig) -> Llama:
 
 
 def _trained_alone(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Removes the base from a state dict, including the non-parameters that bitsandbytes' layers add; torchtitan makes one
-    while it builds."""
+    """Removes the base from a state dict, including the non-parameters that bitsandbytes' layers add."""
     trained = {prefix + name for name in trained_parameters(model)}
     for name in [*state]:
         if unwrapped(name) not in trained:
@@ -200,74 +188,3 @@ def whole_weights(model: nn.Module) -> dict[str, Tensor]:
         if os.environ.get("RANK", "0") == "0":
             weights[name] = whole.cpu()
     return weights
-
-
-# ── torchtitan's spec ─────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass
-class FinetuneModelArgs(ModelArgs):
-    """Pre-training's model arguments, with adapters."""
-
-    job: FinetuneConfig | None = None
-
-    def update_from_config(self, job_config: Any, **kwargs: Any) -> None:
-        super().update_from_config(job_config, **kwargs)
-        self.job = job_config
-
-    def build(self) -> nn.Module:
-        assert self.job is not None
-        return build_adapted(self.job)
-
-    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Returns the number of parameters, however they are stored, and FLOPs per token."""
-        assert self.config is not None
-        assert self.job is not None
-        trained, a, layers = trained_parameters(model), self.config.architecture, self.config.layers()
-        positions = torch.arange(seq_len)[None]
-        flops = batch_flops(a, layers, positions, self.trained_layers, adapters_of(self.job, model)) // seq_len
-        added = sum(p.numel() for name, p in trained.items() if is_lora(name) or name.endswith(GARFA))
-        return count_parameters(self.config) + added, flops
-
-
-def register_finetuning(config: FinetuneConfig) -> None:
-    """Registers fine-tuning's TrainSpec with torchtitan as `model.name = "farsight"`."""
-    _extra_train_specs.pop("farsight", None)
-    register_train_spec(
-        "farsight",
-        TrainSpec(
-            model_cls=FinetuneModelArgs.build,  # type: ignore[arg-type]  # torchtitan asks for a class
-            model_args={config.model.flavor: FinetuneModelArgs()},
-            parallelize_fn=parallelize,
-            pipelining_fn=None,
-            build_optimizers_fn=lambda parts, *_: build_optimizers(config, parts[0]),
-            build_lr_schedulers_fn=lambda optimizers, *_: build_schedules(config, optimizers),
-            build_dataloader_fn=_build_loader,
-            build_tokenizer_fn=build_tokenizer,  # type: ignore[arg-type]  # takes our config, a subclass
-            build_loss_fn=lambda job_config, **_: LossShare(),
-            build_validator_fn=partial(
-                Validator, build_batches=partial(build_instruction_validation_loader, multiple=_multiple(config))
-            ),
-            build_metrics_processor_fn=RunMetrics,
-        ),
-    )
-
-
-def _multiple(config: FinetuneConfig) -> int:
-    """The number that row lengths are padded to a multiple of: 8 for the matrix units, and the context-parallel spans."""
-    return math.lcm(8, 2 * config.parallelism.context_parallel_degree)
-
-
-def _build_loader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: FinetuneConfig) -> Any:
-    """Builds the loader, and sets `training.steps` from the epochs; schedules are built later and use it.
-
-    Raises:
-        ConfigError: the warm-up is longer than the run.
-    """
-    loader = build_instruction_loader(job_config, tokenizer, dp_rank, dp_world_size, _multiple(job_config))
-    if not job_config.training.steps:
-        job_config.training.steps = loader.steps_for(job_config.training.epochs)
-    steps, warmup = job_config.training.steps, job_config.lr_scheduler.warmup_steps
-    if warmup > steps:
-        raise ConfigError(f"lr_scheduler.warmup_steps = {warmup} exceeds the run's {steps} steps.")
-    return loader

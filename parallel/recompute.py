@@ -1,0 +1,86 @@
+"""Activation checkpointing: what the backward pass recomputes, block by block."""
+
+import os
+from collections import Counter
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from farsight.configs.schema import JobConfig
+from farsight.model.llama import Llama
+
+
+def recompute(model: Llama, config: JobConfig) -> None:
+    """Wraps the blocks that `activation_checkpoint` asks for, in place, before they are compiled."""
+    options, compiled = config.activation_checkpoint, config.compile.enable
+    if options.mode == "none":
+        return
+    if compiled:
+        # Dynamo would run a later graph with dynamic shapes where the policy has counted the operators of the first: a
+        # pipeline's second micro-batch would fail (pytorch issue 166926).
+        torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]  # not in PyTorch's stubs
+    if options.mode == "memory_budget":
+        if options.visualize_memory_budget_pareto:
+            folder = os.path.join(config.job.dump_folder, "memory_budget_pareto")
+            os.makedirs(folder, exist_ok=True)
+            torch._functorch.config.memory_budget_pareto_dir = folder
+            torch._functorch.config.visualize_memory_budget_pareto = True
+        torch._functorch.config.activation_memory_budget = options.memory_budget
+        return
+    how: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state, "early_stop": options.early_stop}
+    every = 1
+    if options.mode == "selective" and options.selective_ac_option == "op":
+        kept = saved_ops(config)
+        how["context_fn"] = lambda: create_selective_checkpoint_contexts(_Policy(kept))
+    elif options.mode == "selective":
+        every = max(1, int(options.selective_ac_option))
+    for number, (name, block) in enumerate([*model.layers.named_children()], start=1):
+        if number % every == 0:
+            model.layers.register_module(name, checkpoint_wrapper(block, **how))
+
+
+class _Policy:
+    """Keeps the results of the costliest operators, but of matrix products only every second one."""
+
+    def __init__(self, kept: set[Any]) -> None:
+        self.kept, self.products = kept, Counter[bool]()
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        keep = operator in self.kept
+        if operator == torch.ops.aten.mm.default:
+            self.products[context.is_recompute] += 1  # forward and recomputation count the same products
+            keep = self.products[context.is_recompute] % 2 == 1
+        elif operator == torch.ops.aten._to_copy.default and "cuda" in str(args[0].device):
+            keep = str(kwargs.get("device")) == "cpu"  # a copy to the host waits for the GPU
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def saved_ops(config: JobConfig) -> set[Any]:
+    """Operators whose results "op" saves, because they are the most expensive to recompute."""
+    attention: set[Any] = {torch.ops.farsight.banded_attention.default}
+    match config.attention.backend:
+        case "triton" | "auto" if torch.cuda.is_available() and find_spec("triton"):
+            from farsight.kernels.scoped_attention.triton import attention as triton_attention  # noqa: F401  registers its operator
+
+            attention.add(torch.ops.farsight.triton_attention.default)
+        case (
+            "flex"
+        ):  # visible only if blocks are compiled; otherwise it is inside a compiled function and is recomputed
+            attention.add(torch._higher_order_ops.flex_attention)
+        case "flash":
+            from farsight.kernels.scoped_attention import flash
+
+            flash.package()  # registers its operators
+            ops = torch.ops.flash_attn
+            attention |= {ops._flash_attn_forward.default, ops._flash_attn_varlen_forward.default}
+    return {
+        *attention,
+        torch.ops.aten.mm.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        # The absolute maximum scales a float8 cast.
+        torch.ops.aten.max.default,
+        torch._higher_order_ops.inductor_compiled_code,
+    }
