@@ -1,15 +1,17 @@
 """Optimizers by kind: against PyTorch's own on whole matrices, the same in every layout, and resumed under another one."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
-from farsight.configs.load import build_config
-from farsight.configs.optimizers import Adam, AdamW, AdamW8bit, Muon
+from farsight.configs.load import build_config, load_config
+from farsight.configs.optimizers import Adam, AdamW, AdamW8bit, FinetuneOptimizer, Muon, Optimizer
 from farsight.errors import ConfigError
 from farsight.parallel.meshes import ParallelDims
+from farsight.training.optimizers.build import KINDS as BUILDERS
 from farsight.training.optimizers.build import build_optimizers
 from farsight.training.optimizers.muon import is_matrix
 from farsight.training.schedule import rate
@@ -142,6 +144,17 @@ def test_bytes_are_those_of_the_state(kind):
 def test_every_kind_checks_its_numbers(kind, option, value, says):
     with pytest.raises(ConfigError, match=rf"optimizer\.{option} = .*{says}"):
         build_config({"optimizer": {"kind": kind, option: value}})
+
+
+def test_every_kind_of_the_configs_is_built():
+    assert {cls.kind for cls in (*get_args(Optimizer), *get_args(FinetuneOptimizer))} == BUILDERS.keys()
+
+
+def test_another_kind_keeps_the_options_that_all_have(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text('[optimizer]\nkind = "adamw"\nlr = 0.5\nbeta2 = 0.7\nimplementation = "foreach"\n')
+    config = load_config(["--job.config_file", str(path), "--optimizer.kind", "muon"])
+    assert config.optimizer == Muon(lr=0.5, beta2=0.7)
 
 
 def test_what_a_kind_does_not_have_is_refused():
