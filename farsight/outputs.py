@@ -40,7 +40,7 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def write_json(path: Path | None, figures: Mapping[str, Any], allow_nan: bool = True) -> None:
-    """Writes the figures, if --json named a file for them.
+    """Writes the figures if there is a path: --json may have named none.
 
     Raises:
         ValueError: without `allow_nan`, a figure is NaN or infinite.
