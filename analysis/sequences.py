@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from farsight.cli import bounded, positive
+from farsight.cli import natural, positive
 from farsight.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def add_text_options(parser: argparse.ArgumentParser, sequences: int, seed: bool
         "--sequences", type=positive, default=sequences, metavar="N", help="sequences to read, at most (%(default)s)"
     )
     if seed:
-        parser.add_argument("--seed", type=bounded(int, least=0), default=0, help="random seed (%(default)s)")
+        parser.add_argument("--seed", type=natural, default=0, help="random seed (%(default)s)")
 
 
 def read_sequences(path: Path, tokenizer: Tokenizer, length: int, most: int) -> Tensor:

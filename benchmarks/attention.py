@@ -7,9 +7,7 @@ short sequence, against the reference in their own dtype. Scopes are SCOPE's exp
 γ = T^(1/N); dense heads and windows of 1,024 tokens are controls. It needs only torch and, on a GPU, Triton.
 """
 
-import argparse
 import gc
-import json
 import os
 import sys
 import time
@@ -32,8 +30,9 @@ from farsight.benchmarks.attention_rows import (
     scoped_backends,
 )
 from farsight.benchmarks.layer_stack import StackShape
-from farsight.cli import bounded, command
+from farsight.cli import command, new_parser, positive
 from farsight.kernels.scoped_attention import BACKENDS
+from farsight.outputs import add_json_option, write_json
 
 
 def table(rows: list[dict]) -> str:
@@ -101,43 +100,26 @@ SIZES = {
 @command
 def main(argv: list[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.attention",
-        description="Time scoped attention against PyTorch's dense causal attention, after checking both: the kernels "
-        "alone, decoding from a cache, reading a prompt in chunks, and a training step of a model's layers.",
-    )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
-    parser.add_argument("--quick", action="store_true", help="short sequences: under a minute on two cores")
-    parser.add_argument("--passes", choices=PASSES, nargs="+", default=list(PASSES), help="what to time (default: all)")
-    parser.add_argument(
-        "--lengths",
-        type=bounded(int, least=1),
-        nargs="+",
-        metavar="T",
-        help="tokens, for all passes (default: by pass and device)",
-    )
-    parser.add_argument(
-        "--scopes", choices=SCOPES, nargs="+", default=list(SCOPES), help="for the kernels alone (default: all)"
-    )
-    parser.add_argument(
+    parser = new_parser("python -m benchmarks.attention", __doc__)
+    add = parser.add_argument
+    add("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
+    add("--quick", action="store_true", help="short sequences: under a minute on two cores")
+    add("--passes", choices=PASSES, nargs="+", default=list(PASSES), help="what to time (default: all)")
+    add("--lengths", type=positive, nargs="+", metavar="T", help="tokens, for all passes (default: by pass and device)")
+    add("--scopes", choices=SCOPES, nargs="+", default=list(SCOPES), help="for the kernels alone (default: all)")
+    add(
         "--backends",
         choices=BACKENDS,
         nargs="+",
         help="of ours, for the kernels alone; prompts and training take the first (default: banded; triton and flex, and "
         "flash if it is installed, on GPUs)",
     )
-    parser.add_argument(
-        "--heads", type=bounded(int, least=1), metavar="N", help="query heads (default: 16; 32 on GPUs)"
-    )
-    parser.add_argument(
-        "--kv-heads", type=bounded(int, least=1), metavar="K", help="key-value heads, a divisor of N (default: 16; 8)"
-    )
-    parser.add_argument("--head-dim", type=bounded(int, least=1), metavar="H", help="(default: 64; 128)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="(default: float32; bfloat16)")
-    parser.add_argument(
-        "--repeats", type=bounded(int, least=1), help="timed runs of each kernel; the median counts (default: 5)"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file, after each measurement")
+    add("--heads", type=positive, metavar="N", help="query heads (default: 16; 32 on GPUs)")
+    add("--kv-heads", type=positive, metavar="K", help="key-value heads, a divisor of N (default: 16; 8)")
+    add("--head-dim", type=positive, metavar="H", help="(default: 64; 128)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="(default: float32; bfloat16)")
+    add("--repeats", type=positive, help="timed runs of each kernel; the median counts (default: 5)")
+    add_json_option(parser, "the rows, after each measurement,")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not cuda:
         parser.error("--device cuda, but PyTorch sees no GPU here: use --device cpu")
@@ -182,12 +164,11 @@ def main(argv: list[str] | None = None) -> int:
         except (RuntimeError, ValueError, WrongNumbersError) as error:  # the other measurements are still worth having
             left_out.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
         gc.collect()
-        if args.json:
-            result = {
-                "device": device_name(args.device), "torch": torch.__version__, "threads": torch.get_num_threads(),
-                "rows": rows, "left_out": left_out,
-            }  # fmt: skip
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
+        result = {
+            "device": device_name(args.device), "torch": torch.__version__, "threads": torch.get_num_threads(),
+            "rows": rows, "left_out": left_out,
+        }  # fmt: skip
+        write_json(args.json, result)
     print(
         f"{device_name(args.device)}, {torch.get_num_threads()} threads, torch {torch.__version__}; "
         f"{str(dtype).removeprefix('torch.')}; {time.perf_counter() - begin:.0f} s"

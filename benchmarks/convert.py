@@ -8,9 +8,7 @@ run it; the round trip has to give back the same bytes. Peak memory is that proc
 Python and torch themselves is reported separately.
 """
 
-import argparse
 import hashlib
-import json
 import os
 import shutil
 import statistics
@@ -27,9 +25,10 @@ from tqdm import tqdm
 
 from farsight import cli
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.cli import bounded
+from farsight.cli import above_zero, new_parser, positive
 from farsight.configs.schema import Architecture, Position, Rope
 from farsight.model.build import ModelConfig, build_model
+from farsight.outputs import add_json_option, write_json
 
 GB = 10**9
 
@@ -129,20 +128,13 @@ def measure(width: int, shard_bytes: int, rounds: int, folder: Path) -> dict[str
 
 @cli.command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--width", type=bounded(int, least=1), default=1024, help="hidden size, a multiple of 64 (default: 1024)"
-    )
-    parser.add_argument(
-        "--shard-gb", type=bounded(float, above=0), default=5.0, help="size of a shard in GB (default: 5)"
-    )
-    parser.add_argument("--rounds", type=bounded(int, least=1), default=3, help="runs of each (default: 3)")
-    parser.add_argument(
-        "--folder", type=Path, help="work in a new folder in this one (default: the system's temporary)"
-    )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    parser = new_parser("python -m benchmarks.convert", __doc__)
+    add = parser.add_argument
+    add("--width", type=positive, default=1024, help="hidden size, a multiple of 64 (default: 1024)")
+    add("--shard-gb", type=above_zero, default=5.0, help="size of a shard in GB (default: 5)")
+    add("--rounds", type=positive, default=3, help="runs of each (default: 3)")
+    add("--folder", type=Path, help="work in a new folder in this one (default: the system's temporary)")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     if options.width < 64 or options.width % 64:
         parser.error(f"--width {options.width} must be a multiple of 64: 32 heads of an even size")
@@ -158,8 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['what']:<10}{row['gb_per_second']:>8.2f}{row['seconds']:>10.1f}{row['peak_bytes'] / GB:>10.2f}"
             f"{row['peak_over_largest_shard']:>17.2f}x"
         )
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ greedily. They are timed only after their logits of a step, or their tokens, agr
 heads dense, compared with `transformers` and its own cache on the exported directory.
 """
 
-import argparse
 import gc
-import json
 import statistics
 import tempfile
 import time
@@ -25,14 +23,14 @@ from torch import Tensor
 from tqdm import tqdm
 
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.cli import bounded, command
+from farsight.cli import command, natural, new_parser, positive
 from farsight.configs.load import build_config
 from farsight.inference.decoder import Decoder, Rows
 from farsight.inference.kv_cache import RollingLayer
 from farsight.inference.sampling import GREEDY, choose
 from farsight.kernels.scoped_attention import RollingCache
 from farsight.model.build import ModelConfig, build_model
-from farsight.outputs import check_outputs
+from farsight.outputs import add_json_option, write_json
 
 WARM_UP = 2
 TOLERANCE = 1e-4
@@ -195,22 +193,15 @@ def measure(
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--length", type=bounded(int, least=1), default=16384, help="tokens in the cache (default: 16384)"
-    )
-    parser.add_argument("--tokens", type=bounded(int, least=1), default=16, help="tokens of a turn (default: 16)")
-    parser.add_argument(
-        "--rounds", type=bounded(int, least=1), default=5, help="turns of each that are timed (default: 5)"
-    )
-    parser.add_argument("--layers", type=bounded(int, least=0), default=0, help="fewer than nano's, for a trial")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    parser = new_parser("python -m benchmarks.decode", __doc__)
+    parser.add_argument("--length", type=positive, default=16384, help="tokens in the cache (default: 16384)")
+    parser.add_argument("--tokens", type=positive, default=16, help="tokens of a turn (default: 16)")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of each that are timed (default: 5)")
+    parser.add_argument("--layers", type=natural, default=0, help="fewer than nano's, for a trial")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     if min(options.length, options.tokens, options.rounds) < 1:
         parser.error("--length, --tokens and --rounds take 1 or more")
-    check_outputs(parser, options)
     layouts = ("sorted", "interleaved", "group_balanced")
     result = measure(options.length, options.tokens, options.rounds, options.layers, layouts)
     print(f"{'':<24}{'cache':<16}{'MiB':>9}{'tokens/s':>11}{'spread':>9}{'ratio':>9}{'turn by turn':>15}")
@@ -222,8 +213,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(
         f"{options.length:,} tokens in the cache, medians of {options.rounds}; logits agree to {result['logits_agree_to']:.1e}"
     )
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ they fell. A run passes if it resumes from its newest complete checkpoint, whose
 the steps since that one, and ends with the same rows in metrics.jsonl and the same weights, bit for bit.
 """
 
-import argparse
 import json
 import random
 import re
@@ -29,8 +28,8 @@ from farsight.benchmarks.tiny import MODEL, SETTINGS
 from farsight.checkpoints.dcp import COMPLETE
 from farsight.checkpoints.intact.check import faults
 from farsight.checkpoints.steps import complete_steps, step_folders
-from farsight.cli import bounded, command
-from farsight.files import prepare_file
+from farsight.cli import bounded, command, new_parser, positive
+from farsight.outputs import add_json_option, write_json
 
 CONFIG = (
     MODEL
@@ -304,19 +303,13 @@ def table(kills: Sequence[Kill]) -> str:
 
 @command
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--runs", type=bounded(int, least=1), default=30, help="how many runs are killed, once each (default: 30)"
-    )
+    parser = new_parser("python -m benchmarks.kills", __doc__)
+    parser.add_argument("--runs", type=positive, default=30, help="how many runs are killed, once each (default: 30)")
     parser.add_argument("--seed", type=bounded(int), default=0, help="of the moments (default: 0)")
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=1, help="2 trains with FSDP (default: 1)")
     parser.add_argument("--async", dest="asynchronous", action="store_true", help="save while training goes on")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the kills there")
+    add_json_option(parser, "the kills")
     args = parser.parse_args()
-    if args.json:
-        prepare_file(args.json)
 
     begin, rng = time.perf_counter(), random.Random(args.seed)
     kills: list[Kill] = []
@@ -336,11 +329,10 @@ def main() -> int:
         f"{training.interval}{' asynchronously' * args.asynchronous}: {len(wrong)} failures, "
         f"{time.perf_counter() - begin:.0f} s"
     )
-    if args.json:
-        found = {"runs": args.runs, "seed": args.seed, "ranks": args.ranks, "asynchronous": args.asynchronous}
-        found |= {"steps": training.steps, "interval": training.interval}
-        lines = [asdict(kill) | {"lost": kill.lost} for kill in kills]
-        args.json.write_text(json.dumps({**found, "kills": lines, "wrong": wrong}, indent=1) + "\n")
+    found = {"runs": args.runs, "seed": args.seed, "ranks": args.ranks, "asynchronous": args.asynchronous}
+    found |= {"steps": training.steps, "interval": training.interval}
+    lines = [asdict(kill) | {"lost": kill.lost} for kill in kills]
+    write_json(args.json, {**found, "kills": lines, "wrong": wrong})
     for line in wrong:
         print(line, file=sys.stderr)
     return 1 if wrong else 0

@@ -10,13 +10,10 @@ and all adapters' gradients agree on one batch, without dropout, for which the t
 "ours, plain head" is ours with logits and PyTorch's cross-entropy instead of the chunked loss, to show what that contributes.
 """
 
-import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,12 +22,13 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from farsight.checkpoints.model_dir.names import from_hf_name
-from farsight.cli import bounded, command
+from farsight.cli import bounded, command, natural, new_parser, positive
 from farsight.configs.finetuning import Base, Lora
 from farsight.configs.load import build_config
 from farsight.model.adapt.lora import MODULES, add_lora
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.llama import Llama
+from farsight.outputs import add_json_option, write_json
 from farsight.parallel.device import prepare_device
 
 OURS, PLAIN_HEAD, PEFT = "ours", "ours, plain head", "peft + transformers"
@@ -227,16 +225,10 @@ def _rows(seconds: dict[str, list[float]], tokens: int, dropout: float) -> list[
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lora_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--rounds", type=bounded(int, least=1), default=5, help="steps of each that are timed (default: 5)"
-    )
-    parser.add_argument("--rows", type=bounded(int, least=1), default=1, help="sequences in a batch (default: 1)")
-    parser.add_argument(
-        "--seq-len", type=bounded(int, least=1), default=512, help="tokens of a sequence (default: 512)"
-    )
+    parser = new_parser("python -m benchmarks.lora_step", __doc__)
+    parser.add_argument("--rounds", type=positive, default=5, help="steps of each that are timed (default: 5)")
+    parser.add_argument("--rows", type=positive, default=1, help="sequences in a batch (default: 1)")
+    parser.add_argument("--seq-len", type=positive, default=512, help="tokens of a sequence (default: 512)")
     parser.add_argument(
         "--dropout",
         type=bounded(float, least=0, below=1),
@@ -244,8 +236,8 @@ def main(arguments: list[str] | None = None) -> None:
         default=[0.0],
         help="of LoRA's inputs (default: 0)",
     )
-    parser.add_argument("--layers", type=bounded(int, least=0), default=0, help="fewer than nano's, for a trial")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    parser.add_argument("--layers", type=natural, default=0, help="fewer than nano's, for a trial")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     prepare_device()
     result = measure(options.rounds, options.rows, options.seq_len, options.dropout, options.layers)
@@ -257,8 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
         )
     worst = result["agreement"]
     print(f"medians of {options.rounds}; losses agree to {worst['loss']:.1e}, gradients to {worst['gradient']:.1e}")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Five steps of the tiny size in fp32 on the same global batch of packed documents
 layout against one process.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -18,7 +17,8 @@ from tqdm import tqdm
 
 from farsight.benchmarks.forked import Forked
 from farsight.benchmarks.tiny import SETTINGS
-from farsight.cli import command
+from farsight.cli import command, new_parser
+from farsight.outputs import add_json_option, write_json
 
 TOLERANCE = 1e-4
 """Relative. Sums are taken in another order; a wrong share or a missing token makes a far larger difference."""
@@ -149,14 +149,11 @@ def table(rows: list[dict]) -> str:
 
 @command
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.parity",
-        description="Train five steps under every parallel layout and compare losses and gradient norms with one process.",
-    )
+    parser = new_parser("python -m benchmarks.parity", __doc__)
     names = [layout.name for layout in LAYOUTS]
     parser.add_argument("--layouts", nargs="+", choices=names, default=names, help="which (default: all)")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="which (default: all)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    add_json_option(parser, "the rows")
     args = parser.parse_args()
 
     begin, rows = time.perf_counter(), []
@@ -175,8 +172,7 @@ def main() -> int:
             rows.append(row)
     print(table(rows))
     print(f"{time.perf_counter() - begin:.0f} s")
-    if args.json:
-        args.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+    write_json(args.json, {"rows": rows})
     off = [row for row in rows if max(row["max_rel_loss"], row["max_rel_grad_norm"]) > TOLERANCE]
     for row in off:
         print(f"{row['layout']}, {row['model']}: off by more than {TOLERANCE}", file=sys.stderr)

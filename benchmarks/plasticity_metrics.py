@@ -8,8 +8,6 @@ a sixth of the recipe's; with the whole batch the share is smaller. The share of
 `metrics.plasticity_freq`. Figures are medians.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -22,8 +20,9 @@ import torch
 from tqdm import tqdm
 
 from farsight.analysis.plasticity.live import PlasticityMetrics
-from farsight.cli import command, positive
+from farsight.cli import command, new_parser, positive
 from farsight.configs.load import build_config, read_toml
+from farsight.outputs import add_json_option, write_json
 from farsight.parallel.device import prepare_device
 from farsight.training.logs import start_logging
 from farsight.training.trainer import Trainer
@@ -102,13 +101,9 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.plasticity_metrics",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("python -m benchmarks.plasticity_metrics", __doc__)
     parser.add_argument("--rounds", type=positive, default=5, help="steps and measurements of each shape (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     start_logging()
     prepare_device()
@@ -119,14 +114,13 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['shape']:<28}{row['step_s']:>8.2f} s{row['measurement_s']:>8.2f} s{row['freq']:>6}{row['share']:>9.2%}"
         )
     print(f"medians of {options.rounds}, {torch.get_num_threads()} threads")
-    if options.json:
-        result = {
-            "rows": rows,
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "rounds": options.rounds,
-        }
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result = {
+        "rows": rows,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "rounds": options.rounds,
+    }
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

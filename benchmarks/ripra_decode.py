@@ -11,17 +11,14 @@ The plain model rotates a key once; Self-Extend and RiPRA rotate every key at ev
 compute first. The paper's overhead of 3.2 to 6.7 % (Table 7) is over Self-Extend.
 """
 
-import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from farsight.cli import bounded, command
+from farsight.cli import command, natural, new_parser, positive
 from farsight.configs.load import build_config
 from farsight.inference.decoder import Decoder, Rows
 from farsight.inference.extend.ripra import Ripra
@@ -29,6 +26,7 @@ from farsight.inference.extend.self_extend import SelfExtend
 from farsight.inference.kv_cache import RollingLayer
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.llama import Llama
+from farsight.outputs import add_json_option, write_json
 from farsight.parallel.device import prepare_device
 
 PLAIN, SELF_EXTEND, RIPRA = "plain", "self_extend", "ripra"
@@ -163,11 +161,7 @@ def _wait(device: torch.device) -> None:
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ripra_decode",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("python -m benchmarks.ripra_decode", __doc__)
     parser.add_argument(
         "--contexts",
         type=int,
@@ -175,12 +169,10 @@ def main(arguments: list[str] | None = None) -> None:
         default=[12288, 16384, 24576, 32768],
         help="tokens before those that are timed",
     )
-    parser.add_argument(
-        "--rounds", type=bounded(int, least=1), default=15, help="tokens of each that are timed (default: 15)"
-    )
-    parser.add_argument("--layers", type=bounded(int, least=0), default=0, help="fewer than nano's, for a trial")
+    parser.add_argument("--rounds", type=positive, default=15, help="tokens of each that are timed (default: 15)")
+    parser.add_argument("--layers", type=natural, default=0, help="fewer than nano's, for a trial")
     parser.add_argument("--device", default="cpu", help="default: cpu")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     prepare_device()
     result = measure(options.contexts, options.rounds, options.layers, torch.device(options.device))
@@ -191,8 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['over_plain']:>12.1%}{row['over_self_extend']:>18.1%}"
         )
     print(f"medians of {options.rounds}; logits of read and decoded tokens agree to {result['agreement']:.1e}")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,8 @@ On a CPU, ours makes the C library keep freed memory for the next step. A second
 effect from the rest.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import json
 import multiprocessing
 import statistics
 import sys
@@ -33,8 +31,9 @@ from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from torchtitan.train import Trainer as TitanTrainer
 from tqdm import tqdm
 
-from farsight.cli import bounded, command
+from farsight.cli import command, new_parser, positive
 from farsight.configs.load import build_config
+from farsight.outputs import add_json_option, write_json
 from farsight.parallel.device import prepare_device, total_memory
 from farsight.training.logs import start_logging
 from farsight.training.trainer import Trainer
@@ -258,18 +257,12 @@ def measure(rounds: int, rows: int, seq_len: int, dtype: Literal["float32", "bfl
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.train_step",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--rounds", type=bounded(int, least=1), default=5, help="steps of each trainer that are timed (default: 5)"
-    )
-    parser.add_argument("--rows", type=bounded(int, least=1), default=2, help="sequences in a batch (default: 2)")
-    parser.add_argument("--seq-len", type=bounded(int, least=1), default=2048)
+    parser = new_parser("python -m benchmarks.train_step", __doc__)
+    parser.add_argument("--rounds", type=positive, default=5, help="steps of each trainer that are timed (default: 5)")
+    parser.add_argument("--rows", type=positive, default=2, help="sequences in a batch (default: 2)")
+    parser.add_argument("--seq-len", type=positive, default=2048)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the matrix products")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     result = measure(options.rounds, options.rows, options.seq_len, options.dtype)
     print(f"{'':<32}tokens/s   spread   Farsight is   round by round")
@@ -279,8 +272,7 @@ def main(arguments: list[str] | None = None) -> None:
             f"{row['ratio']:>13.3f}x{row['paired_ratio']:>15.3f}x"
         )
     print(f"medians of {options.rounds}; losses equal to {TOLERANCE:g}")
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ A checkpoint of random fp32 matrices is saved and loaded, alternating with and w
 from the disk. Before that, a flipped byte has to be found and named, and loading has to give back the saved bytes.
 """
 
-import argparse
-import json
 import os
 import shutil
 import statistics
@@ -27,10 +25,10 @@ from farsight.checkpoints.cards.model import CONFIG
 from farsight.checkpoints.checksums import MANIFEST
 from farsight.checkpoints.dcp import Writer, load
 from farsight.checkpoints.intact.check import faults
-from farsight.cli import bounded, command
+from farsight.cli import above_zero, command, new_parser, positive
 from farsight.configs.schema import Architecture, Position
-from farsight.files import prepare_file
 from farsight.model.build import ModelConfig
+from farsight.outputs import add_json_option, write_json
 
 GB = 10**9
 SIDE = 4096
@@ -123,18 +121,13 @@ def measure(gb: float, rounds: int, folder: Path) -> dict[str, Any]:
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gb", type=bounded(float, above=0), default=4.0, help="size of the checkpoint (default: 4)")
-    parser.add_argument("--rounds", type=bounded(int, least=1), default=5, help="runs of each (default: 5)")
-    parser.add_argument(
-        "--folder", type=Path, help="work in a new folder in this one (default: the system's temporary)"
-    )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    parser = new_parser("python -m benchmarks.verify", __doc__)
+    add = parser.add_argument
+    add("--gb", type=above_zero, default=4.0, help="size of the checkpoint (default: 4)")
+    add("--rounds", type=positive, default=5, help="runs of each (default: 5)")
+    add("--folder", type=Path, help="work in a new folder in this one (default: the system's temporary)")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
-    if options.json:
-        prepare_file(options.json)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant here
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         result = measure(options.gb, options.rounds, Path(folder))
@@ -144,8 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(
             f"{row['what']:<22}{row['where']:<12}{row['seconds']:>9.2f}{row['gb_per_second']:>8.2f}{row['spread']:>9.0%}"
         )
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,4 @@
-"""Writes documents that teach retrieval: `farsight needles`."""
-
-import argparse
-from pathlib import Path
-
-from farsight.cli import bounded, command
-from farsight.files import prepare_file
-
-_HELP = """\
-Writes documents that teach a small model to retrieve: text with passkeys in it, questions about them, and the answers.
+"""Writes documents that teach a small model to retrieve: text with passkeys in it, questions about them, and the answers.
 Each line of the file is {"text": …}, as [[data.sources]] kind = "jsonl" reads it.
 
   farsight needles --out needles.jsonl --documents 1000 --tokens 512 --seed 0
@@ -19,32 +10,29 @@ Every document has exactly --tokens tokens, bos and eos included: train with thi
 The same options give the same file.
 """
 
+from pathlib import Path
+
+from farsight.cli import command, natural, new_parser, positive
+from farsight.outputs import output_file
+
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight needles", description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the .jsonl file to write")
-    parser.add_argument("--documents", type=bounded(int, least=1), required=True, metavar="N", help="how many")
-    parser.add_argument(
-        "--tokens", type=bounded(int, least=1), required=True, help="length of each, bos and eos included"
-    )
-    parser.add_argument("--seed", type=bounded(int, least=0), default=0, help="draws the documents (0)")
+    parser = new_parser("farsight needles", __doc__)
+    parser.add_argument("--out", type=output_file, required=True, metavar="FILE", help="the .jsonl file to write")
+    parser.add_argument("--documents", type=positive, required=True, metavar="N", help="how many")
+    parser.add_argument("--tokens", type=positive, required=True, help="length of each, bos and eos included")
+    parser.add_argument("--seed", type=natural, default=0, help="draws the documents (0)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="counts the tokens (default: bytes)")
     parser.add_argument(
         "--same",
-        type=bounded(int, least=0),
+        type=natural,
         default=0,
         metavar="N",
         help="use the same N sentences of text in every document (default: new ones)",
     )
-    parser.add_argument(
-        "--questions", type=bounded(int, least=1), default=12, metavar="N", help="most questions in a document (12)"
-    )
+    parser.add_argument("--questions", type=positive, default=12, metavar="N", help="most questions in a document (12)")
     options = parser.parse_args(arguments)
-    prepare_file(options.out)
 
     from farsight.data.retrieval.documents import write_documents
     from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer_dir

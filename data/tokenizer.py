@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farsight.cli import bounded, command
-from farsight.files import check_new_folder, write_text
+from farsight.cli import command, natural, positive
+from farsight.files import check_new_folder
 from farsight.new_folder import new_folder
+from farsight.outputs import add_json_option, write_json
 from farsight.progress import progress
 
 if TYPE_CHECKING:
@@ -36,11 +36,8 @@ Shows how a tokenizer splits a text: one line per token, with its id and text.
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
     options = _parser().parse_args(arguments)
-    result = options.run(options)
-    if options.json:
-        write_text(options.json, json.dumps(result, indent=2) + "\n")
+    write_json(options.json, options.run(options))
 
 
 def _source(options: argparse.Namespace) -> schema.Source:
@@ -118,10 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(run=_train, error=train.error)
     train.add_argument(
-        "--vocab-size",
-        type=bounded(int, least=1),
-        default=2048,
-        help="ids, 256 bytes and 3 special tokens included (2048)",
+        "--vocab-size", type=positive, default=2048, help="ids, 256 bytes and 3 special tokens included (2048)"
     )
     train.add_argument("--out", required=True, metavar="DIR", help="directory to write, which must be new or empty")
     source = train.add_mutually_exclusive_group()
@@ -132,17 +126,15 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--jsonl", metavar="PATH", help="JSON lines: a file or a glob")
     source.add_argument("--parquet", metavar="PATH", help="rows of Parquet files: a file or a glob")
     train.add_argument("--field", help="key of the text in --jsonl, column in --parquet (text)")
-    train.add_argument(
-        "--max-bytes", type=bounded(int, least=1), default=4_000_000, help="stop after this much text (4000000)"
-    )
-    train.add_argument("--seed", type=bounded(int, least=0), default=0, help="draws which documents are read (0)")
-    train.add_argument("--json", type=Path, metavar="FILE", help="write the measurements here too")
+    train.add_argument("--max-bytes", type=positive, default=4_000_000, help="stop after this much text (4000000)")
+    train.add_argument("--seed", type=natural, default=0, help="draws which documents are read (0)")
+    add_json_option(train, "the measurements")
 
     show = commands.add_parser("show", help="show the tokens of a text", description=_SHOW_HELP, formatter_class=raw)
     show.set_defaults(run=_show)
     show.add_argument("directory", metavar="DIR", help="directory with a tokenizer")
     show.add_argument("--text", required=True, help="text to encode")
-    show.add_argument("--json", type=Path, metavar="FILE", help="write the tokens here too")
+    add_json_option(show, "the tokens")
     return parser
 
 

@@ -8,7 +8,6 @@ they put their results). A folder is searched for files of these kinds; other fi
 the harness's own scale.
 """
 
-import argparse
 import ast
 import json
 import logging
@@ -19,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from farsight.cli import command
+from farsight.cli import command, new_parser
 from farsight.errors import ConfigError
 from farsight.evals.harness.table import table
-from farsight.files import write_text
 from farsight.json_files import fields_of, read_object
-from farsight.outputs import check_outputs
+from farsight.outputs import add_json_option, write_json
 
 logger = logging.getLogger("farsight")
 
@@ -297,19 +295,13 @@ def figures_of(found: Sequence[Figure]) -> dict[str, Any]:
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight external",
-        description=f"{__doc__}\n{KINDS}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("farsight external", f"{__doc__}\n{KINDS}")
     parser.add_argument("results", type=Path, nargs="+", metavar="FILE_OR_DIR")
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
-    check_outputs(parser, options)
     figures: Mapping[str, Any] = figures_of(read(options.results))
     print(table(figures))
-    if options.json:
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
+    write_json(options.json, figures)
 
 
 if __name__ == "__main__":

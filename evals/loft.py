@@ -8,7 +8,6 @@ the model writes on a line ("Final Answer: ['Spain']"). In retrieval the list ho
 corpus's order; --corpus gives their names.
 """
 
-import argparse
 import ast
 import csv
 import json
@@ -16,11 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from farsight.cli import command, positive
+from farsight.cli import command, new_parser, positive
 from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import check_outputs
+from farsight.outputs import output_file
 from farsight.progress import progress
 
 
@@ -101,22 +100,16 @@ def _plain(answer: Any) -> Any:
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight loft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model_dir", type=Path)
-    parser.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="CSV of dump_prompts.py")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="predictions, one line for each question"
-    )
-    parser.add_argument("--corpus", type=Path, metavar="FILE", help="corpus.jsonl, for retrieval")
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=1024, help="in an answer with its reasoning (%(default)s)"
-    )
-    parser.add_argument("--batch-size", type=positive, default=1, help="prompts read together (%(default)s)")
+    parser = new_parser("farsight loft", __doc__)
+    add = parser.add_argument
+    add("model_dir", type=Path)
+    add("--prompts", type=Path, required=True, metavar="FILE", help="CSV of dump_prompts.py")
+    add("--out", type=output_file, required=True, metavar="FILE", help="predictions, one line for each question")
+    add("--corpus", type=Path, metavar="FILE", help="corpus.jsonl, for retrieval")
+    add("--max-new-tokens", type=positive, default=1024, help="in an answer with its reasoning (%(default)s)")
+    add("--batch-size", type=positive, default=1, help="prompts read together (%(default)s)")
     add_model_options(parser)
     options = parser.parse_args(arguments)
-    check_outputs(parser, options, "out")
 
     from farsight.inference.generate.completions import generate, warn_of_long_prompts
     from farsight.inference.loading import load

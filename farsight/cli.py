@@ -1,4 +1,4 @@
-"""Error handling and argument types shared by all command-line tools.
+"""Parsers, argument types and error handling shared by all command-line tools.
 
 Bad input ends a tool with one sentence and status 2. Any other error is a fault in Farsight: the tool ends with status 1 and a
 line that asks for a report, and writes the traceback to a file.
@@ -112,6 +112,12 @@ def report_unexpected(error: BaseException, folder: Path | None = None) -> str:
     )
 
 
+def new_parser(prog: str, text: str | None, allow_abbrev: bool = True) -> argparse.ArgumentParser:
+    """A parser of `prog`'s command line, whose --help shows `text` with its line breaks."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=prog, description=text, formatter_class=raw, allow_abbrev=allow_abbrev)
+
+
 # ── Numbers ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -147,6 +153,10 @@ def bounded(
 
 positive = bounded(int, least=1)
 """An argparse type for whole numbers of 1 or more."""
+natural = bounded(int, least=0)
+"""An argparse type for whole numbers of 0 or more."""
+above_zero = bounded(float, above=0)
+"""An argparse type for numbers above 0."""
 
 
 def device(text: str) -> str:

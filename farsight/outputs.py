@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +11,54 @@ from farsight.errors import UserError
 from farsight.files import prepare_file, write_text
 
 
+def output_file(text: str) -> Path:
+    """An argparse type for a file to write: makes its folder, and refuses a path that can't be written."""
+    path = Path(text)
+    try:
+        prepare_file(path)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
+def _picture_file(text: str) -> Path:
+    path = output_file(text)
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text} must end with .png, .svg or .pdf")
+    return path
+
+
+def add_json_option(parser: argparse.ArgumentParser, content: str = "the figures") -> None:
+    """Adds --json; `content` says what the file holds."""
+    parser.add_argument("--json", type=output_file, metavar="F", help=f"write {content} here too")
+
+
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Adds --json and --picture."""
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
-    parser.add_argument("--picture", type=Path, metavar="F", help="draw the figures (.png, .svg, .pdf)")
+    add_json_option(parser)
+    parser.add_argument("--picture", type=_picture_file, metavar="F", help="draw the figures (.png, .svg, .pdf)")
 
 
-def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace, *more: str) -> None:
-    """Makes the folders of the output files, and ends the tool if one can't be written.
+def write_json(path: Path | None, figures: Mapping[str, Any], allow_nan: bool = True) -> None:
+    """Writes the figures if there is a path: --json may have named none.
 
-    Args:
-        more: further options that name an output file, besides --json and --picture.
+    Raises:
+        ValueError: without `allow_nan`, a figure is NaN or infinite.
     """
-    for name in ("json", "picture", *more):
-        path = getattr(options, name, None)
-        if path is None:
-            continue
-        try:
-            prepare_file(path)
-        except UserError as error:
-            parser.error(f"--{name}: {error}")
-        if name == "picture" and path.suffix not in (".png", ".svg", ".pdf"):
-            parser.error(f"--picture {path} must end with .png, .svg or .pdf")
+    if path:
+        write_text(path, json.dumps(figures, indent=2, allow_nan=allow_nan) + "\n")
 
 
-def write_figures(path: Path, results: Mapping[str, dict[str, Any]]) -> None:
-    """Writes the figures of one model, or {"models": {path: figures}} for several."""
-    content = next(iter(results.values())) if len(results) == 1 else {"models": dict(results)}
-    write_text(path, json.dumps(content, indent=2) + "\n")
+def write_figures(path: Path | None, results: Mapping[str, dict[str, Any]]) -> None:
+    """Writes the figures of one model, or {"models": {path: figures}} for several, if --json named a file."""
+    write_json(path, next(iter(results.values())) if len(results) == 1 else {"models": dict(results)})
+
+
+def write_picture(path: Path | None, draw: Callable[..., None], *figures: Any) -> None:
+    """Draws the figures and prints the picture's name, if --picture gave one."""
+    if path:
+        draw(*figures, path)
+        print(path)
 
 
 def short_names(folders: Collection[str]) -> list[str]:

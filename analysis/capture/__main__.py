@@ -16,28 +16,22 @@ those within its scope. ALiBi acts on the scores, not on queries and keys; its s
 The output is capture.json and a number of .safetensors files, each with the samples of many sequences.
 """
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from farsight.analysis.capture.options import MANIFEST, SEQUENCES, add_capture_options
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import command
+from farsight.cli import command, new_parser
 from farsight.inference.model_options import add_model_options
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight capture", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="model directory, adapter or checkpoint")
+def main(arguments: list[str] | None = None) -> None:
+    parser = new_parser("farsight capture", __doc__)
+    add = parser.add_argument
+    add("model", type=Path, help="model directory, adapter or checkpoint")
     add_text_options(parser, SEQUENCES)
     add_capture_options(parser)
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FOLDER", help="folder to write to, created if needed"
-    )
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write to, created if needed")
     add_model_options(parser)
     options = parser.parse_args(arguments)
     if options.out.exists() and not options.out.is_dir():

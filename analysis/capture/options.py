@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from farsight.cli import bounded, positive
+from farsight.cli import above_zero, positive
 
 HEADS = 300
 """Query heads to draw (plasticity thesis, section 5.4.1)."""
@@ -21,7 +21,7 @@ def add_capture_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--per-bucket",
-        type=bounded(float, above=0),
+        type=above_zero,
         default=1.0,
         metavar="X",
         help="tokens to keep per bucket, on average (%(default)g)",

@@ -1,7 +1,6 @@
 """Runs a model over sequences and collects the queries and keys of drawn heads at drawn tokens."""
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,9 @@ from farsight.analysis.capture.options import BUCKETS, HEADS, MANIFEST
 from farsight.analysis.capture.recorder import Recorder
 from farsight.analysis.capture.samples import Samples, read_capture
 from farsight.errors import ConfigError
-from farsight.files import write_text
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel
+from farsight.outputs import write_json
 from farsight.progress import progress
 
 PART_BYTES = 64 * 2**20
@@ -138,5 +137,5 @@ def capture(
         "files": files,
         "heads": [dataclasses.asdict(head) for head in heads],
     }
-    write_text(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")  # last, so an unfinished folder is no capture
+    write_json(folder / MANIFEST, manifest)  # last, so an unfinished folder is no capture
     return read_capture(folder)

@@ -15,35 +15,26 @@ Heads are classified by their first principal component: r_q and r_k, the correl
 along it, count as position above 0.7 and as content below 0.3.
 """
 
-import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from farsight.analysis.capture.options import SEQUENCES, add_capture_options
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import command, positive
-from farsight.files import write_text
+from farsight.cli import command, new_parser, positive
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs
+from farsight.outputs import add_output_options, write_json, write_picture
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight geometry", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, help="model directory, adapter or checkpoint; or a capture")
+def main(arguments: list[str] | None = None) -> None:
+    parser = new_parser("farsight geometry", __doc__)
+    add = parser.add_argument
+    add("model", type=Path, help="model directory, adapter or checkpoint; or a capture")
     add_text_options(parser, SEQUENCES, optional="required for a model, not for a capture")
     add_capture_options(parser)
-    parser.add_argument(
-        "--components", type=positive, default=4, metavar="N", help="principal components to report (%(default)s)"
-    )
+    add("--components", type=positive, default=4, metavar="N", help="principal components to report (%(default)s)")
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    check_outputs(parser, options)
 
     from farsight.analysis.capture.from_options import captured_or_capture, settings_of
     from farsight.analysis.geometry.measure import measure
@@ -58,11 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **measure(samples, options.components),
     }
     print(table(figures))
-    if options.json:
-        write_text(options.json, json.dumps(figures, indent=2, allow_nan=False) + "\n")
-    if options.picture:
-        draw(figures, samples, options.picture)
-        print(options.picture)
+    write_json(options.json, figures, allow_nan=False)
+    write_picture(options.picture, draw, figures, samples)
 
 
 if __name__ == "__main__":

@@ -12,58 +12,38 @@ farsight graft writes a single graft as a model directory. As there, models with
 differ; with --untie, grafts get the one model's embedding and the other's head.
 """
 
-import argparse
-import json
 from pathlib import Path
 
-from farsight.cli import bounded, command, positive
-from farsight.files import write_text
+from farsight.cli import command, natural, new_parser, positive
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs
+from farsight.outputs import add_output_options, write_json, write_picture
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight graft-sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--base", type=Path, required=True, metavar="SHORT", help="the short-context model")
-    parser.add_argument(
-        "--long", type=Path, required=True, metavar="LONG", help="the model trained further on long contexts"
-    )
-    parser.add_argument("--data", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 text, or .jsonl")
-    parser.add_argument(
-        "--lengths", type=positive, nargs="+", required=True, metavar="L", help="window lengths in tokens"
-    )
-    parser.add_argument(
-        "--depths",
-        type=bounded(int, least=0),
-        nargs="+",
-        metavar="l",
-        help="number of front layers (default: 0 to all)",
-    )
-    parser.add_argument(
-        "--windows", type=bounded(int, least=0), default=0, help="at most this many windows per length (default: all)"
-    )
-    parser.add_argument("--untie", action="store_true", help="if tied embeddings differ, give grafts both")
-    parser.add_argument("--passkey", type=positive, metavar="N", help="also look for N passkeys per length")
-    parser.add_argument(
+    parser = new_parser("farsight graft-sweep", __doc__)
+    add = parser.add_argument
+    add("--base", type=Path, required=True, metavar="SHORT", help="the short-context model")
+    add("--long", type=Path, required=True, metavar="LONG", help="the model trained further on long contexts")
+    add("--data", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 text, or .jsonl")
+    add("--lengths", type=positive, nargs="+", required=True, metavar="L", help="window lengths in tokens")
+    add("--depths", type=natural, nargs="+", metavar="l", help="number of front layers (default: 0 to all)")
+    add("--windows", type=natural, default=0, help="at most this many windows per length (default: all)")
+    add("--untie", action="store_true", help="if tied embeddings differ, give grafts both")
+    add("--passkey", type=positive, metavar="N", help="also look for N passkeys per length")
+    add(
         "--passkey-length",
         type=positive,
         nargs="+",
         metavar="L",
         help="prompt lengths for passkeys, in tokens (default: --lengths)",
     )
-    parser.add_argument(
-        "--seed", type=bounded(int, least=0), default=0, help="random seed of the passkeys (%(default)s)"
-    )
+    add("--seed", type=natural, default=0, help="random seed of the passkeys (%(default)s)")
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
     if options.passkey_length and not options.passkey:
         parser.error("--passkey-length needs --passkey N, how many to look for")
-    check_outputs(parser, options)
 
     from farsight.analysis.graft_sweep.picture import draw
     from farsight.analysis.graft_sweep.sweep import measure_models
@@ -71,11 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     figures = measure_models(options)
     print(table(figures))
-    if options.json:
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
-    if options.picture:
-        draw(figures, options.picture)
-        print(options.picture)
+    write_json(options.json, figures)
+    write_picture(options.picture, draw, figures)
 
 
 if __name__ == "__main__":

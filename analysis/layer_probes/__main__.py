@@ -17,50 +17,43 @@ get the unmodified model's figures and are marked.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from farsight.analysis.layer_probes.options import DEPTHS, FACTORS, NOISE, PROBES, SEQUENCES
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import bounded, command, positive
-from farsight.files import write_text
+from farsight.cli import bounded, command, new_parser, positive
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs
+from farsight.json_files import finite_or_null
+from farsight.outputs import add_output_options, write_json, write_picture
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight layer-probes",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", type=Path, help="model directory, adapter or checkpoint")
-    parser.add_argument("--probe", choices=PROBES, required=True, help="what to do to a layer")
+def main(arguments: list[str] | None = None) -> None:
+    parser = new_parser("farsight layer-probes", __doc__)
+    add = parser.add_argument
+    add("model", type=Path, help="model directory, adapter or checkpoint")
+    add("--probe", choices=PROBES, required=True, help="what to do to a layer")
     add_text_options(parser, SEQUENCES)
-    parser.add_argument(
+    add(
         "--factors",
         type=positive,
         nargs="+",
         metavar="K",
         help=f"for coarsen: tokens that share a position (default: {_list(FACTORS)})",
     )
-    parser.add_argument(
+    add(
         "--noise",
         type=bounded(float, least=0),
         nargs="+",
         metavar="X",
         help=f"for noise: its size relative to a token's hidden state (default: {_list(NOISE)})",
     )
-    parser.add_argument(
-        "--passkey", type=positive, metavar="N", help=f"also look for passkeys, N at each of {DEPTHS} depths"
-    )
-    parser.add_argument(
+    add("--passkey", type=positive, metavar="N", help=f"also look for passkeys, N at each of {DEPTHS} depths")
+    add(
         "--passkey-length", type=positive, metavar="L", help="tokens of prompt and answer (default: the trained length)"
     )
-    parser.add_argument("--rows", type=positive, metavar="N", help="passkey prompts per batch (default: 8)")
+    add("--rows", type=positive, metavar="N", help="passkey prompts per batch (default: 8)")
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
@@ -69,15 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from farsight.analysis.layer_probes.measure import measure_model
     from farsight.analysis.layer_probes.picture import draw
     from farsight.analysis.layer_probes.table import table
-    from farsight.json_files import finite_or_null
 
     figures = measure_model(options)
     print(table(figures))
-    if options.json:
-        write_text(options.json, json.dumps(finite_or_null(figures), indent=2, allow_nan=False) + "\n")
-    if options.picture:
-        draw(figures, options.picture)
-        print(options.picture)
+    write_json(options.json, finite_or_null(figures), allow_nan=False)
+    write_picture(options.picture, draw, figures)
 
 
 def _list(values: Sequence[float]) -> str:
@@ -91,7 +80,6 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     for name in ("passkey_length", "rows"):
         if getattr(options, name) and not options.passkey:
             parser.error(f"--{name.replace('_', '-')} goes with --passkey N, the prompts at each depth")
-    check_outputs(parser, options)
 
 
 if __name__ == "__main__":

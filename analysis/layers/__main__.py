@@ -16,16 +16,13 @@ The table is followed by Spearman's correlation of delta with rho, signed and ab
 """
 
 import argparse
-import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from farsight.analysis.layers.rankings import TOP
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import bounded, command, positive
-from farsight.files import prepare_file, write_text
+from farsight.cli import above_zero, command, new_parser, positive
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs
+from farsight.outputs import add_output_options, output_file, write_json, write_picture
 
 SEQUENCES = 8
 MEASURING = ("data", "length", "sequences", "pairs", "gamma", "out", "device", "dtype", "extend", "chunk")
@@ -33,33 +30,21 @@ MEASURING = ("data", "length", "sequences", "pairs", "gamma", "out", "device", "
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model", type=Path, nargs="?", help="model directory, adapter or checkpoint")
-    parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="compare the profiles in this file; reads no model"
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = new_parser("farsight layers", __doc__)
+    add = parser.add_argument
+    add("model", type=Path, nargs="?", help="model directory, adapter or checkpoint")
+    add("--profile", type=Path, metavar="FILE", help="compare the profiles in this file; reads no model")
     add_text_options(parser, SEQUENCES, seed=False, optional="required with MODEL_DIR")
-    parser.add_argument(
-        "--pairs", type=Path, metavar="FILE", help="correct and wrong texts (default: fifteen built in)"
-    )
-    parser.add_argument(
-        "--gamma",
-        type=bounded(float, above=0),
-        default=2.0,
-        metavar="X",
-        help="factor on a layer's RoPE base (%(default)g)",
-    )
-    parser.add_argument(
+    add("--pairs", type=Path, metavar="FILE", help="correct and wrong texts (default: fifteen built in)")
+    add("--gamma", type=above_zero, default=2.0, metavar="X", help="factor on a layer's RoPE base (%(default)g)")
+    add(
         "--top",
         type=positive,
         metavar="K",
         help=f"layers to list per ranking (default: {TOP}, but at most a third of the layers)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the layer profile that fine-tuning reads")
+    add("--out", type=output_file, metavar="FILE", help="write the layer profile that fine-tuning reads")
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
@@ -72,13 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     figures = compare_profile(options) if options.profile else measure_model(options)
     print(table(figures))
     if options.out:
-        write_text(options.out, json.dumps(profile_of(figures), indent=2) + "\n")
+        write_json(options.out, profile_of(figures))
         print(options.out)
-    if options.json:
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
-    if options.picture:
-        draw(figures, options.picture)
-        print(options.picture)
+    write_json(options.json, figures)
+    write_picture(options.picture, draw, figures)
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
@@ -91,9 +73,6 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("--data FILE is needed: a text to measure the loss on, for each layer's rho")
     if options.gamma == 1:
         parser.error("--gamma 1 leaves RoPE's base as it is; set another factor, for example 2")
-    if options.out:
-        prepare_file(options.out)
-    check_outputs(parser, options)
 
 
 if __name__ == "__main__":

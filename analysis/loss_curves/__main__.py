@@ -6,25 +6,19 @@ Takes run folders and recipe folders, whose stages are joined; runs may still be
 the mean of --smooth logged steps; markers are losses on held-out documents.
 """
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
-from farsight.cli import command, positive
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.cli import command, new_parser, positive
+from farsight.outputs import add_output_options, write_figures, write_picture
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight loss-curves", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = new_parser("farsight loss-curves", __doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--smooth", type=positive, default=5, metavar="N", help="logged steps per point (%(default)s)")
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    check_outputs(parser, options)
 
     from farsight.analysis.loss_curves.curves import read_losses, table
     from farsight.analysis.loss_curves.picture import draw
@@ -32,15 +26,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     curves = [read_losses(model) for model in find_models(options.runs)]
     print(table(curves))
-    if options.json:
-        of_each = {
-            str(run): {"tool": "analysis.loss_curves", "model": str(run), **curve}
-            for run, curve in zip(options.runs, curves, strict=True)
-        }
-        write_figures(options.json, of_each)
-    if options.picture:
-        draw(curves, options.picture, options.smooth)
-        print(options.picture)
+    of_each = {
+        str(run): {"tool": "analysis.loss_curves", "model": str(run), **curve}
+        for run, curve in zip(options.runs, curves, strict=True)
+    }
+    write_figures(options.json, of_each)
+    write_picture(options.picture, draw, curves, options.smooth)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def smoothed(points: Sequence[tuple[float, float]], together: int) -> list[tuple
     return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
 
 
-def draw(curves: Sequence[dict[str, Any]], path: Path, smooth: int) -> None:
+def draw(curves: Sequence[dict[str, Any]], smooth: int, path: Path) -> None:
     """Writes the picture (PNG, SVG or PDF): the whole training, and its second half enlarged."""
     with picture(path, 10, 4) as figure:
         whole, later = figure.subplots(1, 2)

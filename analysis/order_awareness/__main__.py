@@ -17,25 +17,18 @@ The model runs in double precision, since the effect of order in an untrained mo
 precision. A horizon means that order is in the state. It doesn't mean that the model uses it, or that 16 bits would preserve it.
 """
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 
 from farsight.analysis.order_awareness.options import PERMUTATIONS, SEQUENCES, TOLERANCE
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import bounded, command, positive
+from farsight.cli import above_zero, command, new_parser, positive
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.outputs import add_output_options, write_json, write_picture
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight order-awareness",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = new_parser("farsight order-awareness", __doc__)
     parser.add_argument("model", type=Path, help="model directory, adapter or checkpoint")
     add_text_options(parser, SEQUENCES)
     parser.add_argument(
@@ -47,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=bounded(float, above=0),
+        type=above_zero,
         default=TOLERANCE,
         metavar="X",
         help="relative change that counts as noticed (%(default)g)",
@@ -55,7 +48,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    check_outputs(parser, options)
     if options.dtype is not None:
         parser.error(f"--dtype {options.dtype}: the model always runs in double precision here; leave it out")
 
@@ -65,11 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     figures = measure_model(options)
     print(table(figures))
-    if options.json:
-        write_figures(options.json, {str(options.model): figures})
-    if options.picture:
-        draw(figures, options.picture)
-        print(options.picture)
+    write_json(options.json, figures)
+    write_picture(options.picture, draw, figures)
 
 
 if __name__ == "__main__":

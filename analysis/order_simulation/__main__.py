@@ -18,38 +18,22 @@ Windows of the H heads, in tokens:
 H is the smallest number with 2^H ≥ T. The captions of the paper's Figure 10 have one head more; use --heads for that.
 """
 
-import argparse
-import json
-from collections.abc import Sequence
-
-from farsight.cli import bounded, command, positive
-from farsight.files import write_text
-from farsight.outputs import add_output_options, check_outputs
+from farsight.cli import bounded, command, natural, new_parser, positive
+from farsight.outputs import add_output_options, write_json, write_picture
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight order-simulation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--lengths", type=positive, nargs="+", default=[512, 4096], metavar="T", help="sequence lengths (512 4096)"
-    )
-    parser.add_argument("--layers", type=positive, default=10, metavar="N", help="layers to stack (%(default)s)")
-    parser.add_argument("--trials", type=positive, default=10, metavar="N", help="trials to average (%(default)s)")
-    parser.add_argument(
-        "--heads", type=positive, metavar="H", help="heads at every length (default: log2 T, rounded up)"
-    )
-    parser.add_argument(
-        "--gammas", type=bounded(float, above=1), nargs="+", default=[], metavar="G", help="growth factors to try too"
-    )
-    parser.add_argument("--seed", type=bounded(int, least=0), default=0, help="random seed (%(default)s)")
+def main(arguments: list[str] | None = None) -> None:
+    parser = new_parser("farsight order-simulation", __doc__)
+    add = parser.add_argument
+    add("--lengths", type=positive, nargs="+", default=[512, 4096], metavar="T", help="sequence lengths (512 4096)")
+    add("--layers", type=positive, default=10, metavar="N", help="layers to stack (%(default)s)")
+    add("--trials", type=positive, default=10, metavar="N", help="trials to average (%(default)s)")
+    add("--heads", type=positive, metavar="H", help="heads at every length (default: log2 T, rounded up)")
+    add("--gammas", type=bounded(float, above=1), nargs="+", default=[], metavar="G", help="growth factors to try too")
+    add("--seed", type=natural, default=0, help="random seed (%(default)s)")
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    check_outputs(parser, options)
 
     from farsight.analysis.order_simulation.picture import draw
     from farsight.analysis.order_simulation.simulate import simulate
@@ -58,12 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {key: getattr(options, key) for key in ("lengths", "layers", "trials", "heads", "gammas", "seed")}
     results = simulate(**settings)
     print(table(results))
-    if options.json:
-        figures = {"tool": "analysis.order_simulation", "model": None, **settings, "configurations": results}
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
+    figures = {"tool": "analysis.order_simulation", "model": None, **settings, "configurations": results}
+    write_json(options.json, figures)
+    write_picture(options.picture, draw, results)
 
 
 if __name__ == "__main__":

@@ -19,25 +19,20 @@ For a head with a limited scope, only keys within it compete. If the scope doesn
 not measurable at this bucket width: it is listed and left out of all means. docs/analysis/plasticity.md has the equations.
 """
 
-import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
 from farsight.analysis.capture.options import SEQUENCES, add_capture_options, is_capture
 from farsight.analysis.plasticity.options import DRAWS, Covariance, Pairs
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import command, positive
+from farsight.cli import command, new_parser, positive
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.outputs import add_output_options, write_json, write_picture
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight plasticity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: list[str] | None = None) -> None:
+    parser = new_parser("farsight plasticity", __doc__)
     parser.add_argument("model", type=Path, help="model directory, adapter, checkpoint, capture, or run folder")
     add_text_options(parser, SEQUENCES, optional="required for a model, not for a capture")
     parser.add_argument(
@@ -63,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    check_outputs(parser, options)
     if not is_capture(options.model) and options.data is None:
         parser.error(f"{options.model} is not a capture; to capture the model there, add --data FILE")
     if not options.model.is_dir():
@@ -84,11 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         figures = measure_model(options)
     print(training_table(figures["checkpoints"]) if checkpoints else table(figures))
-    if options.json:
-        write_figures(options.json, {str(options.model): figures})
-    if options.picture:
-        (draw_training if checkpoints else draw)(figures, options.picture)
-        print(options.picture)
+    write_json(options.json, figures)
+    write_picture(options.picture, draw_training if checkpoints else draw, figures)
 
 
 if __name__ == "__main__":

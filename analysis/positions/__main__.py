@@ -8,35 +8,21 @@ mechanism in use: wavelengths of RoPE, GARFA's factors, attention scopes, the we
 embedding.
 """
 
-import argparse
-import json
 from pathlib import Path
 
-from farsight.cli import bounded, command
-from farsight.errors import ConfigError
-from farsight.files import prepare_file, write_text
+from farsight.cli import command, new_parser, positive
+from farsight.outputs import add_output_options, write_json, write_picture
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight positions", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("farsight positions", __doc__)
     parser.add_argument("model", type=Path, help="config file, recipe (or a shipped one's name) or model directory")
     parser.add_argument("--tiny", action="store_true", help="the small form of a config file or recipe")
     parser.add_argument("--stage", help="stage of a recipe (default: the last)")
-    parser.add_argument(
-        "--length", type=bounded(int, least=1), help="sequence length in tokens (default: the trained one)"
-    )
-    parser.add_argument("--picture", type=Path, help="PNG, SVG or PDF file to write")
-    parser.add_argument("--json", type=Path, help="JSON file to write the figures to")
+    parser.add_argument("--length", type=positive, help="sequence length in tokens (default: the trained one)")
+    add_output_options(parser)
     options = parser.parse_args(arguments)
-    for name in ("picture", "json"):
-        if path := getattr(options, name):
-            prepare_file(path)
-    if options.picture and options.picture.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--picture {options.picture} must end with .png, .svg or .pdf.")
 
     from farsight.analysis.positions.figures import figures, pair_ratio
     from farsight.analysis.positions.picture import draw
@@ -49,10 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(describe(layers))
     print(f"{length:,} tokens: {pair_ratio(layers, length):.2f} × fewer query-key pairs than dense causal attention")
     if options.json:
-        write_text(options.json, json.dumps(figures(config, length), indent=2) + "\n")
-    if options.picture:
-        draw(config, length, options.picture)
-        print(options.picture)
+        write_json(options.json, figures(config, length))
+    write_picture(options.picture, draw, config, length)
 
 
 if __name__ == "__main__":

@@ -13,80 +13,66 @@ it is trained on, so a layer may hold more position information than its probe c
 """
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from farsight.analysis.probes.settings import Kind, ProbeSettings, Target
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import bounded, command, positive
+from farsight.cli import above_zero, bounded, command, new_parser, positive
 from farsight.errors import ConfigError
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.outputs import add_output_options, write_figures, write_picture
 
 SEQUENCES = 100
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="farsight probes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "models", nargs="+", type=Path, metavar="MODEL_DIR", help="directories, adapters or checkpoints"
-    )
+    parser = new_parser("farsight probes", __doc__)
+    add = parser.add_argument
+    add("models", nargs="+", type=Path, metavar="MODEL_DIR", help="directories, adapters or checkpoints")
     add_text_options(parser, SEQUENCES)
     default = ProbeSettings(length=1024)
-    parser.add_argument(
+    add(
         "--tokens-per-sequence",
         type=positive,
         default=default.tokens_per_sequence,
         metavar="N",
         help="tokens to use per sequence at most, drawn uniformly (%(default)s)",
     )
-    parser.add_argument(
+    add(
         "--held-out",
         type=bounded(float, above=0, below=1),
         default=default.held_out,
         metavar="SHARE",
         help="share of the sequences to hold out (%(default)g)",
     )
-    parser.add_argument(
-        "--probe", choices=get_args(Kind), default=default.probe, help="2-layer MLP or linear map (%(default)s)"
-    )
-    parser.add_argument(
+    add("--probe", choices=get_args(Kind), default=default.probe, help="2-layer MLP or linear map (%(default)s)")
+    add(
         "--target",
         choices=get_args(Target),
         default=default.target,
         help="predict the position as a class (the likeliest counts) or as a number (%(default)s)",
     )
-    parser.add_argument("--epochs", type=positive, default=default.epochs, help="passes over the tokens (%(default)s)")
-    parser.add_argument(
-        "--width", type=positive, default=default.width, help="units in the MLP's hidden layer (%(default)s)"
-    )
-    parser.add_argument(
-        "--batch", type=positive, default=default.batch, metavar="TOKENS", help="tokens per step (%(default)s)"
-    )
-    parser.add_argument(
+    add("--epochs", type=positive, default=default.epochs, help="passes over the tokens (%(default)s)")
+    add("--width", type=positive, default=default.width, help="units in the MLP's hidden layer (%(default)s)")
+    add("--batch", type=positive, default=default.batch, metavar="TOKENS", help="tokens per step (%(default)s)")
+    add(
         "--learning-rate",
-        type=bounded(float, above=0),
+        type=above_zero,
         default=default.learning_rate,
         metavar="X",
         help="initial learning rate of Adam, which falls to 0 (%(default)g)",
     )
-    parser.add_argument(
-        "--buckets", type=positive, default=default.buckets, help="buckets of positions in the map (%(default)s)"
-    )
+    add("--buckets", type=positive, default=default.buckets, help="buckets of positions in the map (%(default)s)")
     add_model_options(parser)
     add_output_options(parser)
     return parser
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
+def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
-    check_outputs(parser, options)
 
     from farsight.analysis.probes.measure import probe_from_options
     from farsight.analysis.probes.picture import draw
@@ -106,11 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{first['length']:,} held out, {first['probe']} probes, target {first['target']}"
     )
     print(table(results))
-    if options.json:
-        write_figures(options.json, results)
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
+    write_figures(options.json, results)
+    write_picture(options.picture, draw, results)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ run in forks of a process that has imported everything, so that each takes less 
 minutes on two cores.
 """
 
-import argparse
-import json
 import logging
 import random
 import sys
@@ -29,8 +27,8 @@ from farsight.benchmarks import kills
 from farsight.benchmarks.faults import data, hostile, settings, tools
 from farsight.benchmarks.faults.runs import DISKS, Outcome, Runs, can_mount
 from farsight.benchmarks.faults.workshop import Case, Workshop, fingerprint
-from farsight.cli import bounded, command
-from farsight.files import prepare_file
+from farsight.cli import command, new_parser, positive
+from farsight.outputs import add_json_option, write_json
 
 T = TypeVar("T")
 
@@ -116,18 +114,13 @@ def table(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(arguments: list[str] | None = None) -> int:
+    parser = new_parser("python -m benchmarks.faults", __doc__)
     parser.add_argument("--only", choices=SECTIONS, nargs="+", default=SECTIONS, help="sections to run (default: all)")
     parser.add_argument("--name", default="", metavar="WORDS", help="only bad inputs with these words in their names")
-    parser.add_argument("--workers", type=bounded(int, least=1), default=2, help="side by side (%(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every case and its message to this file")
+    parser.add_argument("--workers", type=positive, default=2, help="side by side (%(default)s)")
+    add_json_option(parser, "every case and its message")
     options = parser.parse_args(arguments)
-    if options.json:
-        prepare_file(options.json)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     begin = time.perf_counter()
     results: dict[str, list[dict[str, Any]]] = {}
@@ -157,9 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{section}: {row['name']}: {'; '.join(row['wrong'])}\n    {row.get('said', '')}\n")
     print(table(results))
     print(f"{seconds / 60:.1f} minutes{skipped}")
-    if options.json:
-        figures = {"seconds": seconds, "sections": results, "skipped": skipped.removeprefix("; ")}
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    figures = {"seconds": seconds, "sections": results, "skipped": skipped.removeprefix("; ")}
+    write_json(options.json, figures)
     return int(any(row["wrong"] for rows in results.values() for row in rows))
 
 

@@ -7,19 +7,16 @@
 checkpoint that a run can start from (`--checkpoint.initial_load_path OUT`); a run can also start from MODEL_DIR itself.
 """
 
-import argparse
 from pathlib import Path
 
 from farsight.checkpoints.convert.dtypes import DTYPES
-from farsight.cli import command
+from farsight.cli import command, new_parser
 from farsight.files import check_new_folder
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("farsight convert", __doc__)
     parser.add_argument("direction", choices=["to-hf", "from-hf"])
     parser.add_argument("source", type=Path, help="a step-N checkpoint folder (to-hf) or a model directory (from-hf)")
     parser.add_argument("out", type=Path, help="folder to write")

@@ -13,42 +13,25 @@ written atomically. docs/analysis/graft.md explains what happens to tied embeddi
 graft-sweep measures all depths without writing any graft.
 """
 
-import argparse
-import json
 from pathlib import Path
 
 from farsight.checkpoints.convert.dtypes import DTYPES
-from farsight.cli import bounded, command
-from farsight.files import prepare_file, write_text
+from farsight.cli import command, natural, new_parser
+from farsight.outputs import add_json_option, write_json
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight graft", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--front", type=Path, required=True, metavar="A", help="model of the embedding and the first layers"
-    )
-    parser.add_argument(
-        "--back", type=Path, required=True, metavar="B", help="model of the other layers, norm and head"
-    )
-    parser.add_argument(
-        "--layers",
-        type=bounded(int, least=0),
-        required=True,
-        metavar="K",
-        help="how many layers A gives: 0 to all of them",
-    )
-    parser.add_argument("--out", type=Path, required=True, help="model directory to write; must not exist")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights written (default: that of both models)")
-    parser.add_argument(
-        "--untie", action="store_true", help="where tied embeddings differ, write B's as a head of its own"
-    )
-    parser.add_argument("--json", type=Path, metavar="F", help="write what was done here too")
+    parser = new_parser("farsight graft", __doc__)
+    add = parser.add_argument
+    add("--front", type=Path, required=True, metavar="A", help="model of the embedding and the first layers")
+    add("--back", type=Path, required=True, metavar="B", help="model of the other layers, norm and head")
+    add("--layers", type=natural, required=True, metavar="K", help="how many layers A gives: 0 to all of them")
+    add("--out", type=Path, required=True, help="model directory to write; must not exist")
+    add("--dtype", choices=DTYPES, help="of the weights written (default: that of both models)")
+    add("--untie", action="store_true", help="where tied embeddings differ, write B's as a head of its own")
+    add_json_option(parser, "what was done")
     options = parser.parse_args(arguments)
-    if options.json:
-        prepare_file(options.json)
 
     import torch
 
@@ -60,13 +43,12 @@ def main(arguments: list[str] | None = None) -> None:
     n_layers = config.architecture.n_layers
     said = parts(options.front, options.back, options.layers, n_layers)
     print(describe(config.layers()), f"{said[0].upper()}{said[1:]}.", *remarks, options.out, sep="\n")
-    if options.json:
-        figures = {
-            "tool": "checkpoints.graft", "model": str(options.out), "front": str(options.front), "back": str(options.back),
-            "layers": options.layers, "n_layers": n_layers, "trained_length": config.trained_length,
-            "tied": config.architecture.tie_embeddings, "remarks": remarks,
-        }  # fmt: skip
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
+    figures = {
+        "tool": "checkpoints.graft", "model": str(options.out), "front": str(options.front), "back": str(options.back),
+        "layers": options.layers, "n_layers": n_layers, "trained_length": config.trained_length,
+        "tied": config.architecture.tie_embeddings, "remarks": remarks,
+    }  # fmt: skip
+    write_json(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -6,19 +6,16 @@ Every file is compared with its checksum in `checksums.json`. Checkpoints of ear
 from one, only its file sizes are checked, while this command checks the CRC-32 of its tensors too.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from farsight.cli import command
+from farsight.cli import command, new_parser
 from farsight.errors import UserError
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="farsight intact", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = new_parser("farsight intact", __doc__)
     parser.add_argument("checkpoints", type=Path, nargs="+", help="step-N folders")
     checkpoints = parser.parse_args(arguments).checkpoints
 

@@ -11,46 +11,40 @@ leaves GARFA out, for programs that don't support it, and reports the effect.
 One weight is in memory at a time. Afterwards the merged model is compared with the adapter on its base, on a few sequences.
 """
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from farsight.cli import add_device_option, command
-from farsight.files import check_new_folder, prepare_file, write_text
+from farsight.cli import add_device_option, command, new_parser
+from farsight.files import check_new_folder
+from farsight.outputs import add_json_option, write_json
 
 DTYPES = ("float32", "bfloat16")
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight merge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("adapter", type=Path, help="adapter directory of a fine-tuning run")
-    parser.add_argument("--out", type=Path, required=True, help="model directory to write")
-    parser.add_argument("--base", type=Path, metavar="DIR", help="the base's directory (default: as the adapter says)")
-    parser.add_argument("--other-base", action="store_true", help="accept a base that the adapter was not trained on")
-    parser.add_argument(
+    parser = new_parser("farsight merge", __doc__)
+    add = parser.add_argument
+    add("adapter", type=Path, help="adapter directory of a fine-tuning run")
+    add("--out", type=Path, required=True, help="model directory to write")
+    add("--base", type=Path, metavar="DIR", help="the base's directory (default: as the adapter says)")
+    add("--other-base", action="store_true", help="accept a base that the adapter was not trained on")
+    add(
         "--into",
         choices=["dequantized", "original"],
         default="dequantized",
         help="weights that LoRA is added to: as training kept them, or the base's own",
     )
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights written (default: that of the training)")
-    parser.add_argument(
-        "--drop-garfa", action="store_true", help="leave out GARFA, including the base's own: gives another model"
-    )
-    parser.add_argument("--data", type=Path, metavar="FILE", help="text to compare on (default: the standard library)")
-    parser.add_argument("--no-check", action="store_true", help="do not compare")
+    add("--dtype", choices=DTYPES, help="of the weights written (default: that of the training)")
+    add("--drop-garfa", action="store_true", help="leave out GARFA, including the base's own: gives another model")
+    add("--data", type=Path, metavar="FILE", help="text to compare on (default: the standard library)")
+    add("--no-check", action="store_true", help="do not compare")
     add_device_option(parser)
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    add_json_option(parser)
     options = parser.parse_args(arguments)
     if options.no_check and (options.data or options.drop_garfa):
         parser.error("--no-check can't be combined with --data or --drop-garfa, which report a comparison")
     check_new_folder(options.out)
-    if options.json:
-        prepare_file(options.json)
 
     import torch
 
@@ -80,8 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         with (options.out / CARD).open("a", encoding="utf-8") as card:
             card.write("\n## What merging changed\n\n" + "\n\n".join(said) + "\n")
     print(*said, options.out, sep="\n")
-    if options.json:
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
+    write_json(options.json, figures)
 
 
 if __name__ == "__main__":

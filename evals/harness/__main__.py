@@ -15,52 +15,42 @@ Texts longer than --max-length (default: the trained length) are cut, and their 
 Hugging Face Hub; without a network, --data and --data-dir take their rows from files (docs/evaluation/evaluate.md).
 """
 
-import argparse
-import json
 import logging
 from pathlib import Path
 
-from farsight.cli import bounded, command, positive
+from farsight.cli import command, natural, new_parser, positive
 from farsight.evals.harness.table import table
 from farsight.evals.harness.tasks import RULER_LENGTHS, named_groups
-from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import check_outputs
+from farsight.outputs import add_json_option, output_file, write_figures
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight harness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model_dir", type=Path, nargs="+")
-    parser.add_argument("--tasks", nargs="+", required=True, metavar="NAME", help="groups and tasks")
-    parser.add_argument("--limit", type=positive, help="most questions of each task and length, for a quick test")
-    parser.add_argument(
-        "--shots", type=bounded(int, least=0), help="examples before each question, for tasks outside the groups above"
-    )
-    parser.add_argument("--lengths", type=positive, nargs="+", help="of RULER's prompts (4096)")
-    parser.add_argument("--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="rows of a task")
-    parser.add_argument("--data-dir", type=Path, metavar="DIR", help="folder with TASK.jsonl and TASK.fewshot.jsonl")
-    parser.add_argument("--include-path", type=Path, metavar="DIR", help="folder of your own tasks, as lm-eval's YAML")
-    parser.add_argument(
-        "--max-length", type=positive, help="most tokens in a text (default: the trained length, or --lengths)"
-    )
-    parser.add_argument("--truncate", choices=["left", "middle"], default="left", help="where a longer one is cut")
-    parser.add_argument("--batch-size", type=positive, default=8, help="texts read together (%(default)s)")
-    parser.add_argument(
-        "--bos", choices=["auto", "yes", "no"], default="auto", help="start with bos (auto: as the tokenizer does)"
-    )
-    parser.add_argument("--chat", action="store_true", help="format prompts with the tokenizer's chat template")
-    parser.add_argument("--run-code", action="store_true", help="run programs that the model writes (HumanEval+)")
-    parser.add_argument(
+    parser = new_parser("farsight harness", __doc__)
+    add = parser.add_argument
+    add("model_dir", type=Path, nargs="+")
+    add("--tasks", nargs="+", required=True, metavar="NAME", help="groups and tasks")
+    add("--limit", type=positive, help="most questions of each task and length, for a quick test")
+    add("--shots", type=natural, help="examples before each question, for tasks outside the groups above")
+    add("--lengths", type=positive, nargs="+", help="of RULER's prompts (4096)")
+    add("--data", nargs="+", action="extend", default=[], metavar="TASK=FILE", help="rows of a task")
+    add("--data-dir", type=Path, metavar="DIR", help="folder with TASK.jsonl and TASK.fewshot.jsonl")
+    add("--include-path", type=Path, metavar="DIR", help="folder of your own tasks, as lm-eval's YAML")
+    add("--max-length", type=positive, help="most tokens in a text (default: the trained length, or --lengths)")
+    add("--truncate", choices=["left", "middle"], default="left", help="where a longer one is cut")
+    add("--batch-size", type=positive, default=8, help="texts read together (%(default)s)")
+    add("--bos", choices=["auto", "yes", "no"], default="auto", help="start with bos (auto: as the tokenizer does)")
+    add("--chat", action="store_true", help="format prompts with the tokenizer's chat template")
+    add("--run-code", action="store_true", help="run programs that the model writes (HumanEval+)")
+    add(
         "--cache",
-        type=Path,
+        type=output_file,
         metavar="FILE",
         help="lm-eval's cache of answers (SQLite, pickled: only your own), for one "
         "--max-length, --truncate and --bos: it does not tell them apart",
     )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the figures here too")
+    add_json_option(parser)
     add_model_options(parser)
     options = parser.parse_args(arguments)
     if options.shots is not None and all(name.partition("/")[0] in named_groups() for name in options.tasks):
@@ -68,7 +58,6 @@ def main(arguments: list[str] | None = None) -> None:
     if options.lengths and not any(name.partition("/")[0] == "ruler" for name in options.tasks):
         parser.error("--lengths is for RULER's prompts, and --tasks names none; --max-length cuts texts")
     options.lengths = options.lengths or list(RULER_LENGTHS)
-    check_outputs(parser, options, "cache")
     if options.cache and len(options.model_dir) > 1:
         parser.error("--cache: answers of several models can't share one; measure them one by one")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -84,9 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(
                 f"{figures['truncated']} texts were cut to {figures['max_length']:,} tokens: --max-length reads more."
             )
-    if options.json:
-        content = {"models": results} if len(results) > 1 else next(iter(results.values()))
-        write_text(options.json, json.dumps(content, indent=2) + "\n")
+    write_figures(options.json, results)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,11 @@ Past the trained length, a model with scopes is measured as it was trained ("tra
 length ("length"). docs/evaluation/needle.md describes tasks, scores and the JSON file.
 """
 
-import argparse
 from pathlib import Path
 
-from farsight.cli import bounded, command, positive
+from farsight.cli import bounded, command, new_parser, positive
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.outputs import add_output_options, write_figures, write_picture
 
 TASKS = (
     "passkey", "multikey", "multi_passkey", "multivalue", "multiquery", "variable_tracking", "common_words", "frequent_words",
@@ -27,37 +26,27 @@ TASKS = (
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight needle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
-    parser.add_argument(
-        "--lengths", type=positive, nargs="+", required=True, help="of prompt and answer together, in tokens"
-    )
-    parser.add_argument(
+    parser = new_parser("farsight needle", __doc__)
+    add = parser.add_argument
+    add("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
+    add("--lengths", type=positive, nargs="+", required=True, help="of prompt and answer together, in tokens")
+    add(
         "--depths",
         nargs="+",
         default=["10"],
         metavar="D",
         help="how many, evenly spaced (default: 10), or a list of depths",
     )
-    parser.add_argument(
-        "--task", default="passkey", metavar="TASK[:KEY=N,…]", help=f"{', '.join(TASKS)} (default: %(default)s)"
-    )
-    parser.add_argument("--trials", type=positive, default=10, help="prompts at each length and depth (%(default)s)")
-    parser.add_argument(
-        "--seed", type=bounded(int, least=0, most=2**62), default=0, help="of the generated prompts (%(default)s)"
-    )
-    parser.add_argument("--haystack", type=Path, metavar="FILE", help="UTF-8 text or .jsonl to hide needles in")
-    parser.add_argument("--rows", type=positive, default=8, help="prompts read together (%(default)s)")
-    parser.add_argument(
-        "--new-tokens", type=positive, metavar="N", help="in an answer (default: as many as the right one takes)"
-    )
-    parser.add_argument("--show", action="store_true", help="print the first prompt with its answer, and stop")
+    add("--task", default="passkey", metavar="TASK[:KEY=N,…]", help=f"{', '.join(TASKS)} (default: %(default)s)")
+    add("--trials", type=positive, default=10, help="prompts at each length and depth (%(default)s)")
+    add("--seed", type=bounded(int, least=0, most=2**62), default=0, help="of the generated prompts (%(default)s)")
+    add("--haystack", type=Path, metavar="FILE", help="UTF-8 text or .jsonl to hide needles in")
+    add("--rows", type=positive, default=8, help="prompts read together (%(default)s)")
+    add("--new-tokens", type=positive, metavar="N", help="in an answer (default: as many as the right one takes)")
+    add("--show", action="store_true", help="print the first prompt with its answer, and stop")
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    check_outputs(parser, options)
 
     from farsight.evals.needle.measure import about, measure, read_grid, show, table
     from farsight.evals.needle.picture import draw
@@ -80,11 +69,8 @@ def main(arguments: list[str] | None = None) -> None:
         if len(results) > 1:
             print(folder)
         print(table(figures))
-    if options.json:
-        write_figures(options.json, results)
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
+    write_figures(options.json, results)
+    write_picture(options.picture, draw, results)
 
 
 if __name__ == "__main__":

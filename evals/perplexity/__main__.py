@@ -21,21 +21,19 @@ Past the trained length, a model with scopes is measured as it was trained ("tra
 the length ("length").
 """
 
-import argparse
 from pathlib import Path
 
-from farsight.cli import bounded, command
+from farsight.cli import bounded, command, natural, new_parser
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.outputs import add_output_options, write_figures, write_picture
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight perplexity", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
-    parser.add_argument(
+    parser = new_parser("farsight perplexity", __doc__)
+    add = parser.add_argument
+    add("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
+    add(
         "--data",
         type=Path,
         nargs="+",
@@ -43,24 +41,12 @@ def main(arguments: list[str] | None = None) -> None:
         metavar="FILE",
         help="UTF-8 text, .jsonl or .parquet; .gz or .zst too",
     )
-    parser.add_argument("--field", help="key of the text in .jsonl, column in .parquet (text)")
-    parser.add_argument(
-        "--lengths", type=bounded(int, least=2), nargs="+", required=True, help="window lengths in tokens"
-    )
-    parser.add_argument(
-        "--windows", type=bounded(int, least=0), default=0, help="most windows of each length (default: all)"
-    )
-    parser.add_argument("--documents", action="store_true", help="the same final 256 tokens of every long document")
-    parser.add_argument(
-        "--sliding",
-        type=bounded(int, least=0),
-        default=0,
-        metavar="STRIDE",
-        help="all tokens, from windows that overlap",
-    )
-    parser.add_argument(
-        "--buckets", type=bounded(int, least=0), default=0, metavar="N", help="also by position, in N parts"
-    )
+    add("--field", help="key of the text in .jsonl, column in .parquet (text)")
+    add("--lengths", type=bounded(int, least=2), nargs="+", required=True, help="window lengths in tokens")
+    add("--windows", type=natural, default=0, help="most windows of each length (default: all)")
+    add("--documents", action="store_true", help="the same final 256 tokens of every long document")
+    add("--sliding", type=natural, default=0, metavar="STRIDE", help="all tokens, from windows that overlap")
+    add("--buckets", type=natural, default=0, metavar="N", help="also by position, in N parts")
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
@@ -75,7 +61,6 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--sliding can't be combined with --documents or --buckets, whose windows do not overlap")
     if options.field and not any(has_fields(path) for path in options.data):
         parser.error("--field goes with .jsonl or .parquet files: other texts are whole files")
-    check_outputs(parser, options)
     with sharing_processes() as (rank, world):
         windows = Windows(options.windows, options.documents, options.buckets, options.sliding, rank, world)
         results = {str(folder): measure(folder, options, windows) for folder in options.model_dir}
@@ -87,11 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(table(figures, figures["trained_length"]))
     if len({figures["tokens"] for figures in results.values()}) > 1:
         print("The models' tokenizers differ: perplexities are per token and cannot be compared.")
-    if options.json:
-        write_figures(options.json, results)
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
+    write_figures(options.json, results)
+    write_picture(options.picture, draw, results)
 
 
 if __name__ == "__main__":

@@ -18,43 +18,35 @@ Every layer's queries are held while it reads, beside the cache: 8.6 GB for an 8
 The method itself is inference/extend/ripra.py; --extend ripra:KEY=VALUE,… sets its options.
 """
 
-import argparse
-import json
 from pathlib import Path
 
-from farsight.cli import bounded, command, positive
-from farsight.files import write_text
+from farsight.cli import command, natural, new_parser, positive
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs
+from farsight.outputs import add_output_options, write_json, write_picture
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight ripra", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("model_dir", type=Path)
+    parser = new_parser("farsight ripra", __doc__)
+    add = parser.add_argument
+    add("model_dir", type=Path)
     texts = parser.add_mutually_exclusive_group(required=True)
     texts.add_argument("--data", type=Path, metavar="FILE", help='UTF-8 text, or .jsonl with a "text"')
     texts.add_argument(
         "--passkeys", type=positive, metavar="N", help="this many prompts of --length tokens, each with a passkey"
     )
-    parser.add_argument(
-        "--length", type=bounded(int, least=0), default=0, help="tokens to read of each document; 0 reads all"
-    )
-    parser.add_argument(
-        "--evidence", nargs="+", default=[], metavar="START:END", help="tokens of each document that hold its evidence"
-    )
+    add("--length", type=natural, default=0, help="tokens to read of each document; 0 reads all")
+    add("--evidence", nargs="+", default=[], metavar="START:END", help="tokens of each document that hold its evidence")
     add_model_options(parser)
     parser.set_defaults(extend="ripra")
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    check_outputs(parser, options)
     if options.passkeys is not None and (options.length < 1 or options.evidence):
         parser.error("--passkeys needs a --length of 1 or more and no --evidence: it knows where its passkeys are")
 
     from farsight.data.texts import encode_file
     from farsight.evals.ripra.diagnose import check_extension, diagnose, passkey_prompts, read_spans, table
+    from farsight.evals.ripra.picture import draw
     from farsight.inference.loading import load
 
     loaded = load(options.model_dir, options)
@@ -67,13 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
         evidence = read_spans(options.evidence, documents)
     result = diagnose(loaded, documents, evidence)
     print(table(result))
-    if options.json:
-        write_text(options.json, json.dumps(result, indent=2) + "\n")
-    if options.picture:
-        from farsight.evals.ripra.picture import draw
-
-        draw(result, options.picture)
-        print(options.picture)
+    write_json(options.json, result)
+    write_picture(options.picture, draw, result)
 
 
 if __name__ == "__main__":

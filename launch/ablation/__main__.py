@@ -20,47 +20,37 @@ base, {model} is its own directory, which is not quantised:
     percent = false                 # true: a share of 1, shown in percent and included in the mean
 """
 
-import argparse
 import logging
 import sys
 from pathlib import Path
 
 from farsight import process
-from farsight.cli import command
-from farsight.files import prepare_file
+from farsight.cli import command, new_parser
 from farsight.launch.children import Stopped
+from farsight.outputs import add_json_option
 
 logger = logging.getLogger("farsight")
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="farsight ablation",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("configs", type=Path, nargs="+", help="TOML files of `train.py finetune`")
-    parser.add_argument("--tiny", action="store_true", help="the configs' small form: the quickstart's model, 40 steps")
-    parser.add_argument("--evaluations", type=Path, metavar="FILE", help="TOML file with [[evaluations]]")
-    parser.add_argument("--out", type=Path, default=Path("runs/ablation"), help="output folder (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="F", help="also write the figures here")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="check the configs and print the commands, but run nothing"
-    )
+    parser = new_parser("farsight ablation", __doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("configs", type=Path, nargs="+", help="TOML files of `train.py finetune`")
+    add("--tiny", action="store_true", help="the configs' small form: the quickstart's model, 40 steps")
+    add("--evaluations", type=Path, metavar="FILE", help="TOML file with [[evaluations]]")
+    add("--out", type=Path, default=Path("runs/ablation"), help="output folder (default: %(default)s)")
+    add_json_option(parser)
+    add("--dry-run", action="store_true", help="check the configs and print the commands, but run nothing")
     options, rest = parser.parse_known_args(arguments)
     rest += ["--tiny"] * options.tiny
-    if not logging.getLogger().handlers:
-        logging.basicConfig(format="%(message)s", level=logging.INFO)
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
 
     from farsight.launch.ablation.ablation import commands, read_experiments, report, run
     from farsight.launch.ablation.evaluations import read_evaluations
 
     experiments = read_experiments(options.configs, rest, options.out)
     evaluations = read_evaluations(options.evaluations)
-    if options.json:
-        prepare_file(options.json)
     if options.dry_run:
         print(commands(experiments, evaluations, options.out))
         return 0

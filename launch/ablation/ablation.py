@@ -1,6 +1,5 @@
 """Runs an ablation: trains, merges and evaluates each experiment, and reports on all of them."""
 
-import json
 import logging
 import shlex
 import sys
@@ -24,6 +23,7 @@ from farsight.launch.ablation.evaluations import (
 )
 from farsight.launch.ablation.tables import BASE, Columns, Results, draw, markdown, text
 from farsight.launch.children import ended, run_child, train_script
+from farsight.outputs import write_json
 from farsight.training.metrics_file import read_metrics
 
 logger = logging.getLogger("farsight")
@@ -188,9 +188,8 @@ def report(outcome: Outcome, columns: Columns, out: Path, copy: Path | None) -> 
         logger.error(line)
     print(text(outcome.results, columns, outcome.note))
     write_text(out / "ablation.md", markdown(outcome.results, columns, outcome.note))
-    content = json.dumps(asdict(outcome) | {"columns": columns}, indent=2) + "\n"
-    for path in [out / "ablation.json", *([copy] if copy else [])]:
-        write_text(path, content)
+    for path in (out / "ablation.json", copy):
+        write_json(path, asdict(outcome) | {"columns": columns})
     draw(outcome.results, columns, out / "ablation.png")
     print(f"{out}/ablation.md, ablation.json, ablation.png")
 

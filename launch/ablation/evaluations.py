@@ -15,10 +15,10 @@ from farsight.configs.load import read_toml
 from farsight.configs.shipped import find_config
 from farsight.configs.typed import from_dict
 from farsight.errors import ConfigError
-from farsight.files import write_text
 from farsight.json_files import read_object
 from farsight.launch.ablation.tables import MEAN
 from farsight.launch.children import ended, run_child
+from farsight.outputs import write_json
 
 logger = logging.getLogger("farsight")
 
@@ -98,7 +98,7 @@ def evaluate(label: str, model: Path, folder: Path, evaluation: Evaluation) -> f
         for old in written(out):
             old.unlink()
         done.pop(evaluation.name, None)  # a command that fails may still leave a file
-        write_text(known, json.dumps(done, indent=2) + "\n")
+        write_json(known, done)
         try:
             status = run_child(command)
         except OSError as error:
@@ -106,7 +106,7 @@ def evaluate(label: str, model: Path, folder: Path, evaluation: Evaluation) -> f
         if status:
             raise ConfigError(f"{evaluation.name} of {label} {ended(status)}: {shlex.join(command)}")
         done[evaluation.name] = asked
-        write_text(known, json.dumps(done, indent=2) + "\n")
+        write_json(known, done)
     return figure(out, evaluation.value) * (100 if evaluation.percent else 1)
 
 

@@ -10,42 +10,34 @@ interrupted ones. Then each model's layers are probed (farsight probes) on --dat
 --section.key value apply to every run.
 """
 
-import argparse
-import json
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import command, positive
+from farsight.cli import command, new_parser, positive
 from farsight.configs.load import parse_options
 from farsight.configs.shipped import find_config
 from farsight.errors import ConfigError
-from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs
+from farsight.outputs import add_output_options, write_json, write_picture
 
 SEQUENCES = 100
 
 
 @command
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(
-        prog="farsight depth-sweep", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("recipes", type=Path, nargs="+", metavar="RECIPE")
-    parser.add_argument("--depths", type=positive, nargs="+", required=True, metavar="N", help="numbers of layers")
-    parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="folder for recipes and runs")
-    parser.add_argument("--nproc", type=positive, help="processes on this machine, as for farsight recipe")
-    parser.add_argument("--tiny", action="store_true", help="train the recipes' small forms")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="write the recipes and print the commands, but run nothing"
-    )
-    parser.add_argument(
+def main(arguments: list[str] | None = None) -> None:
+    parser = new_parser("farsight depth-sweep", __doc__)
+    add = parser.add_argument
+    add("recipes", type=Path, nargs="+", metavar="RECIPE")
+    add("--depths", type=positive, nargs="+", required=True, metavar="N", help="numbers of layers")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder for recipes and runs")
+    add("--nproc", type=positive, help="processes on this machine, as for farsight recipe")
+    add("--tiny", action="store_true", help="train the recipes' small forms")
+    add("--dry-run", action="store_true", help="write the recipes and print the commands, but run nothing")
+    add(
         "--epochs",
         type=positive,
         default=ProbeSettings.epochs,
@@ -55,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_model_options(parser)
     add_output_options(parser)
     options, rest = parser.parse_known_args(arguments)
-    check_outputs(parser, options)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
 
     from farsight.launch.depth_sweep.depth_sweep import Point, draw, measure, sweep, table
@@ -82,17 +73,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sweep(points, options.nproc, rest)
     results = [measure(point, rest, options) for point in points]
     print(table(results))
-    if options.json:
-        figures = {
-            "tool": "analysis.depth_sweep",
-            "model": None,
-            **{name: getattr(options, name) for name in ("depths", "length", "sequences", "epochs", "seed", "extend")},
-            "models": results,
-        }
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
+    figures = {
+        "tool": "analysis.depth_sweep",
+        "model": None,
+        **{name: getattr(options, name) for name in ("depths", "length", "sequences", "epochs", "seed", "extend")},
+        "models": results,
+    }
+    write_json(options.json, figures)
+    write_picture(options.picture, draw, results)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,15 @@ All figures are calculated: docs/training/plan.md and docs/finetuning/memory.md 
 figures with measurements.
 """
 
-import argparse
-import json
 import logging
 import sys
 from pathlib import Path
 
-from farsight.cli import bounded, command, positive
+from farsight.cli import bounded, command, new_parser, positive
 from farsight.configs.load import read_toml
 from farsight.configs.shipped import find_config
-from farsight.files import prepare_file, write_text
 from farsight.launch.plan.hardware import GPUS, Efficiency, Machine, find_gpu
+from farsight.outputs import add_json_option, write_json
 
 EXPLAINED = {
     "matmul": "share of the peak FLOP/s that matrix products reach",
@@ -35,25 +33,17 @@ EXPLAINED = {
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="farsight plan",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "config", type=Path, help="TOML file or a shipped one's name: a config, or a recipe with [[stages]]"
-    )
-    parser.add_argument("--tiny", action="store_true", help="plan its small form")
-    parser.add_argument("--gpus", type=positive, help="number of GPUs (default: the recipe's, or 1 for a config)")
-    parser.add_argument(
-        "--gpu", default="h100-80g", metavar="KIND", help=f"kind of GPU: {', '.join(GPUS)} (default: %(default)s)"
-    )
-    parser.add_argument("--stage", help="plan only this stage of a recipe")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser = new_parser("farsight plan", __doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("config", type=Path, help="TOML file or a shipped one's name: a config, or a recipe with [[stages]]")
+    add("--tiny", action="store_true", help="plan its small form")
+    add("--gpus", type=positive, help="number of GPUs (default: the recipe's, or 1 for a config)")
+    add("--gpu", default="h100-80g", metavar="KIND", help=f"kind of GPU: {', '.join(GPUS)} (default: %(default)s)")
+    add("--stage", help="plan only this stage of a recipe")
+    add_json_option(parser)
     for name in EXPLAINED:
         default = getattr(Efficiency, name)
-        parser.add_argument(
+        add(
             f"--{name}",
             # An overlap of 0 is slow but possible; a run would take for ever with 0 for the others.
             type=bounded(float, least=0, most=1) if name == "overlap" else bounded(float, above=0, most=1),
@@ -64,8 +54,6 @@ def main(arguments: list[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     options.config = find_config(options.config)
     rest += ["--tiny"] * options.tiny
-    if options.json:
-        prepare_file(options.json)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
 
     from farsight.launch.plan.plan import make_plan
@@ -79,11 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
     plans = [make_plan(name, config, gpus, machine) for name, config in configs.items()]
     print("\n\n".join(plan_text(plan) for plan in plans))
     print("\n" + assumptions_text(machine))
-    if options.json:
-        figures = plans[-1].as_dict()
-        if "stages" in read_toml(options.config):
-            figures["stages"] = [plan.as_dict() for plan in plans]
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
+    figures = plans[-1].as_dict()
+    if "stages" in read_toml(options.config):
+        figures["stages"] = [plan.as_dict() for plan in plans]
+    write_json(options.json, figures)
     return 0
 
 

@@ -13,14 +13,13 @@ finished stage is skipped; an interrupted one continues from its newest checkpoi
 value change all stages, and --recipe.key value changes the recipe.
 """
 
-import argparse
 import logging
 import shlex
 import sys
 from pathlib import Path
 
 from farsight import process
-from farsight.cli import command, positive
+from farsight.cli import command, new_parser, positive
 from farsight.configs.load import parse_options
 from farsight.configs.shipped import find_config
 from farsight.errors import ConfigError
@@ -28,26 +27,20 @@ from farsight.errors import ConfigError
 
 @command
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="farsight recipe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("recipe", type=Path, help="TOML file with [[stages]], or a shipped recipe's name")
-    parser.add_argument("--tiny", action="store_true", help="train its small form, a minute on a CPU")
-    parser.add_argument("--dry-run", action="store_true", help="check every stage and print the plan, but run nothing")
-    parser.add_argument(
-        "--nproc",
-        type=positive,
-        help="processes on this machine (default: 1; the recipe's GPUs in a dry run)",
-    )
-    parser.add_argument("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")
-    parser.add_argument(
+    parser = new_parser("farsight recipe", __doc__)
+    add = parser.add_argument
+    add("recipe", type=Path, help="TOML file with [[stages]], or a shipped recipe's name")
+    add("--tiny", action="store_true", help="train its small form, a minute on a CPU")
+    add("--dry-run", action="store_true", help="check every stage and print the plan, but run nothing")
+    add("--nproc", type=positive, help="processes on this machine (default: 1; the recipe's GPUs in a dry run)")
+    add("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")
+    add(
         "--launcher",
         metavar="COMMAND",
         help="command to start ranks with, before train.py, instead; launch/slurm.sh uses it",
     )
     options, rest = parser.parse_known_args(arguments)
-    if not logging.getLogger().handlers:
-        logging.basicConfig(format="%(message)s", level=logging.INFO)
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
     launcher = shlex.split(options.launcher) if options.launcher else [sys.executable]
     if options.torchrun or (options.nproc or 1) > 1:
         given = options.torchrun or f"--standalone --nproc_per_node {options.nproc}"

@@ -16,6 +16,7 @@ from farsight.data.texts import encode_file
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.evals.perplexity.measure import perplexity_by_length
 from farsight.files import write_text
+from farsight.outputs import write_json
 from farsight.parallel.device import default_device
 from farsight.plots import PALETTE, borders, picture
 from farsight.training.metrics_file import loss_points, run_summary
@@ -57,7 +58,7 @@ def report(recipe: Recipe, stages: Sequence[Stage], root: Path, data: Path | Non
             entry |= _perplexity(recipe, stage, data) | {"perplexity_of": asked}
         entries.append(entry)
     summary = {"model_dir": str(stages[-1].model_dir), "stages": entries}
-    write_text(path, json.dumps(summary, indent=2) + "\n")
+    write_json(path, summary)
     draw_losses(stages, root / "loss.png")
     print(summary_table(entries))
     print(f"loss curves: {root / 'loss.png'}   figures: {path}")

@@ -11,34 +11,29 @@ a run or model or named by --results. For figures that are missing, it shows the
 tools on --data where a model has no result (all but graft-sweep, which takes two models), and keeps the results in its analysis/.
 """
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
 
-from farsight.cli import command, positive
-from farsight.files import prepare_file
+from farsight.cli import command, new_parser, positive
+from farsight.outputs import output_file
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight inside", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", type=Path, nargs="+", metavar="RUN_OR_MODEL")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write (.html)")
-    parser.add_argument("--csv", type=Path, metavar="FOLDER", help="write the figures as CSV here too")
-    parser.add_argument("--results", type=Path, nargs="+", default=[], metavar="FILE", help="JSON files of our tools")
-    parser.add_argument("--measure", action="store_true", help="run the tools for results that are missing")
-    parser.add_argument("--data", type=Path, metavar="FILE", help="text to measure on")
-    parser.add_argument(
-        "--length", type=positive, metavar="L", help="tokens in a sequence (default: each model's trained length)"
-    )
-    parser.add_argument("--device", help="to measure on (default: the accelerator if there is one, else cpu)")
+    parser = new_parser("farsight inside", __doc__)
+    add = parser.add_argument
+    add("models", type=Path, nargs="+", metavar="RUN_OR_MODEL")
+    add("--out", type=output_file, required=True, metavar="FILE", help="the page to write (.html)")
+    add("--csv", type=Path, metavar="FOLDER", help="write the figures as CSV here too")
+    add("--results", type=Path, nargs="+", default=[], metavar="FILE", help="JSON files of our tools")
+    add("--measure", action="store_true", help="run the tools for results that are missing")
+    add("--data", type=Path, metavar="FILE", help="text to measure on")
+    add("--length", type=positive, metavar="L", help="tokens in a sequence (default: each model's trained length)")
+    add("--device", help="to measure on (default: the accelerator if there is one, else cpu)")
     options = parser.parse_args(arguments)
     if options.measure and not options.data:
         parser.error("--measure needs --data FILE, the text to measure on")
-    prepare_file(options.out)
 
     from farsight.reports.inside.build import write_report
 

@@ -11,38 +11,31 @@ into the evals/ folder of a run or model, or that --results names. For figures t
 them. --measure runs farsight perplexity and farsight needle where a model has no result, and keeps the results in its evals/.
 """
 
-import argparse
 import shlex
 import sys
 from pathlib import Path
 
-from farsight.cli import bounded, command
-from farsight.outputs import check_outputs
+from farsight.cli import command, new_parser, positive
+from farsight.outputs import add_json_option, output_file
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="farsight report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("models", type=Path, nargs="+", metavar="RUN_OR_MODEL")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the page to write (.html)")
-    parser.add_argument("--results", type=Path, nargs="+", default=[], metavar="FILE", help="JSON files of our tools")
-    parser.add_argument(
-        "--lengths", type=bounded(int, least=1), nargs="+", default=[], metavar="L",
+    parser = new_parser("farsight report", __doc__)
+    add = parser.add_argument
+    add("models", type=Path, nargs="+", metavar="RUN_OR_MODEL")
+    add("--out", type=output_file, required=True, metavar="FILE", help="the page to write (.html)")
+    add("--results", type=Path, nargs="+", default=[], metavar="FILE", help="JSON files of our tools")
+    add(
+        "--lengths", type=positive, nargs="+", default=[], metavar="L",
         help="context lengths to measure at (default: 1, 2 and 4 times each model's trained length), and to add to the 1k to 128k of the cost",
     )  # fmt: skip
-    parser.add_argument(
-        "--measure", action="store_true", help="measure perplexity and needles where a result is missing"
-    )
-    parser.add_argument(
-        "--data", type=Path, nargs="+", default=[], metavar="FILE", help="text to measure perplexity on"
-    )
-    parser.add_argument("--json", type=Path, metavar="F", help="write the report's own figures here too")
+    add("--measure", action="store_true", help="measure perplexity and needles where a result is missing")
+    add("--data", type=Path, nargs="+", default=[], metavar="FILE", help="text to measure perplexity on")
+    add_json_option(parser, "the report's own figures")
     options = parser.parse_args(arguments)
     if options.measure and not options.data:
         parser.error("--measure needs --data FILE, the text to measure perplexity on")
-    check_outputs(parser, options, "out")
 
     from farsight.reports.report.build import write_report
 

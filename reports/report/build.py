@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from markupsafe import Markup
 from farsight.files import write_text
 from farsight.json_files import fields_of, read_object
 from farsight.model.build import count_parameters
+from farsight.outputs import write_json
 from farsight.reports.page import page, section, small, table
 from farsight.reports.results import Result, of_kind
 from farsight.reports.sections.benchmarks import HARNESS
@@ -63,8 +63,7 @@ def write_report(options: argparse.Namespace, made_by: str) -> None:
         [f"Without weights, so that nothing can be measured: {weightless}."] if weightless else (),
     )
     write_text(options.out, text)
-    if options.json:
-        write_text(options.json, json.dumps(figures(models, costs), indent=2) + "\n")
+    write_json(options.json, figures(models, costs))
     print(options.out)
 
 
