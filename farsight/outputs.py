@@ -3,7 +3,7 @@
 import argparse
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,24 @@ def check_outputs(parser: argparse.ArgumentParser, options: argparse.Namespace, 
             parser.error(f"--picture {path} must end with .png, .svg or .pdf")
 
 
-def write_figures(path: Path, results: Mapping[str, dict[str, Any]]) -> None:
-    """Writes the figures of one model, or {"models": {path: figures}} for several."""
-    content = next(iter(results.values())) if len(results) == 1 else {"models": dict(results)}
-    write_text(path, json.dumps(content, indent=2) + "\n")
+def of_models(results: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The figures of one model, or {"models": {path: figures}} for several: what --json writes."""
+    return next(iter(results.values())) if len(results) == 1 else {"models": dict(results)}
+
+
+def write_outputs(
+    options: argparse.Namespace, figures: Mapping[str, Any], draw: Callable[[Path], object] | None = None
+) -> None:
+    """Writes the figures to --json, draws --picture and prints its path, each if it was asked for.
+
+    Args:
+        draw: writes the picture to a path; None for tools without --picture.
+    """
+    if options.json:
+        write_text(options.json, json.dumps(figures, indent=2) + "\n")
+    if draw and options.picture:
+        draw(options.picture)
+        print(options.picture)
 
 
 def short_names(folders: Collection[str]) -> list[str]:

@@ -13,13 +13,11 @@ differ; with --untie, grafts get the one model's embedding and the other's head.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from farsight.cli import bounded, command, positive
-from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs
+from farsight.outputs import add_output_options, check_outputs, write_outputs
 
 
 @command
@@ -71,11 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     figures = measure_models(options)
     print(table(figures))
-    if options.json:
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
-    if options.picture:
-        draw(figures, options.picture)
-        print(options.picture)
+    write_outputs(options, figures, lambda path: draw(figures, path))
 
 
 if __name__ == "__main__":

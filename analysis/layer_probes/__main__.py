@@ -17,16 +17,14 @@ get the unmodified model's figures and are marked.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from farsight.analysis.layer_probes.options import DEPTHS, FACTORS, NOISE, PROBES, SEQUENCES
 from farsight.analysis.sequences import add_text_options
 from farsight.cli import bounded, command, positive
-from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs
+from farsight.outputs import add_output_options, check_outputs, write_outputs
 
 
 @command
@@ -73,11 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     figures = measure_model(options)
     print(table(figures))
-    if options.json:
-        write_text(options.json, json.dumps(finite_or_null(figures), indent=2, allow_nan=False) + "\n")
-    if options.picture:
-        draw(figures, options.picture)
-        print(options.picture)
+    write_outputs(options, finite_or_null(figures), lambda path: draw(figures, path))
 
 
 def _list(values: Sequence[float]) -> str:

@@ -25,7 +25,7 @@ from farsight.analysis.sequences import add_text_options
 from farsight.cli import bounded, command, positive
 from farsight.files import prepare_file, write_text
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs
+from farsight.outputs import add_output_options, check_outputs, write_outputs
 
 SEQUENCES = 8
 MEASURING = ("data", "length", "sequences", "pairs", "gamma", "out", "device", "dtype", "extend", "chunk")
@@ -74,11 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out:
         write_text(options.out, json.dumps(profile_of(figures), indent=2) + "\n")
         print(options.out)
-    if options.json:
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
-    if options.picture:
-        draw(figures, options.picture)
-        print(options.picture)
+    write_outputs(options, figures, lambda path: draw(figures, path))
 
 
 def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:

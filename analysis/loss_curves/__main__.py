@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from farsight.cli import command, positive
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.outputs import add_output_options, check_outputs, of_models, write_outputs
 
 
 @command
@@ -32,15 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     curves = [read_losses(model) for model in find_models(options.runs)]
     print(table(curves))
-    if options.json:
-        of_each = {
-            str(run): {"tool": "analysis.loss_curves", "model": str(run), **curve}
-            for run, curve in zip(options.runs, curves, strict=True)
-        }
-        write_figures(options.json, of_each)
-    if options.picture:
-        draw(curves, options.picture, options.smooth)
-        print(options.picture)
+    of_each = {
+        str(run): {"tool": "analysis.loss_curves", "model": str(run), **curve}
+        for run, curve in zip(options.runs, curves, strict=True)
+    }
+    write_outputs(options, of_models(of_each), lambda path: draw(curves, path, options.smooth))
 
 
 if __name__ == "__main__":

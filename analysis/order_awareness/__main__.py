@@ -25,7 +25,7 @@ from farsight.analysis.order_awareness.options import PERMUTATIONS, SEQUENCES, T
 from farsight.analysis.sequences import add_text_options
 from farsight.cli import bounded, command, positive
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.outputs import add_output_options, check_outputs, write_outputs
 
 
 @command
@@ -65,11 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     figures = measure_model(options)
     print(table(figures))
-    if options.json:
-        write_figures(options.json, {str(options.model): figures})
-    if options.picture:
-        draw(figures, options.picture)
-        print(options.picture)
+    write_outputs(options, figures, lambda path: draw(figures, path))
 
 
 if __name__ == "__main__":

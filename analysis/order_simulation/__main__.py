@@ -19,12 +19,10 @@ H is the smallest number with 2^H ≥ T. The captions of the paper's Figure 10 h
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 
 from farsight.cli import bounded, command, positive
-from farsight.files import write_text
-from farsight.outputs import add_output_options, check_outputs
+from farsight.outputs import add_output_options, check_outputs, write_outputs
 
 
 @command
@@ -58,12 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {key: getattr(options, key) for key in ("lengths", "layers", "trials", "heads", "gammas", "seed")}
     results = simulate(**settings)
     print(table(results))
-    if options.json:
-        figures = {"tool": "analysis.order_simulation", "model": None, **settings, "configurations": results}
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
+    figures = {"tool": "analysis.order_simulation", "model": None, **settings, "configurations": results}
+    write_outputs(options, figures, lambda path: draw(results, path))
 
 
 if __name__ == "__main__":

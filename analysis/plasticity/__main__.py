@@ -29,7 +29,7 @@ from farsight.analysis.plasticity.options import DRAWS, Covariance, Pairs
 from farsight.analysis.sequences import add_text_options
 from farsight.cli import command, positive
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.outputs import add_output_options, check_outputs, write_outputs
 
 
 @command
@@ -84,11 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         figures = measure_model(options)
     print(training_table(figures["checkpoints"]) if checkpoints else table(figures))
-    if options.json:
-        write_figures(options.json, {str(options.model): figures})
-    if options.picture:
-        (draw_training if checkpoints else draw)(figures, options.picture)
-        print(options.picture)
+    write_outputs(options, figures, lambda path: (draw_training if checkpoints else draw)(figures, path))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ embedding.
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from farsight.cli import bounded, command
-from farsight.errors import ConfigError
-from farsight.files import prepare_file, write_text
+from farsight.outputs import add_output_options, check_outputs, write_outputs
 
 
 @command
@@ -29,14 +27,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--length", type=bounded(int, least=1), help="sequence length in tokens (default: the trained one)"
     )
-    parser.add_argument("--picture", type=Path, help="PNG, SVG or PDF file to write")
-    parser.add_argument("--json", type=Path, help="JSON file to write the figures to")
+    add_output_options(parser)
     options = parser.parse_args(arguments)
-    for name in ("picture", "json"):
-        if path := getattr(options, name):
-            prepare_file(path)
-    if options.picture and options.picture.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--picture {options.picture} must end with .png, .svg or .pdf.")
+    check_outputs(parser, options)
 
     from farsight.analysis.positions.figures import figures, pair_ratio
     from farsight.analysis.positions.picture import draw
@@ -48,11 +41,8 @@ def main(arguments: list[str] | None = None) -> None:
     layers = config.layers(length)
     print(describe(layers))
     print(f"{length:,} tokens: {pair_ratio(layers, length):.2f} × fewer query-key pairs than dense causal attention")
-    if options.json:
-        write_text(options.json, json.dumps(figures(config, length), indent=2) + "\n")
-    if options.picture:
-        draw(config, length, options.picture)
-        print(options.picture)
+    found = figures(config, length) if options.json else {}
+    write_outputs(options, found, lambda path: draw(config, length, path))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from farsight.analysis.sequences import add_text_options
 from farsight.cli import bounded, command, positive
 from farsight.errors import ConfigError
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.outputs import add_output_options, check_outputs, of_models, write_outputs
 
 SEQUENCES = 100
 
@@ -106,11 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{first['length']:,} held out, {first['probe']} probes, target {first['target']}"
     )
     print(table(results))
-    if options.json:
-        write_figures(options.json, results)
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
+    write_outputs(options, of_models(results), lambda path: draw(results, path))
 
 
 if __name__ == "__main__":

@@ -16,16 +16,14 @@ Hugging Face Hub; without a network, --data and --data-dir take their rows from 
 """
 
 import argparse
-import json
 import logging
 from pathlib import Path
 
 from farsight.cli import bounded, command, positive
 from farsight.evals.harness.table import table
 from farsight.evals.harness.tasks import RULER_LENGTHS, named_groups
-from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import check_outputs
+from farsight.outputs import check_outputs, of_models, write_outputs
 
 
 @command
@@ -84,9 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(
                 f"{figures['truncated']} texts were cut to {figures['max_length']:,} tokens: --max-length reads more."
             )
-    if options.json:
-        content = {"models": results} if len(results) > 1 else next(iter(results.values()))
-        write_text(options.json, json.dumps(content, indent=2) + "\n")
+    write_outputs(options, of_models(results))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from farsight.cli import bounded, command, positive
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.outputs import add_output_options, check_outputs, of_models, write_outputs
 
 TASKS = (
     "passkey", "multikey", "multi_passkey", "multivalue", "multiquery", "variable_tracking", "common_words", "frequent_words",
@@ -80,11 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
         if len(results) > 1:
             print(folder)
         print(table(figures))
-    if options.json:
-        write_figures(options.json, results)
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
+    write_outputs(options, of_models(results), lambda path: draw(results, path))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from farsight.cli import bounded, command
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs, write_figures
+from farsight.outputs import add_output_options, check_outputs, of_models, write_outputs
 
 
 @command
@@ -87,11 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(table(figures, figures["trained_length"]))
     if len({figures["tokens"] for figures in results.values()}) > 1:
         print("The models' tokenizers differ: perplexities are per token and cannot be compared.")
-    if options.json:
-        write_figures(options.json, results)
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
+    write_outputs(options, of_models(results), lambda path: draw(results, path))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,11 @@ The method itself is inference/extend/ripra.py; --extend ripra:KEY=VALUE,… set
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from farsight.cli import bounded, command, positive
-from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs
+from farsight.outputs import add_output_options, check_outputs, write_outputs
 
 
 @command
@@ -55,6 +53,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from farsight.data.texts import encode_file
     from farsight.evals.ripra.diagnose import check_extension, diagnose, passkey_prompts, read_spans, table
+    from farsight.evals.ripra.picture import draw
     from farsight.inference.loading import load
 
     loaded = load(options.model_dir, options)
@@ -67,13 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         evidence = read_spans(options.evidence, documents)
     result = diagnose(loaded, documents, evidence)
     print(table(result))
-    if options.json:
-        write_text(options.json, json.dumps(result, indent=2) + "\n")
-    if options.picture:
-        from farsight.evals.ripra.picture import draw
-
-        draw(result, options.picture)
-        print(options.picture)
+    write_outputs(options, result, lambda path: draw(result, path))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ interrupted ones. Then each model's layers are probed (farsight probes) on --dat
 """
 
 import argparse
-import json
 import logging
 import shlex
 import sys
@@ -24,9 +23,8 @@ from farsight.cli import command, positive
 from farsight.configs.load import parse_options
 from farsight.configs.shipped import find_config
 from farsight.errors import ConfigError
-from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, check_outputs
+from farsight.outputs import add_output_options, check_outputs, write_outputs
 
 SEQUENCES = 100
 
@@ -82,17 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sweep(points, options.nproc, rest)
     results = [measure(point, rest, options) for point in points]
     print(table(results))
-    if options.json:
-        figures = {
-            "tool": "analysis.depth_sweep",
-            "model": None,
-            **{name: getattr(options, name) for name in ("depths", "length", "sequences", "epochs", "seed", "extend")},
-            "models": results,
-        }
-        write_text(options.json, json.dumps(figures, indent=2) + "\n")
-    if options.picture:
-        draw(results, options.picture)
-        print(options.picture)
+    figures = {
+        "tool": "analysis.depth_sweep",
+        "model": None,
+        **{name: getattr(options, name) for name in ("depths", "length", "sequences", "epochs", "seed", "extend")},
+        "models": results,
+    }
+    write_outputs(options, figures, lambda path: draw(results, path))
 
 
 if __name__ == "__main__":
