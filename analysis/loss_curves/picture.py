@@ -2,16 +2,10 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
+from farsight.analysis.loss_curves.curves import smoothed
 from farsight.plots import borders, line_style, picture
-
-
-def smoothed(points: Sequence[tuple[float, float]], together: int) -> list[tuple[float, float]]:
-    """Means of `together` successive points each; the last may have fewer."""
-    groups = [points[start : start + together] for start in range(0, len(points), together)]
-    return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
 
 
 def draw(curves: Sequence[dict[str, Any]], smooth: int, path: Path) -> None:

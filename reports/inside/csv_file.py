@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,22 +22,30 @@ def csv_files(results: Sequence[Result]) -> dict[str, str]:
     tables = {
         "heads.csv": _joined(_heads(results), ("model", "layer", "head")),
         "layers.csv": _joined(_layers(results), ("model", "layer")),
-        "positions.csv": list(_positions(results)),
-        "checkpoints.csv": [
-            {"model": _name(r, results), **checkpoint}
-            for r in of_kind(results, "plasticity")
-            for checkpoint in r.values.get("checkpoints", [])
+        "positions.csv": [
+            {"model": name, "position": at, "plasticity": plasticity, "counted": counted}
+            for name, values in _named(results, "plasticity")
+            if "profile" in values
+            for at, plasticity, counted in zip(values["positions"], values["profile"], values["counted"], strict=True)
         ],
-        "probes.csv": list(_probes(results)),
+        "checkpoints.csv": [
+            {"model": name, **checkpoint}
+            for name, values in _named(results, "plasticity")
+            for checkpoint in values.get("checkpoints", [])
+        ],
+        "probes.csv": [
+            {"model": name, "layer": layer["layer"], "from": low, "to": high, "error": error}
+            for name, values in _named(results, "probes")
+            for layer in values["layers"]
+            for (low, high), error in zip(itertools.pairwise(values["positions"]), layer["by_position"], strict=True)
+        ],
         "order.csv": [
-            {"model": _name(r, results), **span}
-            for r in of_kind(results, "order_awareness")
-            for span in r.values["spans"]
+            {"model": name, **span} for name, values in _named(results, "order_awareness") for span in values["spans"]
         ],
         "grafts.csv": [
-            {"model": _name(r, results), "mode": mode, "depth": point["depth"], "length": length, "perplexity": value}
-            for r in of_kind(results, "graft_sweep")
-            for mode, points in r.values["modes"].items()
+            {"model": name, "mode": mode, "depth": point["depth"], "length": length, "perplexity": value}
+            for name, values in _named(results, "graft_sweep")
+            for mode, points in values["modes"].items()
             for point in points
             for length, value in point["perplexity"].items()
         ],
@@ -46,17 +55,16 @@ def csv_files(results: Sequence[Result]) -> dict[str, str]:
 
 def write_csv(folder: Path, results: Sequence[Result]) -> list[Path]:
     """Writes the CSV files into a folder, creating it if needed."""
-    paths = []
-    for name, text in csv_files(results).items():
-        paths.append(folder / name)
-        write_text(paths[-1], text)
-    return paths
+    files = {folder / name: text for name, text in csv_files(results).items()}
+    for path, text in files.items():
+        write_text(path, text)
+    return list(files)
 
 
-def _name(result: Result, results: Sequence[Result]) -> str:
-    """The model's name, with what distinguishes the result if the model has several of its kind."""
-    alike = of_kind(results, result.kind)
-    return names(alike)[[other is result for other in alike].index(True)]
+def _named(results: Sequence[Result], kind: str) -> list[tuple[str, Mapping[str, Any]]]:
+    """Figures of one kind, each with the model's name, and what distinguishes the result if the model has several."""
+    found = of_kind(results, kind)
+    return list(zip(names(found), (result.values for result in found), strict=True))
 
 
 def _scalars(values: Mapping[str, Any], prefix: str = "") -> Row:
@@ -64,55 +72,31 @@ def _scalars(values: Mapping[str, Any], prefix: str = "") -> Row:
 
 
 def _heads(results: Sequence[Result]) -> Iterable[Row]:
+    shared = ("layer", "head", "kv_head", "scope", "slope")
     for kind, prefix in (("plasticity", "ap_"), ("geometry", "")):
-        for result in of_kind(results, kind):
-            for head in result.values.get("heads", []):
-                place = {key: head[key] for key in ("layer", "head")}
-                shared = {key: head[key] for key in ("kv_head", "scope", "slope") if key in head}
-                own = {key: value for key, value in _scalars(head).items() if key not in {**place, **shared}}
-                yield {"model": _name(result, results), **place, **shared, **_scalars(own, prefix)}
+        for name, values in _named(results, kind):
+            for head in values.get("heads", []):
+                place = {key: head[key] for key in shared if key in head}
+                own = {key: value for key, value in head.items() if key not in shared}
+                yield {"model": name, **place, **_scalars(own, prefix)}
 
 
 def _layers(results: Sequence[Result]) -> Iterable[Row]:
     for kind, prefix in (("plasticity", "ap_"), ("geometry", "")):
-        for result in of_kind(results, kind):
-            for layer, figures in result.values.get("layers", {}).items():
-                yield {"model": _name(result, results), "layer": int(layer), **_scalars(figures, prefix)}
-    for result in of_kind(results, "layers"):
-        for key in ("delta", "rho"):
-            for layer, value in enumerate(result.values[key]):
-                yield {"model": _name(result, results), "layer": layer, key: value}
-    for result in of_kind(results, "layer_probes"):
-        probe = result.values["probe"]
-        for one in result.values["layers"]:
-            factor = f"_{one['factor']:g}" if one.get("factor") is not None else ""
-            figures = {f"{probe}{factor}_{key}": one[key] for key in ("perplexity", "passkey") if key in one}
-            yield {"model": _name(result, results), "layer": one["layer"], **figures}
-    for result in of_kind(results, "probes"):
-        for one in result.values["layers"]:
-            yield {"model": _name(result, results), "layer": one["layer"], "position_error": one["error"]}
-
-
-def _positions(results: Sequence[Result]) -> Iterable[Row]:
-    for result in of_kind(results, "plasticity"):
-        values = result.values
-        if "profile" in values:
-            for at, plasticity, counted in zip(values["positions"], values["profile"], values["counted"], strict=True):
-                yield {"model": _name(result, results), "position": at, "plasticity": plasticity, "counted": counted}
-
-
-def _probes(results: Sequence[Result]) -> Iterable[Row]:
-    for result in of_kind(results, "probes"):
-        edges = result.values["positions"]
-        for layer in result.values["layers"]:
-            for low, high, error in zip(edges[:-1], edges[1:], layer["by_position"], strict=True):
-                yield {
-                    "model": _name(result, results),
-                    "layer": layer["layer"],
-                    "from": low,
-                    "to": high,
-                    "error": error,
-                }
+        for name, values in _named(results, kind):
+            for layer, figures in values.get("layers", {}).items():
+                yield {"model": name, "layer": int(layer), **_scalars(figures, prefix)}
+    for name, values in _named(results, "layers"):
+        for layer, (delta, rho) in enumerate(zip(values["delta"], values["rho"], strict=True)):
+            yield {"model": name, "layer": layer, "delta": delta, "rho": rho}
+    for name, values in _named(results, "layer_probes"):
+        for one in values["layers"]:
+            probe = values["probe"] + (f"_{one['factor']:g}" if one.get("factor") is not None else "")
+            figures = {f"{probe}_{key}": one[key] for key in ("perplexity", "passkey") if key in one}
+            yield {"model": name, "layer": one["layer"], **figures}
+    for name, values in _named(results, "probes"):
+        for one in values["layers"]:
+            yield {"model": name, "layer": one["layer"], "position_error": one["error"]}
 
 
 def _joined(rows: Iterable[Row], keys: Sequence[str]) -> list[Row]:

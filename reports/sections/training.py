@@ -3,11 +3,11 @@
 import dataclasses
 import shlex
 from collections.abc import Sequence
-from statistics import fmean
 from typing import Any
 
 from markupsafe import Markup
 
+from farsight.analysis.loss_curves.curves import read_losses, smoothed
 from farsight.checkpoints.cards.model import read_history, training_rows
 from farsight.configs.load import read_toml
 from farsight.model.build import count_parameters
@@ -75,19 +75,13 @@ def losses_section(models: Sequence[NamedModel]) -> Markup:
     """Training and held-out loss over tokens, across stages."""
     drawn, marks, longest = [], set(), 1
     for model in models:
-        train: list[Point] = []
-        held_out: list[Point] = []
-        before = 0.0
-        for run in model.runs:
-            if before:
-                marks.add(before)
-            points, validations = loss_points(run.folder, before)
-            train, held_out, before = train + points, held_out + validations, points[-1][0]
-        thinned, together = thin(train)
-        longest = max(longest, together)
-        if train:
+        if model.runs:
+            losses = read_losses(model)
+            marks |= set(losses["stages"][:-1])
+            thinned, together = thin(losses["training"])
+            longest = max(longest, together)
             drawn.append(Series(f"{model.name}, training", thinned, model.number, markers=False, thin=True))
-            drawn.append(Series(f"{model.name}, held out", held_out, model.number))
+            drawn.append(Series(f"{model.name}, held out", losses["held_out"], model.number))
     absent = _without_runs([model for model in models if not model.runs])
     if not drawn:
         return section("Loss", *absent)
@@ -127,8 +121,7 @@ def _without_runs(models: Sequence[NamedModel]) -> list[Markup]:
 def thin(points: Sequence[Point]) -> tuple[list[Point], int]:
     """Averages groups of a curve's points to leave at most MOST_POINTS; returns the points and the size of a group."""
     together = -(-len(points) // MOST_POINTS) or 1
-    groups = [points[i : i + together] for i in range(0, len(points), together)]
-    return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups], together
+    return smoothed(points, together), together
 
 
 def _stages_table(models: Sequence[NamedModel]) -> Markup:
