@@ -56,7 +56,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "loft": Command("evals.loft", "answer LOFT's prompts"),
         "external": Command("evals.external", "show results of HELMET, LOFT, L-Eval and LongBench-Pro in one table"),
         "ripra": Command("evals.ripra.__main__", "show what RiPRA finds relevant in a text"),
-        "report": Command("reports.report.__main__", "write all results to one page, models side by side"),
+        "report": Command("reports.report", "write all results to one page, models side by side"),
     },
     "look inside": {
         "capture": Command("analysis.capture.__main__", "write a model's queries and keys to files"),
@@ -69,7 +69,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "order-simulation": Command("analysis.order_simulation.__main__", "simulate how many positions a stack of windows can tell apart"),
         "graft-sweep": Command("analysis.graft_sweep.__main__", "graft two models at every depth, to find the layers that carry long context"),
         "loss-curves": Command("analysis.loss_curves.__main__", "plot the losses of several runs against tokens"),
-        "inside": Command("reports.inside.__main__", "write all of these analyses to one page"),
+        "inside": Command("reports.inside", "write all of these analyses to the page of farsight report"),
     },
 }  # fmt: skip
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -10,8 +10,8 @@ from farsight.analysis.graft_sweep import __main__ as graft_sweep
 from farsight.checkpoints.graft.__main__ import main as graft
 from farsight.configs.schema import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
-from farsight.reports.inside.__main__ import main
-from farsight.reports.inside.build import TOOLS
+from farsight.reports.inside import main
+from farsight.reports.sections.analyses import ANALYSES
 from farsight.training.runs import find_models
 from tests.checkpoints.test_convert import write_with_transformers
 from tests.reports.test_report import Page
@@ -46,7 +46,7 @@ def rows(root, name):
 
 def test_each_tool_measured_and_is_on_the_page(measured):
     page = Page((measured / "page.html").read_text(encoding="utf-8"))
-    for tool in TOOLS.all:
+    for tool in ANALYSES:
         found = result(measured, tool.kind)
         assert found["tool"] == f"analysis.{tool.kind}"
         if tool.kind == "graft_sweep":  # of two models
@@ -104,13 +104,13 @@ def test_what_was_not_measured_is_named_with_its_command(measured, tmp_path):
     main([str(tmp_path / "m"), "--out", str(tmp_path / "page.html"), "--data", str(measured / "text.txt")])
     text = " ".join(Page((tmp_path / "page.html").read_text(encoding="utf-8")).texts)
     (model,) = find_models([tmp_path / "m"])
-    measurable = [tool for tool in TOOLS.all if tool.measured]
+    measurable = [tool for tool in ANALYSES if tool.measured]
     assert len(measurable) == 6
     for tool in measurable:
-        command = TOOLS.command_line(tool, model, [measured / "text.txt"])
+        command = tool.command_line(model, [measured / "text.txt"])
         assert command in text
         # The options of --measure, which ran.
-        ran = TOOLS.arguments(tool, model, [measured / "text.txt"])
+        ran = tool.arguments_for(model, [measured / "text.txt"])
         words = shlex.split(command)
         assert words[words.index("farsight") + 1 :] == [tool.command, *ran]
 
@@ -121,7 +121,7 @@ def test_results_of_other_models_and_configs_are_refused(measured, tmp_path):
     with pytest.raises(SystemExit, match="no result for any model on this page"):
         main([str(tmp_path / "m"), "--out", str(tmp_path / "p.html"), "--results", str(other)])
     (tmp_path / "needle.json").write_text('{"cells": []}')
-    with pytest.raises(SystemExit, match="not a result of farsight plasticity"):
+    with pytest.raises(SystemExit, match=r"not a result of farsight perplexity.*, farsight plasticity"):
         main([str(tmp_path / "m"), "--out", str(tmp_path / "p.html"), "--results", str(tmp_path / "needle.json")])
     with pytest.raises(SystemExit, match="no weights"):
         main(["configs/recipes/nano_scope.toml", "--out", str(tmp_path / "p.html")])

@@ -18,8 +18,8 @@ from farsight.errors import ConfigError
 from farsight.evals.needle import __main__ as needle
 from farsight.model.build import ModelConfig, build_model
 from farsight.reports import tools
-from farsight.reports.report.__main__ import main
-from farsight.reports.report.build import collect
+from farsight.reports.build import collect
+from farsight.reports.report import main
 from farsight.reports.results import line_numbers, names, of_kind
 from farsight.reports.sections.training import thin
 from farsight.training.runs import find_models
@@ -405,7 +405,7 @@ def test_what_is_no_model_is_refused(tmp_path):
 
 
 def test_files_that_cannot_be_written_are_told_before_anything_is_measured(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("farsight.reports.report.build.find_models", lambda *_: pytest.fail("work began"))
+    monkeypatch.setattr("farsight.training.runs.find_models", lambda *_: pytest.fail("work began"))
     (tmp_path / "file").touch()
     for options in (
         ["--out", str(tmp_path)],

@@ -6,9 +6,10 @@
 
 Takes run folders, recipes' folders, model directories, adapters, checkpoints, and config files (for which it shows only positions
 and cost). The page is a single file: it loads nothing and runs no script. Figures come from the runs' metrics.jsonl, from
-recipes' summary.json, and from JSON files that farsight perplexity, farsight needle, farsight harness and farsight generate wrote
-into the evals/ folder of a run or model, or that --results names. For figures that are missing, it shows the command that measures
-them. --measure runs farsight perplexity and farsight needle where a model has no result, and keeps the results in its evals/.
+recipes' summary.json, and from JSON files that our tools wrote into the evals/ and analysis/ folders of a run or model, or that
+--results names. For evaluations that are missing, it shows the command that measures them. --measure runs farsight perplexity and
+farsight needle where a model has no result, and keeps the results in its evals/. farsight inside makes the same page, and measures
+what is in a model.
 """
 
 import shlex
@@ -16,7 +17,7 @@ import sys
 from pathlib import Path
 
 from farsight.cli import command, new_parser, positive
-from farsight.outputs import add_json_option, output_file
+from farsight.outputs import add_json_option, output_file, write_json
 
 
 @command
@@ -37,9 +38,13 @@ def main(arguments: list[str] | None = None) -> None:
     if options.measure and not options.data:
         parser.error("--measure needs --data FILE, the text to measure perplexity on")
 
-    from farsight.reports.report.build import write_report
+    from farsight.reports.build import EVALUATIONS, figures, write_report
+    from farsight.training.runs import find_models
 
-    write_report(options, shlex.join(["farsight", "report", *(sys.argv[1:] if arguments is None else arguments)]))
+    models = find_models(options.models)
+    made_by = shlex.join(["farsight", "report", *(sys.argv[1:] if arguments is None else arguments)])
+    _, costs = write_report(models, options, EVALUATIONS, made_by, options.lengths)
+    write_json(options.json, figures(models, costs))
 
 
 if __name__ == "__main__":

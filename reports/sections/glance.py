@@ -1,0 +1,138 @@
+"""The table at the top of a page, with the most important figures of each model in a row."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from markupsafe import Markup
+
+from farsight.analysis.plasticity.options import TARGET_DROP
+from farsight.json_files import or_nan
+from farsight.model.build import count_parameters
+from farsight.reports.page import small, table
+from farsight.reports.results import Result, of_kind
+from farsight.reports.sections.cost import ModelCost, bytes_text, percent
+from farsight.reports.sections.perplexity import perplexity_text
+from farsight.reports.sections.plasticity import figure_text, mean_bias
+from farsight.reports.sections.training import named, stages, trained_tokens
+from farsight.reports.tools import Tool
+from farsight.training.runs import NamedModel
+
+PASSKEY = "passkey"
+"""The task of farsight needle that models are compared by."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """Figures of one tool."""
+
+    kind: str
+    """The tool's kind of results."""
+    title: str
+    text: Callable[[Sequence[Mapping[str, Any]], NamedModel], str | None]
+    """A model's figure, from its results of the kind, of which there is at least one; None if they have none that compares."""
+    caption: str = ""
+
+
+def glance(
+    models: Sequence[NamedModel], results: Sequence[Result], costs: Sequence[ModelCost], tools: Collection[Tool]
+) -> Markup:
+    """The most important figures, one row for each model.
+
+    Args:
+        tools: those that have columns without any result, too.
+    """
+    longest = costs[0].costs[-1].length
+    kept = {tool.kind for tool in tools} | {result.kind for result in results}
+    columns = [column for column in COLUMNS if column.kind in kept]
+    header = ["model", "parameters", "trained length", "trained on", "held-out loss", f"KV cache at {longest:,}"]
+    rows = []
+    for model in models:
+        tokens, losses = trained_tokens(model), [stage["val_loss"] for stage in stages(model) if stage["val_loss"]]
+        cost = next(c.costs[-1] for c in costs if c.model is model)
+        own = [[r.values for r in of_kind(results, column.kind) if r.model is model] for column in columns]
+        rows.append([
+            named(model),
+            f"{count_parameters(model.config):,}",
+            f"{model.config.trained_length:,}",
+            "–" if tokens is None else f"{tokens:,}",
+            f"{losses[-1][-1]:.3f}" if losses else "–",
+            small(bytes_text(cost.cache_bytes), percent(cost.cache_bytes / cost.dense_cache_bytes)),
+            *((found and column.text(found, model)) or "–" for column, found in zip(columns, own, strict=True)),
+        ])  # fmt: skip
+    said = [
+        "Lengths and training in tokens.",
+        "Cache: for one sequence in bfloat16, with its share of a dense one.",
+        *(column.caption for column in columns if column.caption),
+        "–: not measured or not recorded.",
+    ]
+    return table([*header, *(column.title for column in columns)], rows, " ".join(said))
+
+
+def _perplexity(found: Sequence[Mapping[str, Any]], model: NamedModel) -> str | None:
+    lengths = next((values["lengths"] for values in _plain(found)), None)
+    if not lengths:
+        return None
+    nearest = min(lengths, key=lambda length: abs(int(length) - model.config.trained_length))
+    return f"{perplexity_text(lengths[nearest])} at {int(nearest):,}"
+
+
+def _needles(found: Sequence[Mapping[str, Any]], model: NamedModel) -> str | None:
+    tasks = [(values.get("task", PASSKEY), values["mean"]) for values in _plain(found)]
+    if not tasks:
+        return None
+    task, mean = min(tasks, key=lambda one: one[0] != PASSKEY)
+    return f"{100 * mean:.1f} %" + f" ({task})" * (task != PASSKEY)
+
+
+def _plain(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Results that compare with other models': read as trained, and not in sliding windows."""
+    return [values for values in found if not values.get("extend") and not values.get("stride")]
+
+
+def _first(text: Callable[[Mapping[str, Any]], str]) -> Callable[[Sequence[Mapping[str, Any]], NamedModel], str]:
+    """A figure of a model's first result."""
+    return lambda found, model: text(found[0])
+
+
+COLUMNS = (
+    Column(
+        "perplexity",
+        "perplexity",
+        _perplexity,
+        "Perplexity at the trained length, or at the nearest one measured, without --extend and sliding windows.",
+    ),
+    Column(
+        "needle",
+        "needles",
+        _needles,
+        "Needles: the mean over all cells, of the passkey task unless another is named, without --extend.",
+    ),
+    Column(
+        "plasticity",
+        "plasticity",
+        _first(lambda values: figure_text(values.get("overall"))),
+        "Plasticity: the mean over positions, and what it loses from the first fifth of the context to the last "
+        f"(target: below {TARGET_DROP:.2f}).",
+    ),
+    Column("plasticity", "drop", _first(lambda values: figure_text(values.get("drop")))),
+    Column(
+        "geometry",
+        "bias × context",
+        _first(lambda values: figure_text(mean_bias(values["heads"]), 2)),
+        "Bias: what keys gain in score over a whole context.",
+    ),
+    Column(
+        "layers",
+        "δ with |ρ|",
+        _first(lambda values: figure_text(values["spearman_absolute"])),
+        "δ with |ρ|: rank correlation of the layers' sensitivity with their RoPE's influence.",
+    ),
+    Column(
+        "probes",
+        "position error",
+        _first(lambda values: f"{min(or_nan(layer['error']) for layer in values['layers']):.1f}"),
+        "Position error: of the best layer's probe, in tokens.",
+    ),
+    Column("order_awareness", "order horizon", _first(lambda values: f"{values['horizon']:,}")),
+)
