@@ -72,6 +72,21 @@ def _check_together(config: JobConfig) -> None:
         )
     if config.quantize.linear.float8 != JobConfig().quantize.linear.float8 and not config.model.converters:
         raise ConfigError(f'quantize.linear.float8 does nothing here: set model.converters = ["{FLOAT8}"] too.')
+    float8 = config.quantize.linear.float8
+    if float8.enable_fsdp_float8_all_gather and float8.recipe_name not in (None, "tensorwise"):
+        raise ConfigError(
+            f"{FLOAT8}.enable_fsdp_float8_all_gather needs one scale for a whole weight, and {FLOAT8}.recipe_name = "
+            f'{float8.recipe_name!r} has one for each row: set it to "tensorwise", or the former to false.'
+        )
+    if float8.precompute_float8_dynamic_scale_for_fsdp and not float8.enable_fsdp_float8_all_gather:
+        raise ConfigError(
+            f"{FLOAT8}.precompute_float8_dynamic_scale_for_fsdp does nothing here: set enable_fsdp_float8_all_gather = true too."
+        )
+    if config.checkpoint.exclude_from_loading and config.checkpoint.initial_load_model_only:
+        raise ConfigError(
+            "checkpoint.exclude_from_loading does nothing here, since the model alone is loaded: set "
+            "checkpoint.initial_load_model_only = false too."
+        )
     c = config.parallelism
     parts = c.context_parallel_degree * (2 if c.context_parallel_load_balancer == "zigzag" else 1)
     for name, length in _lengths(config).items():
@@ -153,7 +168,7 @@ def check_pipeline(config: JobConfig) -> None:
     if p.pipeline_parallel_degree == 1:
         return
     name = f"parallelism.pipeline_parallel_degree = {p.pipeline_parallel_degree}"
-    if p.pipeline_parallel_microbatch_size < 1 or t.local_batch_size % p.pipeline_parallel_microbatch_size:
+    if t.local_batch_size % p.pipeline_parallel_microbatch_size:
         raise ConfigError(
             f"training.local_batch_size = {t.local_batch_size} is not a multiple of "
             f"parallelism.pipeline_parallel_microbatch_size = {p.pipeline_parallel_microbatch_size}."
@@ -262,6 +277,11 @@ def check_processes(config: JobConfig, processes: int) -> None:
         raise ConfigError(
             f"parallelism.data_parallel_replicate_degree = {replicate} and data_parallel_shard_degree = {shard} do not "
             f"multiply to the run's {copies} data-parallel ranks ({processes} processes); set the latter to -1 to take the rest."
+        )
+    if t.enable_cpu_offload and shard == -1 and copies == replicate and ranks == 1:
+        raise ConfigError(
+            f"training.enable_cpu_offload needs FSDP, and {processes} processes with data_parallel_replicate_degree = {replicate} leave "
+            "one to shard over: set it to false, or start more."
         )
     if t.global_batch_size > 0 and t.global_batch_size % (t.local_batch_size * copies):
         raise ConfigError(

@@ -100,7 +100,7 @@ def _without(values: dict[str, Any], without_effect: dict[str, Any]) -> dict[str
     for key, value in without_effect.items():
         there = values.get(key)
         if isinstance(value, dict) and isinstance(there, dict):
-            if not _without(there, value) and there is not None:
+            if not _without(there, value):
                 del values[key]
         elif there == value and type(there) is type(value):
             del values[key]

@@ -38,22 +38,16 @@ def help_text(sections: Sequence[str] = (), cls: type = JobConfig, hidden: Colle
 
 def _blocks(cls: type, hidden: Collection[str]) -> Iterator[tuple[str, list[str]]]:
     """Yields each top-level option and each section: its dotted name and its lines."""
-    hints = {name: _section(hint) for name, hint in typing.get_type_hints(cls).items()}
+    hints = typing.get_type_hints(cls)
     shown: dict[tuple[type, ...], str] = {}
     # Top-level options first: after a section they would look like part of it.
-    for field in sorted(dataclasses.fields(cls), key=lambda f: dataclasses.is_dataclass(hints[f.name])):
+    for field in sorted(dataclasses.fields(cls), key=lambda f: bool(_classes(hints[f.name]))):
         if field.name in hidden:
             continue
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _section_blocks(hints[field.name], field.name, f"[{field.name}]", hidden, shown)
+        if _classes(hints[field.name]):
+            yield from _field_blocks(field, hints[field.name], field.name, hidden, shown)
         else:
             yield field.name, ["", *_option_help(field, field.name, hints[field.name], _field_docs(cls), _ranges(cls))]
-
-
-def _section(hint: typing.Any) -> typing.Any:
-    """The dataclass of an optional section, or else the hint unchanged."""
-    kinds = [a for a in get_args(hint) if a is not type(None)]
-    return kinds[0] if len(kinds) == 1 and dataclasses.is_dataclass(kinds[0]) else hint
 
 
 def _section_blocks(
@@ -62,6 +56,7 @@ def _section_blocks(
     header: str,
     hidden: Collection[str],
     shown: dict[tuple[type, ...], str],
+    alike: set[str],
     usual: bool = False,
 ) -> Iterator[tuple[str, list[str]]]:
     """Yields a section and those inside it.
@@ -71,36 +66,55 @@ def _section_blocks(
         header: its name as TOML writes it, and its kind.
         hidden: options to leave out.
         shown: sections described so far: choices of classes, and where they were described.
+        alike: options described so far in kinds of this section; they are only named.
         usual: whether this is the kind that is used by default.
     """
     hints, docs, spans = typing.get_type_hints(cls), _field_docs(cls), _ranges(cls)
     lines = ["", f"{header}{' (the default)' * usual}  {_first_line(cls)}".rstrip()]
-    nested = []
+    nested, above = [], []
     for field in dataclasses.fields(cls):
         name = f"{path}.{field.name}"
-        kinds = _classes(hints[field.name])
         if name in hidden:
             continue
-        if kinds:
-            nested.append((field, kinds, name))
+        if _classes(hints[field.name]):
+            nested.append((field, name))
         elif not (field.name == "kind" and "kind =" in header):
-            lines += _option_help(field, name, hints[field.name], docs, spans)
+            own = _option_help(field, name, hints[field.name], docs, spans)
+            if (said := "\n".join(own)) in alike:
+                above.append(f"--{name}")
+            else:
+                lines += own
+                alike.add(said)
+    if above:
+        lines += textwrap.wrap(f"as above: {', '.join(above)}", 110, initial_indent="  ", subsequent_indent="      ")
     yield path.replace(".N", ""), lines
-    for field, kinds, name in nested:
-        if kinds in shown:
-            yield name.replace(".N", ""), [f"  --{name}.…  as {shown[kinds]}"]
-            continue
-        brackets = "[{}]"
-        if get_origin(hints[field.name]) is tuple:
-            name, brackets = f"{name}.N", "[[{}]]"
-        header = brackets.format(name.replace(".N", ""))
-        if len(kinds) > 1:
-            shown[kinds] = header
-        default = default_of(field)
-        for kind in kinds:
-            usual = isinstance(default[0] if isinstance(default, tuple) and default else default, kind)
-            own = f'{header} kind = "{kind.__dataclass_fields__["kind"].default}"' if len(kinds) > 1 else header
-            yield from _section_blocks(kind, name, own, hidden, shown, usual and len(kinds) > 1)
+    for field, name in nested:
+        yield from _field_blocks(field, hints[field.name], name, hidden, shown)
+
+
+def _field_blocks(
+    field: dataclasses.Field,
+    hint: typing.Any,
+    name: str,
+    hidden: Collection[str],
+    shown: dict[tuple[type, ...], str],
+) -> Iterator[tuple[str, list[str]]]:
+    """Yields the sections that an option may be, one for each kind; arguments as of `_section_blocks`."""
+    kinds = _classes(hint)
+    if kinds in shown:
+        yield name.replace(".N", ""), [f"  --{name}.…  as {shown[kinds]}"]
+        return
+    brackets = "[{}]"
+    if get_origin(hint) is tuple:
+        name, brackets = f"{name}.N", "[[{}]]"
+    header = brackets.format(name.replace(".N", ""))
+    if len(kinds) > 1:
+        shown[kinds] = header
+    default, alike = default_of(field), set[str]()
+    for kind in kinds:
+        usual = type(default[0] if isinstance(default, tuple) and default else default) is kind
+        own = f'{header} kind = "{kind.__dataclass_fields__["kind"].default}"' if len(kinds) > 1 else header
+        yield from _section_blocks(kind, name, own, hidden, shown, alike, usual and len(kinds) > 1)
 
 
 def _classes(hint: typing.Any) -> tuple[typing.Any, ...]:

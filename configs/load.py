@@ -146,14 +146,18 @@ def merge(below: dict[str, Any], above: dict[str, Any], section: str = "") -> di
         old = merged.get(key)
         if isinstance(value, dict) and isinstance(old, list):
             merged[key] = _merge_items(f"{section}{key}", old, value)
-        elif (
-            isinstance(value, dict) and isinstance(old, dict) and value.get("kind", old.get("kind")) == old.get("kind")
-        ):
+        elif isinstance(value, dict) and isinstance(old, dict) and _same_kind(value, old, f"{section}{key}"):
             merged[key] = merge(old, value, f"{section}{key}.")
         else:
             table = inline(value, key) if isinstance(value, Raw) and value.startswith("{") else value
             merged[key] = _with_theta(_with_shared(table, old), old) if isinstance(table, dict) else value
     return merged
+
+
+def _same_kind(table: dict[str, Any], old: dict[str, Any], name: str) -> bool:
+    """Whether a table is of the kind of the one below it, or of none, so that it changes some of its options."""
+    below = old.get("kind", "adamw" if name == "optimizer" else None)
+    return table.get("kind", below) == below
 
 
 def _with_shared(optimizer: dict[str, Any], other: Any) -> dict[str, Any]:

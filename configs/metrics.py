@@ -42,25 +42,23 @@ def check_plasticity(metrics: Metrics, seq_len: int, heads: int) -> str | None:
         heads: query heads per layer.
     """
     m = metrics
-    if m.plasticity_freq < 0:
-        return f"metrics.plasticity_freq = {m.plasticity_freq}: set the steps between measurements, or 0 for none."
     if not m.plasticity_freq:
         return None
-    if not 1 <= m.plasticity_heads <= heads:
+    if m.plasticity_heads > heads:
         return f"metrics.plasticity_heads = {m.plasticity_heads}: a layer has {heads}; set 1 to {heads}."
     if m.plasticity_buckets < LEAST_BUCKETS:
         return (
             f"metrics.plasticity_buckets = {m.plasticity_buckets}: the first bucket has no earlier keys, and no other would "
             f"lie in the first 20 % of positions; set {LEAST_BUCKETS} or more."
         )
-    if seq_len < m.plasticity_buckets or not 0 < m.plasticity_tokens <= seq_len / m.plasticity_buckets:
+    if seq_len < m.plasticity_buckets or m.plasticity_tokens > seq_len / m.plasticity_buckets:
         return (
             f"metrics.plasticity_buckets = {m.plasticity_buckets} and plasticity_tokens = {m.plasticity_tokens:g}: sequences of "
             f"training.seq_len = {seq_len} tokens have {seq_len / m.plasticity_buckets:g} in each bucket; set fewer of either, "
             "or plasticity_freq = 0."
         )
     queries = m.plasticity_sequences * m.plasticity_tokens
-    if m.plasticity_sequences < 1 or queries < LEAST_QUERIES:
+    if queries < LEAST_QUERIES:
         return (
             f"metrics.plasticity_sequences = {m.plasticity_sequences} with plasticity_tokens = {m.plasticity_tokens:g} keeps "
             f"{queries:g} queries of each bucket; raise either until it is {LEAST_QUERIES} or more."

@@ -67,7 +67,10 @@ class Adam(OptimizerBase):
 
 @dataclass(kw_only=True)
 class AdamW8bit(OptimizerBase):
-    """AdamW with both moments in 8 bits (Dettmers et al., 2022), torchao's; tensors that don't fill blocks of 256 stay whole."""
+    """AdamW with both moments in 8 bits (Dettmers et al., 2022), torchao's.
+
+    Where a rank holds fewer than 4,096 numbers of a tensor, or not a multiple of 256, their moments have the parameter's type.
+    """
 
     title = "AdamW8bit"
     kind: Literal["adamw8bit"] = "adamw8bit"
@@ -80,8 +83,10 @@ class AdamW8bit(OptimizerBase):
 
 @dataclass(kw_only=True)
 class Muon(OptimizerBase):
-    """Muon (Jordan et al., 2024) for the blocks' matrices, AdamW for embedding, head and vectors. Updates are scaled to AdamW's
-    size (Liu et al., 2025), so that one learning rate serves both."""
+    """Muon (Jordan et al., 2024) for the blocks' matrices, AdamW for embedding, head and vectors.
+
+    Updates are scaled to AdamW's size (Liu et al., 2025), so that one learning rate serves both.
+    """
 
     title = "Muon"
     kind: Literal["muon"] = "muon"
@@ -120,10 +125,13 @@ class FinetuneAdamW(FinetuneDefaults, AdamW):
 class FinetuneAdam(FinetuneDefaults, Adam):
     """Adam over adapters, or over the layers in training.layers."""
 
+    weight_decay: NonNegative = 0.01
+    """Part of the gradient; [garfa] has its own."""
+
 
 @dataclass(kw_only=True)
 class FinetuneAdamW8bit(FinetuneDefaults, AdamW8bit):
-    """AdamW with both moments in 8 bits, torchao's; tensors that don't fill blocks of 256 stay whole."""
+    """AdamW with both moments in 8 bits, torchao's, where a rank's part of a tensor fills blocks of 256."""
 
 
 @dataclass(kw_only=True)

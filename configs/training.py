@@ -68,7 +68,7 @@ class LRScheduler:
     """Learning-rate schedule: warm-up, a constant phase, decay."""
 
     warmup_steps: Count = 200
-    """Steps over which the rate rises from 0."""
+    """Steps over which the rate rises to its peak; the first has 1/warmup_steps of it."""
     total_steps: Size | None = None
     """Length of the schedule in steps; None takes training.steps. A longer one leaves the decay unfinished."""
     decay_ratio: Share | None = None
@@ -151,7 +151,7 @@ class Profiling:
     save_traces_folder: str = "profile_traces"
     """Folder for traces, inside the run folder."""
     profile_freq: Size = 10
-    """Steps from one trace to the next."""
+    """Steps from one trace, or memory snapshot, to the next."""
     profiler_active: Size = 1
     """Steps in a trace."""
     profiler_warmup: Count = 3

@@ -245,7 +245,7 @@ class ValidationLoader:
 
 
 def build_loader(job_config: schema.JobConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int) -> Loader:
-    """The training loader of a config for one data-parallel rank; the trainer's spec builds its data with it."""
+    """The training loader of a config for one data-parallel rank."""
     return Loader(
         job_config.data,
         tokenizer,

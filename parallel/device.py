@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import resource
 import sys
 import types
@@ -16,10 +17,10 @@ from farsight.units import GIB
 
 PEAK_FLOPS = (
     ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("H200", 989e12), ("H20", 148e12), ("GB200", 2500e12),
-    ("B200", 2250e12), ("A100", 312e12), ("A10G", 70e12), ("L40S", 362e12), ("L4", 121e12), ("RTX 3090", 71e12),
-    ("RTX 4090", 165.2e12), ("MI355X", 2500e12), ("MI325X", 1300e12), ("MI300X", 1300e12), ("MI250X", 191.5e12),
+    ("B200", 2250e12), ("A100", 312e12), ("A10G", 70e12), ("L40S", 362e12), ("L40", 181e12), ("L4", 121e12),
+    ("RTX 3090", 71e12), ("RTX 4090", 165.2e12), ("MI355X", 2500e12), ("MI325X", 1300e12), ("MI300X", 1300e12), ("MI250X", 191.5e12),
 )  # fmt: skip
-"""Dense bf16 FLOP/s of the vendors' data sheets, by a part of the device's name; the first that fits counts."""
+"""Dense bf16 FLOP/s of the vendors' data sheets, by words of the device's name; the first that fits counts."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
@@ -65,7 +66,8 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type == "cpu":
         return None
     name = torch.get_device_module(device).get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS if part in name), None)
+    # Laptops have slower chips under the same names.
+    return next((flops for part, flops in PEAK_FLOPS if re.search(rf"\b{part}\b(?!.*Laptop)", name)), None)
 
 
 def default_device() -> torch.device:

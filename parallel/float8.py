@@ -1,5 +1,6 @@
 """Linear layers computed in float8, by torchao."""
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -47,31 +48,36 @@ def convert_to_float8(model: nn.Module, config: JobConfig, sharded: bool) -> Non
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     options = config.quantize.linear.float8
-    if options.recipe_name is not None:
-        settings = Float8LinearConfig.from_recipe_name(options.recipe_name)
-        if options.recipe_name == "rowwise":
-            # Inductor otherwise fuses away roundings that the scales count on (pytorch issue 150859).
-            torch._inductor.config.emulate_precision_casts = True
-    else:
-        settings = Float8LinearConfig(
-            enable_fsdp_float8_all_gather=sharded and options.enable_fsdp_float8_all_gather, emulate=options.emulate
-        )
+    recipe = options.recipe_name or "tensorwise"
+    settings = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe),
+        enable_fsdp_float8_all_gather=sharded and options.enable_fsdp_float8_all_gather,
+        emulate=options.emulate,
+    )
+    if recipe == "rowwise":
+        # Inductor otherwise fuses away roundings that the scales count on (pytorch issue 150859).
+        torch._inductor.config.emulate_precision_casts = True
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for part in options.filter_fqns:
+        if not any(part in name for name in linear):
+            raise ConfigError(
+                f"quantize.linear.float8.filter_fqns: no linear layer has {part!r} in its name, as layers.0.feed_forward.w1 has w1."
+            )
 
     def converted(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear) or any(part in name for part in options.filter_fqns):
+        if name not in linear or any(part in name for part in options.filter_fqns):
             return False
-        return module.in_features % 16 == module.out_features % 16 == 0  # what the products need
+        return linear[name].in_features % 16 == linear[name].out_features % 16 == 0  # what the products need
 
     layers = sum(converted(module, name) for name, module in model.named_modules())
     convert_to_float8_training(model, config=settings, module_filter_fn=converted)
-    logger.info(f"float8: {layers} linear layers, scaled {options.recipe_name or 'tensorwise'}")
+    logger.info(f"float8: {layers} linear layers, scaled {recipe}")
 
 
 def after_step(model_parts: Sequence[nn.Module], config: JobConfig, sharded: bool) -> None:
     """Computes all weights' scales at once, where FSDP's float8 all-gather is to use them."""
     options = config.quantize.linear.float8
-    both = options.enable_fsdp_float8_all_gather and options.precompute_float8_dynamic_scale_for_fsdp
-    if not (config.model.converters and sharded and both) or options.recipe_name is not None:
+    if not (config.model.converters and sharded and options.precompute_float8_dynamic_scale_for_fsdp):
         return
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

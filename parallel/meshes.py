@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the backend "fake"
 
 from farsight.configs.schema import JobConfig
 from farsight.parallel.device import default_device
@@ -106,11 +107,13 @@ class ParallelDims:
 
     def shards(self) -> dist.ProcessGroup | None:
         """The ranks that hold the parts of one copy of a layer's weights, tensor parallelism innermost; None if one holds all."""
-        if self.fsdp * self.tp == 1:
-            return None
-        return self._divided(pp=self.pp, dp_replicate=self.dp_replicate, shards=self.fsdp * self.tp)[
-            "shards"
-        ].get_group()
+        if self.fsdp == 1 or self.tp == 1:
+            mesh = self.mesh("fsdp") or self.mesh("tp")
+            return None if mesh is None else mesh.get_group()
+        if "shards" not in self._all():
+            both = self._divided(pp=self.pp, dp_replicate=self.dp_replicate, shards=self.fsdp * self.tp)
+            self._meshes["shards"] = both["shards"]
+        return self._meshes["shards"].get_group()
 
     def set_timeout(self, seconds: int) -> None:
         """Sets the time limit of all collectives, after a barrier: a slow rank may still be in one under the former limit."""

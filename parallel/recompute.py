@@ -19,8 +19,8 @@ def recompute(model: Llama, config: JobConfig) -> None:
     if options.mode == "none":
         return
     if compiled:
-        # Dynamo would run a later graph with dynamic shapes where the policy has counted the operators of the first: a
-        # pipeline's second micro-batch would fail (pytorch issue 166926).
+        # Dynamo prefers its newest graph, so a pipeline's second micro-batch would run forward in one with dynamic shapes, while its
+        # recomputation follows the first, and fail (pytorch issue 166926).
         torch._C._dynamo.eval_frame._set_lru_cache(False)  # type: ignore[attr-defined]  # not in PyTorch's stubs
     if options.mode == "memory_budget":
         if options.visualize_memory_budget_pareto:
@@ -37,8 +37,8 @@ def recompute(model: Llama, config: JobConfig) -> None:
         how["context_fn"] = lambda: create_selective_checkpoint_contexts(_Policy(kept))
     elif options.mode == "selective":
         every = max(1, int(options.selective_ac_option))
-    for number, (name, block) in enumerate([*model.layers.named_children()], start=1):
-        if number % every == 0:
+    for name, block in [*model.layers.named_children()]:  # by their numbers in the whole model
+        if (int(name) + 1) % every == 0:
             model.layers.register_module(name, checkpoint_wrapper(block, **how))
 
 

@@ -41,7 +41,7 @@ def rate(step: int, *, total: int, warmup: int, decay: int, shape: str, least: f
     """
     if step < warmup:
         return (step + 1) / warmup
-    # One step more than there is, so that the last one still learns.
+    # The decay would end one step after the last, so that the last step still learns.
     progress = (step - (total - decay)) / max(1, decay)
     if progress <= 0:
         return 1.0

@@ -187,7 +187,7 @@ class Trainer:
                 model = self._untrained()
         finally:
             torch.set_default_dtype(default)
-        convert_to_float8(model, config, sharded=dims.dp_shard > 1)
+        convert_to_float8(model, config, sharded=dims.fsdp > 1)
         if config.model.print_after_conversion:
             logger.info(model)
         logger.info(f"model: {self._parameters(model):,} parameters")
@@ -236,9 +236,7 @@ class Trainer:
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite; the weights have not changed.
         """
-        t = self.config.training
-        rows = t.global_batch_size if t.global_batch_size > 0 else t.local_batch_size * self.dims.batch
-        micro_batches = [next(batches) for _ in range(rows // (t.local_batch_size * self.dims.batch))]
+        micro_batches = [next(batches) for _ in range(self.loader.micro_batches_per_step)]
         valid = sum(int((labels != IGNORE).sum()) for _, labels in micro_batches)
         global_valid_tokens = self._sum_over_data_ranks(torch.tensor(float(valid), device=self.device))
 
@@ -297,7 +295,7 @@ class Trainer:
             if math.isfinite(grad_norm):
                 self.checkpoints.wait_for_staging()
                 self.optimizers.step()
-                after_step(self.model_parts, self.config, sharded=self.dims.dp_shard > 1)
+                after_step(self.model_parts, self.config, sharded=self.dims.fsdp > 1)
             return grad_norm
 
     def _during(self, phase: Phase) -> AbstractContextManager[None]:

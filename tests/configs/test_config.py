@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from farsight.configs.check import check_processes
 from farsight.configs.check_finetuning import NOT_FOR_FINETUNING
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.help import help_text
@@ -198,6 +199,43 @@ def test_help_of_parts_kinds_and_lists():
     assert '[position.rotary] kind = "yarn"  ' in rotary
     assert rotary.count("(the default)") == 1
     assert "--position.heads" not in rotary
+    optimizer = help_text(["optimizer"])
+    assert '[optimizer] kind = "adamw" (the default)' in optimizer
+    assert optimizer.count("(the default)") == 1
+    assert '[optimizer] kind = "muon"  ' in optimizer
+    assert "--optimizer.momentum" in optimizer
+    assert optimizer.count("Learning rate after warm-up.") == 1
+    assert optimizer.count("as above: --optimizer.lr, --optimizer.beta1") == 3
+
+
+def test_a_default_kind_that_is_named_above_keeps_the_options_below():
+    below = {"optimizer": {"implementation": "foreach", "lr": 0.5}}
+    assert merge(below, {"optimizer": {"kind": "adamw"}}) == {
+        "optimizer": {"implementation": "foreach", "lr": 0.5, "kind": "adamw"}
+    }
+    assert merge(below, {"optimizer": {"kind": "muon"}}) == {"optimizer": {"lr": 0.5, "kind": "muon"}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"recipe_name": "rowwise", "enable_fsdp_float8_all_gather": True}, "one scale for a whole weight"),
+        ({"precompute_float8_dynamic_scale_for_fsdp": True}, "set enable_fsdp_float8_all_gather = true too"),
+    ],
+)
+def test_float8_options_that_do_nothing_are_refused(values, message):
+    converters = ["quantize.linear.float8"]
+    with pytest.raises(ConfigError, match=message):
+        build_config({"model": {"converters": converters}, "quantize": {"linear": {"float8": values}}})
+
+
+def test_options_of_loading_and_offload_that_do_nothing_are_refused():
+    with pytest.raises(ConfigError, match="initial_load_model_only = false too"):
+        build_config({"checkpoint": {"exclude_from_loading": ["optimizer"]}})
+    offloaded = build_config({"training": {"enable_cpu_offload": True}})
+    check_processes(offloaded, 2)
+    with pytest.raises(ConfigError, match="enable_cpu_offload needs FSDP"):
+        check_processes(offloaded, 1)
     assert "--data.sources.N.path" in help_text(["data.sources"])
     assert "--position.rules.N.rotary.…  as [position.rotary]" in help_text(["position"])
 

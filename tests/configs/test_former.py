@@ -34,10 +34,13 @@ def test_a_config_file_of_an_earlier_version_means_the_same(cls):
     theirs["quantize"] = {"linear": {**ours["quantize"]["linear"], **WITHOUT_EFFECT["quantize"]["linear"]}}
     theirs["optimizer"] |= {"name": "AdamW"}
     del theirs["optimizer"]["kind"]
-    theirs["checkpoint"] |= {"exclude_from_loading": ["dataloader", "lr_scheduler", "train_state"]}
+    theirs["checkpoint"] |= {
+        "exclude_from_loading": ["dataloader", "lr_scheduler", "train_state"],
+        "initial_load_model_only": False,
+    }
     config = build_config(theirs, cls)
     assert config.checkpoint.exclude_from_loading == ["dataloader", "train_state"]
-    config.checkpoint.exclude_from_loading = []
+    config.checkpoint.exclude_from_loading, config.checkpoint.initial_load_model_only = [], True
     assert config == build_config(ours, cls)
 
 

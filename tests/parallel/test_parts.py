@@ -1,16 +1,19 @@
 """Meshes against the numbering of ranks written out, and recomputation against torchtitan's."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from farsight.configs.load import build_config
 from farsight.model.build import ModelConfig, build_model
+from farsight.parallel.device import peak_flops
 from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.pipeline import stages_of_rank
 from farsight.parallel.recompute import recompute, saved_ops
@@ -53,7 +56,9 @@ def test_meshes_hold_the_ranks_that_differ_in_their_dimensions(connected, degree
         mesh = dims.mesh(name)
         assert (mesh.mesh.flatten().tolist() if mesh is not None else [number]) == peers, name
     shards = dims.shards()
-    assert (shards.size() if shards is not None else 1) == dims.fsdp * dims.tp
+    fixed = [i for i, dimension in enumerate(DIMENSIONS) if dimension in ("pp", "dp_replicate")]
+    peers = [r for r, place in enumerate(places) if all(place[i] == places[number][i] for i in fixed)]
+    assert (dist.get_process_group_ranks(shards) if shards is not None else [number]) == peers
     assert dims.data_mesh().mesh.numel() == dims.dp_replicate * dims.fsdp
 
 
@@ -112,6 +117,31 @@ def test_recomputation_keeps_what_torchtitans_keeps(mode, option):
     assert kept == expected < most
     for a, b in zip(found, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_layers_are_counted_in_the_whole_model():
+    """A pipeline's stage has some of them."""
+    config = small("selective", "2")
+    whole, stage = (build_model(ModelConfig.from_job(config)) for _ in range(2))
+    del stage.layers["0"], stage.layers["1"], stage.layers["2"]
+    recompute(whole, config)
+    recompute(stage, config)
+    wrapped = [
+        {name for name, block in m.layers.items() if isinstance(block, CheckpointWrapper)} for m in (whole, stage)
+    ]
+    assert wrapped == [{"1", "3"}, {"3"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12), ("NVIDIA H100 NVL", 835e12), ("NVIDIA L4", 121e12), ("NVIDIA L40", 181e12), ("NVIDIA L40S", 362e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA RTX A1000", None), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+    ],
+)  # fmt: skip
+def test_peak_flops_are_those_of_the_data_sheets(name, peak, monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(get_device_name=lambda _: name))
+    assert peak_flops(torch.device("cuda")) == peak
 
 
 def test_memory_budget_is_the_compilers(monkeypatch, tmp_path):

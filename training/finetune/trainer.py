@@ -31,7 +31,7 @@ from farsight.parallel.ranks import on_rank_zero
 from farsight.training.finetune.garfa_picture import draw_alphas
 from farsight.training.finetune.model import TrainedWeights, adapters_of, build_adapted, whole_weights
 from farsight.training.memory_recorder import MemoryRecorder, Phase
-from farsight.training.optimizers.build import GARFA, parameter_groups, trained_parameters
+from farsight.training.optimizers.build import GARFA, trained_parameters
 from farsight.training.trainer import Batch, Trainer
 
 logger = logging.getLogger("farsight")
@@ -138,7 +138,7 @@ class Finetuner(Trainer):
             self.metrics.log_garfa(self.step, float(optimizer.param_groups[-1]["lr"]), by_head)
 
     def _clipped_together(self) -> list[list[nn.Parameter]]:
-        groups = [[*group.parameters.values()] for group in parameter_groups(self.config, self.model_parts)]
+        groups = [group["params"] for optimizer in self.optimizers.optimizers for group in optimizer.param_groups]
         return groups if self.config.training.clip == "group" else [[p for group in groups for p in group]]
 
     def _validate(self) -> float:

@@ -52,13 +52,14 @@ def param_groups(groups: Sequence[Group], keep: Any = lambda name, parameter: Tr
 
 def set_rates(optimizers: Sequence[Optimizer], step: int) -> float:
     """Sets the learning rates of a step, counted from 0; returns the first group's."""
-    rates = [group["peak"] * group["rate"](step) for optimizer in optimizers for group in optimizer.param_groups]
-    for group, lr in zip((g for o in optimizers for g in o.param_groups), rates, strict=True):
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group in groups:
+        lr = group["peak"] * group["rate"](step)
         if isinstance(group["lr"], Tensor):  # torchao's compiled steps would compile again for another number
             group["lr"].fill_(lr)
         else:
             group["lr"] = lr
-    return rates[0]
+    return groups[0]["peak"] * groups[0]["rate"](step)
 
 
 class Optimizers:
@@ -83,7 +84,7 @@ class Optimizers:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """`state.<parameter>.<key>` of everything: tensors to be saved, or to be loaded into. Quantised ones are whole."""
+        """`state.<parameter>.<key>` of everything: tensors to be saved, or to be loaded into. Quantised ones are in fp32."""
         return {
             name: dequantised(value) if isinstance(value, Tensor) and is_quantised(value) else value
             for name, _, _, value in self._items()
