@@ -61,6 +61,12 @@ def write_picture(path: Path | None, draw: Callable[..., None], *figures: Any) -
         print(path)
 
 
+def short_name(folder: str) -> str:
+    """The end of a model's path, for titles; a `model` directory is named after its run folder."""
+    parts = Path(os.path.abspath(folder)).parts
+    return "/".join((parts[:-1] if parts[-1] == "model" else parts)[-2:])
+
+
 def short_names(folders: Collection[str]) -> list[str]:
     """The shortest path suffixes that tell the models apart; a `model` directory is named after its run folder."""
     parts = [Path(os.path.abspath(folder)).parts for folder in folders]

@@ -147,6 +147,11 @@ def log_if_wide(axes: Any, values: Iterable[float], ratio: float) -> bool:
     return wide
 
 
+def token_unit(most: float) -> tuple[str, float]:
+    """The unit of an axis of training tokens up to `most`, and its size."""
+    return ("billion", 1e9) if most >= 2e9 else ("million", 1e6)
+
+
 def borders(axes: Any, places: Iterable[float]) -> None:
     """Dotted grey lines upwards, such as at the ends of stages and at trained lengths."""
     for place in places:

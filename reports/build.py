@@ -68,7 +68,7 @@ def write_report(
     ]
     text = page(
         " · ".join(model.name for model in models),
-        f"{len(models)} model{'s' * (len(models) > 1)}, side by side.",
+        f"{len(models)} models, side by side." if len(models) > 1 else "1 model.",
         [
             section("At a glance", glance(models, results, costs, tools)),
             losses_section(models),

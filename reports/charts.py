@@ -5,6 +5,7 @@ so that it can be told apart without colours. Points and cells show their values
 """
 
 import io
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,7 @@ _PAPER, _INK, _SOFT, _RULE, _PANEL, _REFERENCE = (
 WIDTH, HEIGHT, HEAT_MAP_WIDTH = 440, 300, 400
 _ROOM_FOR_FIGURES = 32.0
 """Width of a cell that its percentage fits into."""
+_BETWEEN_LABELS = 6.0
 _SVG, _LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 
 _STYLE = {
@@ -153,7 +155,14 @@ def line_chart(
         labels = [axes.text(mark.x, 1.02, mark.label, transform=top, ha="center") for mark in marks if mark.label]
         axes.set_title(y.title, loc="left", pad=22 if labels else 8, color=_INK)
         axes.set_xlabel(x.title, loc="right", color=_INK)
-        _keep_apart(figure, [axes.get_xticklabels(), labels])
+        figure.draw_without_rendering()
+        for label in labels:
+            if (
+                label.get_window_extent().x0 < axes.get_window_extent().x0
+            ):  # else it would touch the vertical axis' labels
+                label.set_ha("left")
+        for row in (axes.get_xticklabels(), labels):
+            _keep_apart(row)
         said = f"{y.title} over {x.title}: {', '.join(dict.fromkeys(one.name for one in series))}"
         return _svg(figure, "chart", said, hovers)
 
@@ -191,7 +200,8 @@ def heat_map(
                 axes.axvline(trained - 0.5, 0, 1.03, color=colour, linewidth=width, clip_on=False)
             side, label = ("right", "trained ←") if 2 * trained > len(columns) else ("left", "← trained")
             axes.text(trained - 0.5, 1.05, label, transform=axes.get_xaxis_transform(), ha=side)
-        _keep_apart(figure, [axes.get_xticklabels()])
+        figure.draw_without_rendering()
+        _keep_even(axes.get_xticklabels())
         if axes.get_window_extent().width / len(columns) >= _ROOM_FOR_FIGURES:
             write_cells(axes, mesh, values, lambda share: f"{100 * share:.0f}")
         said = f"{of} by {titles[0]} and {titles[1]}"
@@ -260,6 +270,7 @@ def _set_axis(axis: Any, asked: Axis, values: Iterable[float]) -> None:
     elif axis.axis_name == "y" and not asked.ends:  # begin and end at a line
         lines = steps.tick_values(min(known), max(known))
         axis.axes.set_ylim(lines[0], lines[-1])
+        axis.set_major_locator(FixedLocator(lines))  # for the wider limits, the steps may be others
     if asked.ticks:
         axis.set_major_locator(FixedLocator(asked.ticks))
     axis.set_major_formatter(lambda value, _: asked.text(value))
@@ -267,15 +278,24 @@ def _set_axis(axis: Any, asked: Axis, values: Iterable[float]) -> None:
         getattr(axis.axes, f"set_{axis.axis_name}lim")(asked.ends)
 
 
-def _keep_apart(figure: Any, rows: Iterable[Sequence[Any]]) -> None:
-    """Lays the figure out, and hides the labels of each row that would touch one further to the right."""
-    figure.draw_without_rendering()
-    for labels in rows:
-        free = math.inf
-        for label in sorted(labels, key=lambda label: -label.get_position()[0]):
-            place = label.get_window_extent()
-            label.set_visible(place.x1 < free)
-            free = place.x0 - 6 if label.get_visible() else free
+def _keep_apart(labels: Sequence[Any]) -> None:
+    """Hides the labels of a row in a laid out figure that would touch one further to the right."""
+    free = math.inf
+    for label in sorted(labels, key=lambda label: -label.get_position()[0]):
+        place = label.get_window_extent()
+        label.set_visible(place.x1 < free)
+        free = place.x0 - _BETWEEN_LABELS if label.get_visible() else free
+
+
+def _keep_even(labels: Sequence[Any]) -> None:
+    """Shows every label of a row in a laid out figure or, if some would touch, every second, third … from the last."""
+    places = [label.get_window_extent() for label in labels]
+    for step in range(1, len(labels) + 1):
+        shown = places[::-step]
+        if all(left.x1 + _BETWEEN_LABELS < right.x0 for right, left in itertools.pairwise(shown)):
+            break
+    for number, label in enumerate(reversed(labels)):
+        label.set_visible(number % step == 0)
 
 
 def _svg(figure: Any, kind: str, label: str = "", hovers: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Markup:

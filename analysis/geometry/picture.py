@@ -9,6 +9,7 @@ import torch
 from farsight.analysis.capture.samples import Samples
 from farsight.analysis.geometry.pca import HIGH, LOW
 from farsight.analysis.geometry.rotation import planar_rotation
+from farsight.outputs import short_name
 from farsight.plots import GREY, PALETTE, picture, whole_numbers
 
 _MOST_POINTS = 4000
@@ -24,14 +25,12 @@ def draw(figures: dict[str, Any], samples: Samples, path: Path) -> None:
         path: PNG, SVG or PDF file.
     """
     heads, length = figures["heads"], figures["length"]
-    parts = Path(figures["model"]).parts
-    name = "/".join((parts[:-1] if parts[-1:] == ("model",) else parts)[-2:])
     with picture(path, 16, 4.6) as figure:
         classes, bias, plane = figure.subplots(1, 3)
         _draw_classes(classes, heads)
         _draw_bias(bias, heads, length)
         _draw_plane(plane, heads, samples)
-        figure.suptitle(f"{name}, {length:,} tokens")
+        figure.suptitle(f"{short_name(figures['model'])}, {length:,} tokens")
 
 
 def _draw_classes(axes: Any, heads: Sequence[dict[str, Any]]) -> None:
@@ -42,15 +41,17 @@ def _draw_classes(axes: Any, heads: Sequence[dict[str, Any]]) -> None:
         for sign in (-threshold, threshold):
             axes.axvline(sign, color=GREY, linewidth=0.8, linestyle=style)
             axes.axhline(sign, color=GREY, linewidth=0.8, linestyle=style)
-    axes.set(
-        xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), xlabel="r_q: queries and position", ylabel="r_k: keys and position"
-    )
+    axes.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), xticks=(-1, -0.5, 0, 0.5, 1), yticks=(-1, -0.5, 0, 0.5, 1))
+    axes.set(xlabel="r_q: queries and position", ylabel="r_k: keys and position")
     axes.set_title("first principal component, a point per head")
     whole_numbers(axes.figure.colorbar(shown, ax=axes, label="layer").ax.yaxis)
 
 
 def _draw_bias(axes: Any, heads: Sequence[dict[str, Any]], length: int) -> None:
     layers = sorted({head["layer"] for head in heads})
+    sizes = sorted(abs(head["bias_context"]) for head in heads)
+    # Linear up to the median, so that one outlier does not squeeze the others into a line. Set first, so that margins are its own.
+    axes.set_yscale("symlog", linthresh=max(sizes[len(sizes) // 2], 1e-9))
     for sign, colour, label in ((1, PALETTE[0], "recency"), (-1, PALETTE[1], "primacy")):
         here = [head for head in heads if sign * head["bias_strength"] > 0]
         axes.scatter(
@@ -61,9 +62,6 @@ def _draw_bias(axes: Any, heads: Sequence[dict[str, Any]], length: int) -> None:
     means = [[head["bias_context"] for head in heads if head["layer"] == layer] for layer in layers]
     axes.plot(layers, [sum(values) / len(values) for values in means], color=PALETTE[4], linewidth=1, label="mean")
     axes.axhline(0, color=GREY, linewidth=0.8)
-    sizes = sorted(abs(head["bias_context"]) for head in heads)
-    # Linear up to the median, so that one outlier does not squeeze the others into a line.
-    axes.set_yscale("symlog", linthresh=max(sizes[len(sizes) // 2], 1e-9))
     axes.set(xlabel="layer", ylabel=f"bias strength × {length:,} tokens")
     axes.set_title("score of the mean query: last key minus first")
     whole_numbers(axes.xaxis)

@@ -30,8 +30,10 @@ def draw(figures: dict[str, Any], path: Path) -> None:
                 note = f" ({' and '.join(trained)} trained)" if trained else ""
                 panel.set_title(f"{int(length):,} tokens{note}")
             line[0].set_ylabel(key if key == "perplexity" else "passkeys found, %")
-        for panel in panels[-1]:
-            panel.set_xlabel("front layers, l")
+        for column in zip(*panels, strict=True):
+            lowest = [panel for panel in column if panel.axison][-1]
+            lowest.set_xlabel("front layers, l")
+            lowest.tick_params(labelbottom=True)  # a panel below that has no length hides them
         legend_below(figure, 2, panels[0, 0])
 
 

@@ -25,7 +25,8 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         log_if_wide(left, delta, _MOST_RATIO)
         right.axhline(0, color=_RHO, linewidth=0.6, alpha=0.5)
         whole_numbers(left.xaxis)
-        left.set_xlabel(f"layer (filled: the {len(top['delta'])} largest)")
+        filled = len(top["delta"])
+        left.set_xlabel(f"layer (filled: the {filled} largest)" if filled > 1 else "layer (filled: the largest)")
         for axes, label, colour in (
             (left, "delta: cosine distance, correct and wrong text", _DELTA),
             (right, "rho: change in loss", _RHO),

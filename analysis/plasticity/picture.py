@@ -7,13 +7,14 @@ from typing import Any
 
 from farsight.analysis.plasticity.options import TARGET_DROP
 from farsight.json_files import or_nan
-from farsight.plots import GREY, PALETTE, borders, length_ticks, line_style, picture, whole_numbers
+from farsight.outputs import short_name
+from farsight.plots import GREY, PALETTE, borders, length_ticks, line_style, picture, token_unit, whole_numbers
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
     """Writes the picture of a model (PNG, SVG or PDF; Figures 6.3 and 6.4), with figures by length if there are any."""
     beside = "by_length" in figures
-    with picture(path, 14 + 4.5 * beside, 4.3) as figure:
+    with picture(path, 14 + 4.5 * beside, 4.3 + 0.9 * beside) as figure:  # with room for a legend below
         profiles, distances, layers, *others = figure.subplots(1, 3 + beside)
         _profiles(profiles, figures)
         _heat_map(figure, distances, figures)
@@ -21,13 +22,13 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         for axes in others:
             _lengths(axes, figures)
         covariance, pairs = figures["covariance"], figures["pairs"]
-        figure.suptitle(f"{figures['model']}: attention plasticity, {covariance} covariance, {pairs} pairs")
+        figure.suptitle(f"{short_name(figures['model'])}: attention plasticity, {covariance} covariance, {pairs} pairs")
 
 
 def draw_training(figures: dict[str, Any], path: Path) -> None:
     """Writes the picture of a run's checkpoints over tokens: bias strength per token and times the context, and plasticity."""
     rows = figures["checkpoints"]
-    unit, size = ("billion", 1e9) if rows[-1]["tokens"] >= 2e9 else ("million", 1e6)
+    unit, size = token_unit(rows[-1]["tokens"])
     stages = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["stage"])]
     with picture(path, 7.5, 8) as figure:
         panels = figure.subplots(3, 1, sharex=True)
@@ -57,7 +58,7 @@ def draw_training(figures: dict[str, Any], path: Path) -> None:
         panels[1].set_ylabel("bias strength × context")
         panels[2].set(ylabel="plasticity", xlabel=f"{unit} tokens trained on (dotted: end of a stage)")
         panels[2].legend(loc="center left")
-        figure.suptitle(f"{figures['model']}: positional bias and plasticity over training")
+        figure.suptitle(f"{short_name(figures['model'])}: positional bias and plasticity over training")
 
 
 def _values(profile: Sequence[float | None]) -> list[float]:

@@ -24,8 +24,10 @@ def draw(config: ModelConfig, length: int, path: Path) -> None:
     panels: list[Callable[[Any], None]] = []
     if any(not isinstance(layer.rotary, NoRotary) for layer in layers):
         panels.append(lambda axes: _draw_wavelengths(axes, config, layers, length))
+    height = 4.2
     if (garfa := config.position.garfa) is not None and garfa.layers:
         panels.append(lambda axes: draw_alphas_on(axes, alphas(garfa)))
+        height = max(height, 0.2 * len(alphas(garfa)) + 1.2)  # room for each layer's figures
     if any(layer.bias for layer in layers):
         panels.append(lambda axes: _draw_alibi(axes, layers, length))
     if config.position.embedding == "sinusoidal":
@@ -33,7 +35,7 @@ def draw(config: ModelConfig, length: int, path: Path) -> None:
     if not panels or any(scope < DENSE_SCOPE for layer in layers for scope in layer.scopes):
         panels.append(lambda axes: _draw_visibility(axes, layers, length))
         panels.append(lambda axes: _draw_scopes(axes, layers, length))
-    with picture(path, 5.6 * len(panels), 4.2) as figure:
+    with picture(path, 5.6 * len(panels), height) as figure:
         for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
             panel(axes)
 
@@ -108,12 +110,17 @@ def _draw_sinusoidal(axes: Any, dim: int) -> None:
 
 def _draw_visibility(axes: Any, layers: Sequence[LayerPosition], length: int) -> None:
     """Share of heads that see each key from each query, at up to 512 positions of each."""
+    from matplotlib.ticker import MaxNLocator
+
     share = share_by_distance(layers, length)
     at = torch.linspace(0, length - 1, min(length, 512)).long()
     distance = at[:, None] - at[None]
     image = torch.where(distance >= 0, share[distance.clamp(min=0)], torch.nan)
     drawn = cell_map(axes, image.tolist(), None, extent=(0, length, length, 0), vmin=0, vmax=1, aspect="equal")
     axes.set(xlabel="key", ylabel="query", title="share of heads that see the key")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(5))
+        axis.set_major_formatter("{x:,.0f}")
     axes.figure.colorbar(drawn, ax=axes)
 
 

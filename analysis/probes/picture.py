@@ -47,6 +47,6 @@ def _curves(axes: Any, names: list[str], figures: list[dict[str, Any]]) -> None:
     for guess in sorted({round(of_one["guess"], 1) for of_one in figures}):
         axes.axhline(guess, color=GREY, linestyle=":", linewidth=1.2)
     axes.set(xlabel="layer (−1: embedding; dotted: best single guess)", ylabel="error in tokens")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.06 * axes.dataLim.ymax)  # markers at the top stay whole
     whole_numbers(axes.xaxis)
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))

@@ -33,7 +33,9 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
             _heat_maps(figure, figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True), panels, depths)
         first = next(iter(results.values()))
         extend = f", {first['extend']}" if first["extend"] else ""
-        figure.suptitle(f"{first['task']}{extend}: accuracy, {first['trials']} trials a cell")
+        figure.suptitle(
+            f"{first['task']}{extend}: accuracy, {first['trials']} trial{'s' * (first['trials'] > 1)} a cell"
+        )
 
 
 def _panels(results: dict[str, dict[str, Any]]) -> list[Panel]:
@@ -71,7 +73,7 @@ def _heat_maps(figure: Any, grid: Any, panels: Sequence[Panel], depths: Sequence
     ends = ", ".join(f"{trained:,}" for trained in sorted({panel[3] for panel in panels}))
     figure.supxlabel(f"length in tokens (dashed: end of the trained length, {ends})", fontsize="small")
     figure.supylabel("depth of the needle", fontsize="small")
-    figure.colorbar(image, ax=list(grid.flat), label="accuracy", shrink=0.9, format=PercentFormatter(1))
+    figure.colorbar(image, ax=list(grid.flat), label="accuracy", shrink=0.9, format=PercentFormatter(1, symbol=" %"))
 
 
 def _lines(axes: Any, panels: Sequence[Panel], lengths: Sequence[int]) -> None:
@@ -85,6 +87,6 @@ def _lines(axes: Any, panels: Sequence[Panel], lengths: Sequence[int]) -> None:
         axes.plot(*points, **style, label=f"{name} (mean {100 * mean:.1f} %)", clip_on=False)
     borders(axes, {panel[3] for panel in panels})
     length_ticks(axes, lengths)
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.yaxis.set_major_formatter(PercentFormatter(1, symbol=" %"))
     axes.set(xlabel="length in tokens (dotted: trained)", ylabel="accuracy", ylim=(0, 1))
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14))

@@ -18,7 +18,7 @@ from farsight.evals.perplexity.measure import perplexity_by_length
 from farsight.files import write_text
 from farsight.outputs import write_json
 from farsight.parallel.device import default_device
-from farsight.plots import PALETTE, borders, picture
+from farsight.plots import PALETTE, borders, picture, token_unit
 from farsight.training.metrics_file import loss_points, run_summary
 from farsight.training.stages import Recipe, Stage
 
@@ -97,19 +97,21 @@ def summary_table(entries: Sequence[dict[str, Any]]) -> str:
 
 def draw_losses(stages: Sequence[Stage], path: Path) -> None:
     """Draws training and validation loss against tokens, with all stages in one panel."""
+    curves: list[Any] = []
+    for stage in stages:
+        curves.append(loss_points(stage.folder, curves[-1][0][-1][0] if curves else 0.0))
+    ends = [train[-1][0] for train, _ in curves]
+    unit, size = token_unit(ends[-1])
     with picture(path, 9, 4.5) as figure:
         axes = figure.subplots()
-        ends: list[float] = []
-        for number, stage in enumerate(stages):
-            train, validations = loss_points(stage.folder, ends[-1] if ends else 0.0)
-            points, held_out = ([(tokens / 1e6, loss) for tokens, loss in curve] for curve in (train, validations))
+        for number, (stage, both) in enumerate(zip(stages, curves, strict=True)):
+            points, held_out = ([(tokens / size, loss) for tokens, loss in curve] for curve in both)
             colour = PALETTE[number % len(PALETTE)]
             label = f"{stage.name}, {stage.config.training.seq_len:,} tokens"
             axes.plot(*zip(*points, strict=True), color=colour, label=label)
             if held_out:
                 label = "held-out documents" if number == len(stages) - 1 else ""
                 axes.plot(*zip(*held_out, strict=True), "o--", color=colour, markeredgecolor="black", label=label)
-            ends.append(train[-1][0])
-        borders(axes, [end / 1e6 for end in ends[:-1]])
-        axes.set(xlabel="million tokens", ylabel="loss (nats per token)", title=path.parent.name)
+        borders(axes, [end / size for end in ends[:-1]])
+        axes.set(xlabel=f"{unit} tokens", ylabel="loss, nats per token", title=path.parent.name)
         axes.legend()

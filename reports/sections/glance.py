@@ -124,7 +124,7 @@ COLUMNS = (
     ),
     Column(
         "layers",
-        "δ with |ρ|",
+        "δ with |\u2060ρ|",  # without a break between | and ρ
         _first(lambda values: figure_text(values["spearman_absolute"])),
         "δ with |ρ|: rank correlation of the layers' sensitivity with their RoPE's influence.",
     ),

@@ -18,8 +18,8 @@ CLASSES = ("position-dominated", "Q-positional", "K-positional", "content-focuse
 
 
 def figure_text(value: float | None, digits: int = 3) -> str:
-    """A figure as text, or a dash for none."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
+    """A figure as text, without a sign before zero, or a dash for none."""
+    return "–" if value is None or not math.isfinite(value) else f"{value:z.{digits}f}"
 
 
 def layer_figure(lines: Sequence[Series], title: str, caption: str) -> Markup:

@@ -12,6 +12,7 @@ from farsight.checkpoints.cards.model import read_history, training_rows
 from farsight.configs.load import read_toml
 from farsight.model.build import count_parameters
 from farsight.model.position.layers import describe
+from farsight.plots import token_unit
 from farsight.reports.charts import Axis, Mark, Point, Series, line_chart, swatch
 from farsight.reports.page import facts, figure, folded, heading, legend, missing, note, section, table
 from farsight.training.metrics_file import loss_points, run_summary
@@ -85,7 +86,7 @@ def losses_section(models: Sequence[NamedModel]) -> Markup:
     absent = _without_runs([model for model in models if not model.runs])
     if not drawn:
         return section("Loss", *absent)
-    unit, size = ("billion", 1e9) if max(s.points[-1][0] for s in drawn if s.points) >= 2e9 else ("million", 1e6)
+    unit, size = token_unit(max(s.points[-1][0] for s in drawn if s.points))
     scaled = [dataclasses.replace(s, points=[(x / size, y) for x, y in s.points]) for s in drawn]
     chart = line_chart(
         scaled,
