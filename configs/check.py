@@ -276,12 +276,12 @@ def check_processes(config: JobConfig, processes: int) -> None:
     if copies % replicate or (shard != -1 and replicate * shard != copies):
         raise ConfigError(
             f"parallelism.data_parallel_replicate_degree = {replicate} and data_parallel_shard_degree = {shard} do not "
-            f"multiply to the run's {copies} data-parallel ranks ({processes} processes); set the latter to -1 to take the rest."
+            f"multiply to the run's {copies} data-parallel ranks ({processes} process{'es' * (processes > 1)}); set the latter to -1 to take the rest."
         )
     if t.enable_cpu_offload and shard == -1 and copies == replicate and ranks == 1:
         raise ConfigError(
-            f"training.enable_cpu_offload needs FSDP, and {processes} processes with data_parallel_replicate_degree = {replicate} leave "
-            "one to shard over: set it to false, or start more."
+            f"training.enable_cpu_offload needs FSDP, and of {processes} process{'es' * (processes > 1)} with "
+            f"data_parallel_replicate_degree = {replicate} each has its own copy: set it to false, or start more."
         )
     if t.global_batch_size > 0 and t.global_batch_size % (t.local_batch_size * copies):
         raise ConfigError(

@@ -24,6 +24,7 @@ HERE = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.initial_load_in_hf": "checkpoint.initial_load_path",
     "optimizer.fused": "optimizer.implementation",
+    "optimizer.name": "optimizer.kind",
 }
 """torchtitan's options, by its own or an older name, whose meaning has another name here."""
 
@@ -39,7 +40,7 @@ OPTIMIZERS = {
 _DATA_LOADER = {"num_workers": 0, "persistent_workers": False, "pin_memory": False}
 
 WITHOUT_EFFECT: dict[str, Any] = {
-    "job": {"custom_config_module": ""},
+    "job": {"custom_config_module": "", "save_config_file": None},
     "metrics": {"disable_color_printing": False, "save_for_all_ranks": False, "enable_wandb": False},
     "model": {"hf_assets_path": "", "name": "farsight"},
     "optimizer": {"early_step_in_backward": False},
@@ -80,6 +81,16 @@ WITHOUT_EFFECT: dict[str, Any] = {
 """Options that earlier versions wrote to every run folder's config.toml, with the value that meant nothing there."""
 
 
+def is_former(name: str) -> bool:
+    """Whether torchtitan or an earlier version had an option or a section."""
+    there: Any = WITHOUT_EFFECT
+    for key in name.split("."):
+        if not isinstance(there, dict) or key not in there:
+            return False
+        there = there[key]
+    return True
+
+
 def current(values: dict[str, Any]) -> dict[str, Any]:
     """Settings under today's names: a config.toml of an earlier version still loads, and means the same."""
     values = _without(copy.deepcopy(values), WITHOUT_EFFECT)
@@ -102,6 +113,6 @@ def _without(values: dict[str, Any], without_effect: dict[str, Any]) -> dict[str
         if isinstance(value, dict) and isinstance(there, dict):
             if not _without(there, value):
                 del values[key]
-        elif there == value and type(there) is type(value):
+        elif key in values and there == value and type(there) is type(value):
             del values[key]
     return values

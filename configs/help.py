@@ -140,6 +140,8 @@ def _type_name(hint: typing.Any) -> str:
         return " | ".join(map(str, get_args(hint)))
     if type(None) in get_args(hint):
         return " | ".join("none" if a is type(None) else _type_name(a) for a in get_args(hint))
+    if get_origin(hint) in (list, tuple):
+        return f"list of {_type_name(get_args(hint)[0])}"
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
 
 

@@ -6,7 +6,7 @@ import types
 import typing
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from farsight.configs.former import HERE
+from farsight.configs.former import HERE, is_former
 from farsight.configs.shipped import shipped_file
 from farsight.errors import ConfigError, nearest
 from farsight.ranges import FINITE, Range
@@ -33,12 +33,7 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
         raise ConfigError(f"{where} = {values!r} must be a table with the keys {', '.join(field_names(cls))}.")
     for key in values:
         if key not in field_names(cls):
-            on_command_line = not where and isinstance(values[key], Raw)
-            hint = _option_named(cls, key) if on_command_line else nearest(key, field_names(cls))
-            within = values[key] if isinstance(values[key], dict) else ()
-            for name in (prefix + key, *(f"{prefix}{key}.{option}" for option in within)):
-                hint = f" {name} is {HERE[name]} here." if name in HERE else hint
-            raise ConfigError(f"There is no option {prefix}{key}.{hint}")
+            raise ConfigError(f"There is no option {_unknown(cls, prefix, key, values)}")
     hints = typing.get_type_hints(cls, include_extras=True)
     converted = {}
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # cls is a dataclass; mypy cannot say so of T
@@ -49,6 +44,21 @@ def from_dict(cls: type[T], values: Any, where: str = "") -> T:
         return cls(**converted)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _unknown(cls: type, prefix: str, key: str, values: dict[str, Any]) -> str:
+    """The name of an option that `cls` lacks, and what to use instead."""
+    within = values[key] if isinstance(values[key], dict) else ()
+    names = [prefix + key, *(f"{prefix}{key}.{option}" for option in within)]
+    for name in names:
+        if name in HERE:
+            return f"{name}: it is {HERE[name]} here."
+    if is_former(prefix + key):
+        return f"{names[:2][-1]}: torchtitan has it, Farsight does not. Leave it out."
+    kind = f" for the kind {str(values['kind'])!r}" if "kind" in values and "kind" in field_names(cls) else ""
+    on_command_line = not prefix and isinstance(values[key], Raw)
+    hint = _option_named(cls, key) if on_command_line else nearest(key, field_names(cls))
+    return f"{prefix}{key}{kind}.{hint}"
 
 
 def _option_named(cls: type, name: str) -> str:

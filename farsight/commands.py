@@ -69,7 +69,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "order-simulation": Command("analysis.order_simulation.__main__", "simulate how many positions a stack of windows can tell apart"),
         "graft-sweep": Command("analysis.graft_sweep.__main__", "graft two models at every depth, to find the layers that carry long context"),
         "loss-curves": Command("analysis.loss_curves.__main__", "plot the losses of several runs against tokens"),
-        "inside": Command("reports.inside", "write all of these analyses to the page of farsight report"),
+        "inside": Command("reports.inside", "measure with all of these, and write the page of farsight report"),
     },
 }  # fmt: skip
 COMMANDS = {name: command for group in GROUPS.values() for name, command in group.items()}

@@ -137,7 +137,7 @@ def line_chart(
     """
 
     def hover(one: Series, at: Point) -> str:
-        return f"{one.name}\n{x.title} {x.say(at[0])}: {y.say(at[1])}{more(one, at[0])}"
+        return f"{one.name}\n{x.title}: {x.say(at[0])}\n{y.title}: {y.say(at[1])}{more(one, at[0])}"
 
     hovers = {}
     with _drawing(WIDTH, HEIGHT) as (figure, axes):

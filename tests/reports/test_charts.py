@@ -69,7 +69,7 @@ def test_points_stand_where_their_values_are(scale):
         assert x_of(at[0]) == pytest.approx(x, rel=2e-3, abs=0.3)
         assert y_of(at[1]) == pytest.approx(y, rel=1e-2, abs=0.05)
         name = "b" if "fill: var(--paper)" in element.get("style") else "a"
-        assert element.find("title").text == f"{name}\nacross {x}: {y} of {name}{x:.0f}"
+        assert element.find("title").text == f"{name}\nacross: {x}\nup: {y} of {name}{x:.0f}"
         assert f"var(--series-{'ab'.index(name)})" in element.get("style")
     upright = [e for e in chart.iter("path") if re.fullmatch(r"M ([\d.]+) [\d.]+ L \1 [\d.]+", e.get("d"))]
     (dotted,) = [e for e in upright if "stroke-dasharray" in e.get("style")]
@@ -147,7 +147,7 @@ def test_charts_take_the_page_s_colours_and_fonts():
         assert not re.search(r"font|url\(|href|\bid=|http", svg)
         assert not any(light in svg for light, _ in THEME.values())
     assert set(re.findall(r"--series-\d", charts[0])) == {f"--series-{number}" for number in range(7)}
-    assert charts[0].count("<title>&lt;b&gt;&amp;{x}\nx ") == 14
+    assert charts[0].count("<title>&lt;b&gt;&amp;{x}\nx: ") == 14
     # The colours of maps stay as they are.
     fixed = {matplotlib.colors.to_hex(matplotlib.colormaps["viridis"](n)) for n in range(256)} | {"#ffffff", "#000000"}
     assert not fixed & {light for light, _ in THEME.values()}
