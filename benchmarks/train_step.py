@@ -66,6 +66,7 @@ class _Batches:
 
 class _OurBatches(_Batches):
     skipped: ClassVar[dict[str, Any]] = {}
+    micro_batches_per_step = 1
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         positions = torch.arange(self.seq_len, dtype=torch.int32)[None].expand(self.rows, -1)

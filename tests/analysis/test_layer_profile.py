@@ -203,6 +203,7 @@ def test_the_command_writes_a_profile_that_fine_tuning_reads(tmp_path, capsys):
         "--json",
         names["f.json"],
     ]
+    capsys.readouterr()  # what packages printed while they were imported
     main([*command, "--picture", names["f.png"]])
     figures, profile = (json.loads((tmp_path / name).read_text()) for name in ("f.json", "profile.json"))
     assert figures["tool"] == "analysis.layers"
