@@ -167,7 +167,9 @@ def test_offload_leaves_no_state_on_the_gpu():
     assert (plan.worst.parameters, plan.worst.gradients, plan.worst.optimizer) == (0, 0, 0)
     assert plan.time.optimizer > planned("scope_llama3_8b", "finetune-32k", 32).time.optimizer
     alone = small(training={"enable_cpu_offload": True})  # FSDP offloads, and one process has none
-    assert rank_memory(Run.of(alone)).parameters > 0
+    with pytest.raises(ConfigError, match="enable_cpu_offload needs FSDP"):
+        Run.of(alone)
+    assert rank_memory(Run.of(alone, 2)).parameters == 0
 
 
 # Work and its balance
