@@ -1,4 +1,4 @@
-"""The table at the top of a page, with the most important figures of each model in a row."""
+"""The table at the top of a page, with the most important figures of each model in a column."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +23,8 @@ PASSKEY = "passkey"
 
 
 @dataclass(frozen=True)
-class Column:
-    """Figures of one tool."""
+class Row:
+    """A figure that one tool measures."""
 
     kind: str
     """The tool's kind of results."""
@@ -37,36 +37,36 @@ class Column:
 def glance(
     models: Sequence[NamedModel], results: Sequence[Result], costs: Sequence[ModelCost], tools: Collection[Tool]
 ) -> Markup:
-    """The most important figures, one row for each model.
+    """The most important figures, one column for each model.
 
     Args:
-        tools: those that have columns without any result, too.
+        tools: those that have rows without any result, too.
     """
     longest = costs[0].costs[-1].length
     kept = {tool.kind for tool in tools} | {result.kind for result in results}
-    columns = [column for column in COLUMNS if column.kind in kept]
-    header = ["model", "parameters", "trained length", "trained on", "held-out loss", f"KV cache at {longest:,}"]
-    rows = []
+    rows = [row for row in ROWS if row.kind in kept]
+    titles = ["parameters", "trained length", "trained on", "held-out loss", f"KV cache at {longest:,}"]
+    columns = []
     for model in models:
         tokens, losses = trained_tokens(model), [stage["val_loss"] for stage in stages(model) if stage["val_loss"]]
         cost = next(c.costs[-1] for c in costs if c.model is model)
-        own = [[r.values for r in of_kind(results, column.kind) if r.model is model] for column in columns]
-        rows.append([
-            named(model),
+        own = [[r.values for r in of_kind(results, row.kind) if r.model is model] for row in rows]
+        columns.append([
             f"{count_parameters(model.config):,}",
             f"{model.config.trained_length:,}",
             "–" if tokens is None else f"{tokens:,}",
             f"{losses[-1][-1]:.3f}" if losses else "–",
             small(bytes_text(cost.cache_bytes), percent(cost.cache_bytes / cost.dense_cache_bytes)),
-            *((found and column.text(found, model)) or "–" for column, found in zip(columns, own, strict=True)),
+            *((found and row.text(found, model)) or "–" for row, found in zip(rows, own, strict=True)),
         ])  # fmt: skip
     said = [
         "Lengths and training in tokens.",
         "Cache: for one sequence in bfloat16, with its share of a dense one.",
-        *(column.caption for column in columns if column.caption),
+        *(row.caption for row in rows if row.caption),
         "–: not measured or not recorded.",
     ]
-    return table([*header, *(column.title for column in columns)], rows, " ".join(said))
+    body = zip([*titles, *(row.title for row in rows)], *columns, strict=True)
+    return table(["", *map(named, models)], body, " ".join(said))
 
 
 def _perplexity(found: Sequence[Mapping[str, Any]], model: NamedModel) -> str | None:
@@ -95,44 +95,44 @@ def _first(text: Callable[[Mapping[str, Any]], str]) -> Callable[[Sequence[Mappi
     return lambda found, model: text(found[0])
 
 
-COLUMNS = (
-    Column(
+ROWS = (
+    Row(
         "perplexity",
         "perplexity",
         _perplexity,
         "Perplexity at the trained length, or at the nearest one measured, without --extend and sliding windows.",
     ),
-    Column(
+    Row(
         "needle",
         "needles",
         _needles,
         "Needles: the mean over all cells, of the passkey task unless another is named, without --extend.",
     ),
-    Column(
+    Row(
         "plasticity",
         "plasticity",
         _first(lambda values: figure_text(values.get("overall"))),
         "Plasticity: the mean over positions, and what it loses from the first fifth of the context to the last "
         f"(target: below {TARGET_DROP:.2f}).",
     ),
-    Column("plasticity", "drop", _first(lambda values: figure_text(values.get("drop")))),
-    Column(
+    Row("plasticity", "drop", _first(lambda values: figure_text(values.get("drop")))),
+    Row(
         "geometry",
         "bias × context",
         _first(lambda values: figure_text(mean_bias(values["heads"]), 2)),
         "Bias: what keys gain in score over a whole context.",
     ),
-    Column(
+    Row(
         "layers",
-        "δ with |\u2060ρ|",  # without a break between | and ρ
+        "δ with |ρ|",
         _first(lambda values: figure_text(values["spearman_absolute"])),
         "δ with |ρ|: rank correlation of the layers' sensitivity with their RoPE's influence.",
     ),
-    Column(
+    Row(
         "probes",
         "position error",
         _first(lambda values: f"{min(or_nan(layer['error']) for layer in values['layers']):.1f}"),
         "Position error: of the best layer's probe, in tokens.",
     ),
-    Column("order_awareness", "order horizon", _first(lambda values: f"{values['horizon']:,}")),
+    Row("order_awareness", "order horizon", _first(lambda values: f"{values['horizon']:,}")),
 )
