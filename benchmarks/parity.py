@@ -65,7 +65,7 @@ class Layout:
     degrees: dict[str, int | str]
     """Options of [parallelism]; degrees without `_degree`."""
     zero_stage: int = 0
-    """DeepSpeed's stage; 0 is torchtitan."""
+    """DeepSpeed's stage; 0 is PyTorch's engine."""
 
     def options(self) -> list[str]:
         words = ("balancer", "schedule")

@@ -24,7 +24,7 @@ class OptimizerBase:
     beta1: PartialShare = 0.9
     """Decay of the first moment's running mean."""
     beta2: PartialShare = 0.95
-    """Decay of the second moment's running mean, as Llama and torchtitan have it; PyTorch's default is 0.999."""
+    """Decay of the second moment's running mean, as Llama has it; PyTorch's default is 0.999."""
     eps: Positive = 1e-08
     """Added to the root of the second moment."""
     weight_decay: NonNegative = 0.1

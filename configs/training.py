@@ -1,4 +1,4 @@
-"""Config sections of a training run; options that mean the same as torchtitan's keep its names."""
+"""Config sections of a training run."""
 
 from dataclasses import dataclass, field
 from typing import Literal
