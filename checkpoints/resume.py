@@ -55,8 +55,9 @@ def refuse_other_layers(checkpoint: Path, config: JobConfig, base: str | None) -
             + "\nSet them back, or start a new run (job.dump_folder)."
         )
     if base is not None and entry.get("base") != base:
+        assert isinstance(config, FinetuneConfig)  # only fine-tuning has a base
         raise ConfigError(
-            f"{checkpoint} was trained on {entry.get('start')}, and base_model.path = {config.base_model.path!r} "  # type: ignore[attr-defined]  # fine-tuning's
+            f"{checkpoint} was trained on {entry.get('start')}, and base_model.path = {config.base_model.path!r} "
             "holds other weights: set it back, or start a new run (job.dump_folder)."
         )
     before = entry.get("layers", "all")

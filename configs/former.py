@@ -82,7 +82,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
 
 
 def is_former(name: str) -> bool:
-    """Whether torchtitan or an earlier version had an option or a section."""
+    """True if torchtitan or an earlier version of Farsight had an option or section of this name."""
     there: Any = WITHOUT_EFFECT
     for key in name.split("."):
         if not isinstance(there, dict) or key not in there:

@@ -155,7 +155,7 @@ def merge(below: dict[str, Any], above: dict[str, Any], section: str = "") -> di
 
 
 def _same_kind(table: dict[str, Any], old: dict[str, Any], name: str) -> bool:
-    """Whether a table is of the kind of the one below it, or of none, so that it changes some of its options."""
+    """True if the two tables have the same kind: a table without one keeps the kind of the table that it is merged over."""
     below = old.get("kind", "adamw" if name == "optimizer" else None)
     return table.get("kind", below) == below
 

@@ -394,7 +394,7 @@ class JobConfig:
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
     engine: Literal["pytorch", "deepspeed"] = "pytorch"
-    """What shards the model and runs the steps: PyTorch (every layout of [parallelism]) or DeepSpeed (ZeRO 1 to 3)."""
+    """The library that shards the model and runs the steps: PyTorch (every layout in [parallelism]) or DeepSpeed (ZeRO 1 to 3)."""
     architecture: Architecture = field(default_factory=Architecture)
     position: Position = field(default_factory=Position)
     attention: Attention = field(default_factory=Attention)

@@ -1,4 +1,4 @@
-"""What all Triton kernels share: where they run, and the rows of a head in memory.
+"""Parts shared by all Triton kernels: whether they are interpreted, and the addresses of a head's rows in memory.
 
 Names: b_ block, p_ pointer, o_ offset, m_ mask.
 """

@@ -1,4 +1,4 @@
-"""Where a layer's keys and values are: its own, those of a cache or of other ranks, and contexts that only look on.
+"""Contexts, which supply a layer's keys and values: its own, a cache's or other ranks'; some only record them.
 
 Shapes: B batch, L tokens of the call, N query heads, K key/value heads, H head dimension.
 """

@@ -113,7 +113,7 @@ def _write_peft_config(directory: Path, config: FinetuneConfig, base: str) -> No
         base_model_name_or_path=base,
         inference_mode=True,
         r=lora.rank,
-        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float does
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT declares int, but only divides it by the rank
         lora_dropout=lora.dropout,
         target_modules=sorted(lora.modules),
         layers_to_transform=list(layers),

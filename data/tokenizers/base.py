@@ -57,7 +57,7 @@ class Tokenizer(ABC):
     fingerprint: str
     """A hash that differs between different tokenizers."""
     one_token_a_byte = True
-    """Whether a text has no more tokens than UTF-8 bytes, and is encoded as it is."""
+    """True if a text never has more tokens than UTF-8 bytes, and is encoded without being changed first."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...

@@ -146,7 +146,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, directory: str | 
 
 
 def _keeps_text(proto: Any) -> bool:
-    """Whether decode(encode(text)) is the text: true of what `train_sentencepiece` makes, false of Llama 2's model."""
+    """True if decode(encode(text)) returns the text, as with models from `train_sentencepiece` and unlike Llama 2's."""
     normalizer = proto.normalizer_spec
     return (
         bool(proto.trainer_spec.byte_fallback)

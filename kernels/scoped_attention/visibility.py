@@ -1,4 +1,4 @@
-"""Who sees whom, and with which term in the score: one value, which passes from the model to the kernel.
+"""The attention mask and score bias as one value, passed from the model to the kernel.
 
 Caches and contexts of parallel ranks cut it to the heads and keys of their calls; backends apply it; custom operators, which
 take tensors and numbers only, take it apart and put it together again.
@@ -19,7 +19,7 @@ INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """What each query head sees of the keys; `semantics` has the rule."""
+    """The keys that each query head sees; `semantics` has the rule."""
 
     scopes_N: Tensor
     """Integer tensor [N]; the number of tokens that a head sees, the query's own included. Lk or more is dense."""

@@ -23,7 +23,7 @@ class PipelineStage:
     last: bool
 
     def holds(self, layer: int | None, name: str) -> bool:
-        """Whether the stage holds the parameter of this name, which belongs to a layer or to none."""
+        """True if the stage holds this parameter; `layer` is None for the embedding, the final norm and the head."""
         if layer is not None:
             return layer in self.layers
         return self.first if name.startswith("tok_embeddings") else self.last

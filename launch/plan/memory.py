@@ -173,7 +173,7 @@ def norm_bytes(run: Run, trains: bool) -> int:
 
 
 def _norm_inputs(run: Run, trains: bool) -> int:
-    """How many times a norm keeps its input: on CPUs one that trains keeps it normalised too, and a frozen one in fp32."""
+    """Copies of its input that a norm keeps: on CPUs a trained norm also keeps it normalised, and a frozen one in fp32."""
     return 2 if run.cpu and (trains or run.stream < 4) else 1
 
 

@@ -50,7 +50,7 @@ def changed(config: C, options: Options) -> C:
     for name, value in options.items():
         section, key = name.split(".")
         if name == "optimizer.kind":
-            new.optimizer = of_kind(new.optimizer, str(value))  # type: ignore[assignment,arg-type]  # fine-tuning's
+            new.optimizer = of_kind(new.optimizer, str(value))  # type: ignore[assignment,arg-type]  # only changes to fine-tuning name a kind
             continue
         setattr(new, section, dataclasses.replace(getattr(new, section), **{key: value}))
     if follows:
@@ -67,7 +67,7 @@ def as_options(options: Options) -> str:
 
 
 def change_text(change: Change, peak: int) -> str:
-    """What the change saves of this peak, its options, and its effect or cost."""
+    """A line with the memory that the change saves, its options, and its effect or cost."""
     return f"  {gib(peak - change.peak):>6} GiB  {as_options(change.options)}  ({change.why})"
 
 

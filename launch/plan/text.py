@@ -215,7 +215,7 @@ def memory_text(run: Run, device: Device) -> str:
 
 
 def _notes(memory: RankMemory, run: Run) -> dict[str, str]:
-    """What is in each part of `RankMemory.parts`."""
+    """A description of each part in `RankMemory.parts`."""
     base, mode = run.base, run.config.activation_checkpoint.mode
     kind = base.quantization if base.quantization != "none" else base.dtype
     double = " with double quantisation" if base.quantization in ("nf4", "fp4") and base.double_quantization else ""

@@ -43,7 +43,7 @@ def add_lora(model: Llama, lora: Lora, layers: Sequence[int], base: Base) -> Non
     inject_adapter_in_model(
         LoraConfig(
             r=lora.rank,
-            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # a float does
+            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT declares int, but only divides it by the rank
             lora_dropout=lora.dropout,
             target_modules=[MODULES[name] for name in lora.modules],
             layers_to_transform=list(layers),

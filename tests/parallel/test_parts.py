@@ -12,8 +12,10 @@ from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
 from farsight.configs.load import build_config
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, build_model
 from farsight.parallel.device import peak_flops
+from farsight.parallel.float8 import convert_to_float8
 from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.pipeline import stages_of_rank
 from farsight.parallel.recompute import recompute, saved_ops
@@ -130,6 +132,30 @@ def test_layers_are_counted_in_the_whole_model():
         {name for name, block in m.layers.items() if isinstance(block, CheckpointWrapper)} for m in (whole, stage)
     ]
     assert wrapped == [{"1", "3"}, {"3"}]
+
+
+def float8(**options):
+    values = {"model": {"converters": ["quantize.linear.float8"]}, "quantize": {"linear": {"float8": options}}}
+    config = build_config(values | {"architecture": {"vocab_size": 64, "dim": 32, "n_layers": 1}})
+    with torch.device("meta"):
+        model = build_model(ModelConfig.from_job(config))
+    convert_to_float8(model, config, sharded=True)
+    return {name: module.config for name, module in model.named_modules() if hasattr(module, "linear_mm_config")}
+
+
+@pytest.mark.parametrize("recipe", [None, "tensorwise", "rowwise"])
+def test_float8_recipes_keep_the_other_options(recipe):
+    options = {} if recipe is None else {"recipe_name": recipe}
+    gathers = recipe != "rowwise"
+    layers = float8(emulate=True, enable_fsdp_float8_all_gather=gathers, filter_fqns=["w1"], **options)
+    assert layers
+    assert not [name for name in layers if "w1" in name]
+    assert {(c.emulate, c.enable_fsdp_float8_all_gather) for c in layers.values()} == {(True, gathers)}
+
+
+def test_a_float8_filter_that_fits_no_layer_is_refused():
+    with pytest.raises(ConfigError, match="no linear layer has 'auto_filter_small_kn' in its name"):
+        float8(emulate=True, filter_fqns=["w1", "auto_filter_small_kn"])
 
 
 @pytest.mark.parametrize(

@@ -288,7 +288,7 @@ def test_a_glance_shows_what_compares(tmp_path):
         for name, values in files.items():
             (model / f"evals/{name}.json").write_text(json.dumps(values))
         rows = Page(make(tmp_path, model)).rows
-        return dict(row for row in rows if len(row) == 2)
+        return dict(rows[1:8])  # before the other tables
 
     measured = {"lengths": {"64": 7.5}, "lengths_scope_length": {}}
     page = glance(

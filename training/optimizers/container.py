@@ -25,7 +25,7 @@ class Group:
 
 
 class Kind(Protocol):
-    """How optimizers of a kind are built, and the state that they keep."""
+    """Builds optimizers of one kind, and knows the state that they keep."""
 
     def build(self, groups: Sequence[Group]) -> list[Optimizer]:
         """The optimizers that step the groups between them; see `param_groups` for their settings."""

@@ -1,4 +1,4 @@
-"""What the attention kernels share: which keys a block of queries sees, its scores, and the online softmax.
+"""Parts shared by the attention kernels: the keys that a block of queries sees, its scores, and the online softmax.
 
 Names, here and in the kernels: b_ block, p_ pointer, o_ offset, m_ mask. Shape suffixes in upper case as in `api.py`;
 [M] queries of a block, [N] keys of a block, [H] head dim. A pointer to document starts or slopes is None if there are none.
