@@ -288,6 +288,12 @@ class RunCheckpoints:
             refuse_other_layers(start, self.config, self.base)
             refuse_other_optimizer(start, self.config)
 
+    def due(self, step: int, last_step: bool = False) -> bool:
+        """Whether a step is to be saved."""
+        o = self.options
+        asked = last_step or step % o.interval == 0 or (step == 1 and o.enable_first_step_checkpoint)
+        return o.enable and not o.load_only and asked
+
     def save(self, step: int, last_step: bool = False) -> None:
         """Saves if the step is due, or always with `last_step`. The config is written first, so that a complete
         checkpoint always has it.
@@ -298,9 +304,7 @@ class RunCheckpoints:
         Raises:
             SaveError: on all ranks.
         """
-        o = self.options
-        due = last_step or step % o.interval == 0 or (step == 1 and o.enable_first_step_checkpoint)
-        if not o.enable or o.load_only or not due:
+        if not self.due(step, last_step):
             return
         refuse_non_finite(self.states[MODEL].state_dict(), f"step {step}")
         in_background = self._finish_saving() and self.mode != "disabled" and not last_step

@@ -1,4 +1,4 @@
-"""A rank's part of a batch, and loss sums over the ranks that hold the rest."""
+"""A rank's part of a batch, and sums over the ranks that hold the rest."""
 
 from typing import Any
 

@@ -1,34 +1,42 @@
 """Clipping by the global gradient norm, across all shards."""
 
 from collections.abc import Iterable
+from math import prod
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from farsight.parallel.meshes import ParallelDims
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float, dims: ParallelDims) -> float:
-    """Scales gradients, in place, so that their global norm is at most `max_norm`; returns the norm before clipping.
-
-    The trainer calls it between the last backward pass of a step and the optimizer.
+def squared_norm(parameters: Iterable[Tensor], dims: ParallelDims) -> Tensor:
+    """This rank's share of the squared norm of all gradients, an fp64 scalar: the sum over all ranks is the square.
 
     Squares are summed in fp64: a CPU's fp32 sum over one large tensor is off in the fourth digit, and by how much depends
-    on how the tensor is sharded. It takes an fp64 copy of one gradient at a time.
+    on how the tensor is sharded.
     """
-    parameters = list(parameters)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
-    # Norms of sharded tensors are partial sums: they are reduced together, not one by one.
-    total = torch.linalg.vector_norm(torch.stack(norms))
-    if isinstance(total, DTensor):
-        total = total.full_tensor()
-    if (stages := dims.mesh("pp")) is not None:
-        squared = total**2
-        dist.all_reduce(squared, group=stages.get_group())
-        total = squared.sqrt()
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient in (p.grad for p in parameters if p.grad is not None):
+        shards = 1
+        if isinstance(gradient, DTensor):
+            placed = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+            shards = prod(size for size, placement in placed if not placement.is_replicate())
+            gradient = gradient.to_local()
+        # So many ranks of a pipeline stage hold the same elements.
+        by_copies.setdefault(dims.world_size // dims.pp // shards, []).append(gradient)
+    shares = [
+        torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum() / copies
+        for copies, gradients in by_copies.items()
+    ]
+    return torch.stack(shares).sum() if shares else torch.zeros((), dtype=torch.float64)
+
+
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scales gradients, in place, so that their global norm is at most `max_norm`; nothing is read on the host.
+
+    Args:
+        norm: their norm over all ranks, a scalar on their device.
+    """
     # In the gradients' own precision, so that one launch scales them all.
-    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total.float(), foreach=True)
-    return float(total)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm.float(), foreach=True)

@@ -1,10 +1,10 @@
 """Parallelises a model, in the required order: tensor parallelism, recomputation, compilation, data parallelism.
 
-Tensor parallelism shards the layers themselves. Recomputation then wraps each block, so that compilation sees it; FSDP and
-DDP come last, around the result.
+Tensor parallelism shards the layers themselves. Recomputation then wraps each block, so that compilation sees it; FSDP or
+DDP comes last, around the result.
 """
 
-from typing import cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,29 @@ from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.recompute import recompute
 from farsight.parallel.tensor import apply_tensor_parallel
 from farsight.parallel.zero import partition
+
+
+class Degrees(Protocol):
+    """Degrees of parallelism: `ParallelDims`, or a layout that is planned."""
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def dp_replicate(self) -> int: ...
+
+
+def wrapper(config: JobConfig, dims: Degrees) -> Literal["fsdp", "ddp", "zero", ""]:
+    """What goes around the model to share it among data-parallel ranks and to cast its weights; "" is nothing.
+
+    Pre-training in mixed precision takes FSDP everywhere, so that one process, copies and shards compute in the same types.
+    Fine-tuning, whose weights have their final types, takes DDP for copies: 4-bit weights can't always be sharded.
+    """
+    if config.engine == "deepspeed":
+        return "zero"
+    if isinstance(config, FinetuneConfig) and dims.world_size == dims.dp_replicate:
+        return "ddp" if dims.world_size > 1 else ""
+    alone = dims.world_size == 1 and config.training.mixed_precision_param == config.training.dtype
+    return "" if alone else "fsdp"
 
 
 def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Module:
@@ -44,21 +67,23 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
             model.layers.register_module(
                 name, cast(nn.Module, torch.compile(block, backend=config.compile.backend, fullgraph=whole))
             )
-    if config.engine == "deepspeed":
-        if config.deepspeed.zero_stage == 3:
+    match wrapper(config, dims):
+        case "zero" if config.deepspeed.zero_stage == 3:
             partition(model, config)
-    elif dims.fsdp > 1 or dims.tp > 1 or dims.pp > 1:
-        # With tensor or pipeline parallelism also on a single rank: FSDP provides mixed precision there.
-        apply_fsdp(model, dims.data_mesh(), config)
-    elif (copies := dims.mesh("dp_replicate")) is not None:
-        if compiled:
-            torch._dynamo.config.optimize_ddp = "ddp_optimizer"  # type: ignore[assignment]  # annotated bool, documented to take this string
-        replicate(model, device_mesh=copies, bucket_cap_mb=100)
+        case "fsdp":
+            apply_fsdp(model, dims.data_mesh(), config)
+        case "ddp":
+            if compiled:
+                torch._dynamo.config.optimize_ddp = "ddp_optimizer"  # type: ignore[assignment]  # annotated bool, documented to take this string
+            replicate(model, device_mesh=dims.need("dp_replicate"), bucket_cap_mb=100)
     return model
 
 
 def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
-    """Shards the parameters block by block (FSDP2), or shards and replicates them on a two-dimensional mesh (HSDP)."""
+    """Shards the parameters block by block (FSDP2), or shards and replicates them on a two-dimensional mesh (HSDP).
+
+    On a mesh of one it only casts them for each block.
+    """
     finetuning = isinstance(config, FinetuneConfig)
     options: dict = {
         "mesh": mesh,
@@ -73,8 +98,11 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
     if config.training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=torch.accelerator.is_available())
     policy = config.parallelism.fsdp_reshard_after_forward
-    # A pipeline stage needs its parameters again for the next micro-batch: it keeps them gathered for the whole step.
-    reshard = policy == "always" or (policy == "default" and config.parallelism.pipeline_parallel_degree == 1)
+    # A pipeline stage needs its parameters again for the next micro-batch: it keeps them gathered for the whole step. On a mesh of
+    # one they are only cast, and would be cast again.
+    reshard = policy == "always" or (
+        policy == "default" and config.parallelism.pipeline_parallel_degree == 1 and mesh.shape[-1] > 1
+    )
 
     tied = model.output is not None and model.output.weight is None
     if model.tok_embeddings is not None and not tied:

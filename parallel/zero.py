@@ -96,6 +96,8 @@ class ZeroOptimizer:
         optimizer: PyTorch's AdamW or Adam over the model's trained parameters, which DeepSpeed steps with.
     """
 
+    can_skip = False  # it looks at the gradients itself
+
     def __init__(self, config: JobConfig, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         assert isinstance(model, Llama)
         self.optimizers = [optimizer]

@@ -1,4 +1,9 @@
-"""The trainer, from top to bottom: what it builds, a step, the loop, what it saves and measures, and how it stops."""
+"""The trainer, from top to bottom: what it builds, a step, the loop, what it saves and measures, and how it stops.
+
+The host waits for the device once in a step, for the step's figures. On GPUs it reads them after it has launched the next
+step, so that the device never waits for the host: until then the device itself keeps an optimizer step with non-finite figures
+from changing anything.
+"""
 
 import gc
 import logging
@@ -31,16 +36,17 @@ from farsight.model.build import ModelConfig, build_model, freeze_all_but, train
 from farsight.model.flops import Adapters, batch_flops
 from farsight.model.llama import Llama
 from farsight.new_folder import holds_only, new_folder
-from farsight.parallel.batch import model_inputs, sum_of_losses
+from farsight.parallel.batch import model_inputs
 from farsight.parallel.device import prepare_device
 from farsight.parallel.float8 import after_step, convert_to_float8
-from farsight.parallel.gradients import clip_gradients
+from farsight.parallel.gradients import clip_gradients, squared_norm
 from farsight.parallel.halo import Context
 from farsight.parallel.meshes import ParallelDims, connect
-from farsight.parallel.parallelize import parallelize
+from farsight.parallel.parallelize import parallelize, wrapper
 from farsight.parallel.pipeline import LossShare, Pipeline, pipeline
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
+from farsight.training.figures import OnTheWay, StepFigures
 from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
 from farsight.training.optimizers.build import build_optimizers
@@ -120,9 +126,15 @@ class Trainer:
         # DeepSpeed's engine; None if the model is called directly.
         self.zero = self.optimizers if isinstance(self.optimizers, ZeroOptimizer) else None
         # DDP and DeepSpeed average gradients over their ranks, but the loss is already a share of the global batch's: undo it.
-        averaged = self.zero is not None or dims.world_size == dims.dp_replicate
-        self.loss_copies = dims.batch if averaged else 1
-        self.amp = self._precision()
+        self.wrapper = wrapper(config, dims)
+        self.loss_copies = dims.batch if self.wrapper in ("ddp", "zero") else 1
+        self.skip: Tensor | None = None
+        """1 on the device from the first step on whose figures are not finite, which the optimizers then leave out, and 0
+        before; None where the host reads the figures first."""
+        if self.device.type != "cpu" and self.optimizers.can_skip and not config.training.enable_cpu_offload:
+            self.skip = torch.zeros((), device=self.device)
+        self.launched: StepFigures | None = None
+        self.copies = None if self.device.type == "cpu" else torch.get_device_module(self.device).Stream()
 
         self.step = 0
         self.tokens_read = 0  # by this rank
@@ -144,6 +156,8 @@ class Trainer:
         if config.metrics.plasticity_freq:
             assert live_plasticity is not None
             self.plasticity = live_plasticity(config, dims, self.tokenizer, self.device, self.context, self.pipeline)
+        self.stopping = False
+        """Whether a rank was told to stop, as far as figures have been read: the same on all ranks."""
         self.stop_signal: int | None = None
         self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
@@ -203,17 +217,9 @@ class Trainer:
             part.train()
         return parts
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        """The context that runs forward passes in mixed precision if the weights themselves are not cast."""
-        dims, dtype = self.dims, self.config.training.mixed_precision_param
-        # Autocast does not support fp32 and would warn at every step; FSDP and DeepSpeed cast the weights themselves.
-        if dtype == "float32" or self.zero is not None or dims.world_size != dims.dp_replicate:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=getattr(torch, dtype))
-
     def around_forward(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass."""
-        return self.amp
+        """The context of a forward pass; in pre-training the weights themselves are cast."""
+        return nullcontext()
 
     # A step ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -228,54 +234,104 @@ class Trainer:
             yield inputs, labels
 
     def train_step(self, batches: Iterator[Batch]) -> None:
-        """Runs one optimizer step over the global batch.
+        """Runs one optimizer step over the global batch, or launches it.
 
         Args:
             batches: yields this rank's micro-batches.
 
         Raises:
-            NonFiniteError: the loss or the gradient norm is not finite; the weights have not changed.
+            NonFiniteError: the loss or the gradient norm of this step or of the one before is not finite; the weights have
+                not changed in either.
         """
         micro_batches = [next(batches) for _ in range(self.loader.micro_batches_per_step)]
         valid = sum(int((labels != IGNORE).sum()) for _, labels in micro_batches)
-        global_valid_tokens = self._sum_over_data_ranks(torch.tensor(float(valid), device=self.device))
+        global_valid_tokens = self._sum_over_data_ranks(self._number(valid))
 
         lr = set_rates(self.optimizers.optimizers, self.step - 1)
         self.optimizers.zero_grad()
         losses = []
-        for number, (inputs, labels) in enumerate(micro_batches):
-            self._sync_gradients(last=number == len(micro_batches) - 1, alone=len(micro_batches) == 1)
+        on_device = [self._to_device(batch) for batch in micro_batches]
+        for number, (inputs, labels) in enumerate(on_device):
+            self._exchange_gradients(last=number == len(micro_batches) - 1)
             losses.append(self.forward_backward(inputs, labels, global_valid_tokens))
             self.flops += batch_flops(
                 self.config.architecture,
                 self.layers,
-                inputs["positions"].expand(labels.shape),
+                micro_batches[number][0]["positions"].expand(labels.shape),
                 self.trained_layers,
                 self.adapters,
             )
 
-        loss = float(sum_of_losses(self.dims, torch.stack(losses).sum()))
-        grad_norm = self._clip_and_step() if math.isfinite(loss) else math.nan
-        if not math.isfinite(grad_norm):
-            self._report_non_finite(loss, grad_norm, losses, micro_batches)
-
+        exchanged = self._exchange(losses)
+        former, now = self.launched, StepFigures(self.step, lr, losses, on_device, OnTheWay(exchanged))
+        self.launched = now
+        if self.skip is None:
+            self._read(now)
+        self._clip_and_step(exchanged)
+        if self.skip is not None and former is not None:
+            self._read(former)
         self.metrics.advance()
-        if self.metrics.should_log(self.step):
+
+    def _to_device(self, batch: Batch) -> Batch:
+        """Copies a micro-batch to the device, beside what is still running there.
+
+        Its memory is the copying stream's, so it has to be kept until the step is known to have ended: `StepFigures` does.
+        """
+        if self.copies is None:
+            return batch
+        inputs, labels = batch
+        streams = torch.get_device_module(self.device)
+        with streams.stream(self.copies):
+            inputs = {name: x.to(self.device, non_blocking=True) for name, x in inputs.items()}
+            labels = labels.to(self.device, non_blocking=True)
+        streams.current_stream().wait_stream(self.copies)
+        return inputs, labels
+
+    def _exchange(self, losses: list[Tensor]) -> Tensor:
+        """The step's figures on the device, the sums over all ranks: see `StepFigures.exchanged`; fp64."""
+        # Ranks of tensor parallelism have the same loss.
+        loss = torch.stack(losses).double().sum() / self.dims.tp
+        squares = [] if self.zero else [squared_norm(group, self.dims) for group in self._clipped_together()]
+        told = self._number(self.stop_signal is not None)
+        figures = torch.stack([loss, told, *(square.to(self.device) for square in squares)])
+        if self.dims.world_size > 1:
+            dist.all_reduce(figures)
+        return figures
+
+    def _read(self, figures: StepFigures) -> None:
+        """Reads a step's figures, the step's only wait for the device.
+
+        Raises:
+            NonFiniteError: one of them is not finite.
+        """
+        self.stopping = self.stopping or figures.stopping
+        if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
+            self._report_non_finite(figures)
+
+    def _settle(self) -> None:
+        """Reads the figures of the newest step, so that nothing is left to go wrong with it, and logs it if that is due."""
+        figures = self.launched
+        if figures is None:
+            return
+        self._read(figures)
+        if self.metrics.should_log(figures.step):
             tokens = self.tokens_read * self.dims.batch
             # Ranks hold different documents, so the numbers of visible pairs differ.
             flops = float(self._sum_over_data_ranks(torch.tensor(self.flops, dtype=torch.float64, device=self.device)))
-            self.metrics.log_step(self.step, loss, grad_norm, lr, tokens, tokens - self.tokens_logged, flops)
+            self.metrics.log_step(
+                figures.step, figures.loss, figures.grad_norm, figures.lr, tokens, tokens - self.tokens_logged, flops
+            )
             self.tokens_logged, self.flops = tokens, 0.0
+        self.launched = None
 
     def forward_backward(self, inputs: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor) -> Tensor:
         """Runs a micro-batch forward and backward; returns its share of the global batch's mean loss in nats.
 
         Args:
-            inputs, labels: a micro-batch.
+            inputs, labels: a micro-batch on the device.
             global_valid_tokens: trained-on tokens of the global batch.
         """
-        on_device = {name: x.to(self.device, non_blocking=True) for name, x in inputs.items()}
-        arguments = model_inputs(self.config, self.context, on_device, labels.to(self.device, non_blocking=True))
+        arguments = model_inputs(self.config, self.context, inputs, labels)
         self.loss_fn.denominator = global_valid_tokens / self.loss_copies
         if self.pipeline is not None:
             return self.pipeline.train(arguments).detach()
@@ -285,18 +341,21 @@ class Trainer:
             loss.backward()
         return loss.detach() / self.loss_copies
 
-    def _clip_and_step(self) -> float:
-        """Clips gradients and steps; returns their norm before clipping. If it is not finite, nothing has changed."""
+    def _clip_and_step(self, exchanged: Tensor) -> None:
+        """Clips gradients and steps; if a figure of the step is not finite, nothing changes."""
         with self._during("optimizer"):
             if isinstance(self.optimizers, ZeroOptimizer):
-                return self.optimizers.clip_and_step()
-            max_norm = self.config.training.max_norm
-            grad_norm = math.hypot(*(clip_gradients(group, max_norm, self.dims) for group in self._clipped_together()))
-            if math.isfinite(grad_norm):
-                self.checkpoints.wait_for_staging()
-                self.optimizers.step()
-                after_step(self.model_parts, self.config, sharded=self.dims.fsdp > 1)
-            return grad_norm
+                assert self.launched is not None
+                self.launched.engine_norm = self.optimizers.clip_and_step()
+                self._read(self.launched)
+                return
+            if self.skip is not None:
+                self.skip = torch.maximum(self.skip, 1 - exchanged.isfinite().all().float())
+            for group, norm in zip(self._clipped_together(), exchanged[2:].sqrt(), strict=True):
+                clip_gradients(group, self.config.training.max_norm, norm)
+            self.checkpoints.wait_for_staging()
+            self.optimizers.step(self.skip)
+            after_step(self.model_parts, self.config, sharded=self.dims.fsdp > 1)
 
     def _during(self, phase: Phase) -> AbstractContextManager[None]:
         """Marks a phase of the step, so that an out-of-memory error can name it."""
@@ -306,43 +365,48 @@ class Trainer:
         """Groups of parameters whose gradients are clipped to a common norm."""
         return [[p for part in self.model_parts for p in part.parameters()]]
 
+    def _number(self, value: float) -> Tensor:
+        """An fp64 scalar on the device, filled there: a copy from the host would wait for the device."""
+        return torch.full((), float(value), dtype=torch.float64, device=self.device)
+
     def _sum_over_data_ranks(self, value: Tensor) -> Tensor:
         if (mesh := self.dims.mesh("batch")) is not None:
             dist.all_reduce(value, group=mesh.get_group())
         return value
 
-    def _sync_gradients(self, last: bool, alone: bool) -> None:
-        """Has DDP exchange gradients only after the last micro-batch of a step."""
+    def _exchange_gradients(self, last: bool) -> None:
+        """Has copies of the weights exchange gradients only after the last micro-batch of a step."""
+        model: Any = self.model_parts[0]
         if self.zero is not None:
             self.zero.expect_step(last)
-        elif self.loss_copies > 1 and not alone:
-            self.model_parts[0].set_requires_gradient_sync(last)  # type: ignore[operator]  # FSDP and DDP add the method to the module
+        elif self.wrapper == "ddp":
+            model.set_requires_gradient_sync(last)
+        elif self.dims.dp_replicate > 1 and self.pipeline is None:
+            model.set_requires_all_reduce(last)
 
-    def _report_non_finite(
-        self, loss: float, grad_norm: float, losses: list[Tensor], micro_batches: list[Batch]
-    ) -> None:
+    def _report_non_finite(self, figures: StepFigures) -> None:
         """Logs the step and the micro-batch, saves the batch for inspection, and stops every rank.
 
         Raises:
             NonFiniteError: always.
         """
-        rank = dist.get_rank()
+        rank, step, losses = dist.get_rank(), figures.step, figures.losses
         bad = [i for i, value in enumerate(losses) if not torch.isfinite(value)]
         where = f"micro-batch {', '.join(map(str, bad))} of {len(losses)} on rank {rank}" if bad else "no single loss"
         meshes = (self.dims.mesh(name) for name in ("tp", "cp"))
         alike = any(mesh is not None and mesh.get_local_rank() for mesh in meshes)  # another rank saves the same batch
         if (bad and not alike) or rank == 0:
-            inputs, labels = micro_batches[bad[0] if bad else 0]
-            path = self.folder / "non_finite" / f"step-{self.step}-rank-{rank}.safetensors"
+            inputs, labels = figures.micro_batches[bad[0] if bad else 0]
+            path = self.folder / "non_finite" / f"step-{step}-rank-{rank}.safetensors"
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                save_file({**{k: v.contiguous() for k, v in inputs.items()}, "labels": labels.contiguous()}, path)
+                save_file({k: v.contiguous().cpu() for k, v in {**inputs, "labels": labels}.items()}, path)
                 kept = f"is saved to {path}"
             except (OSError, SafetensorError) as error:
                 kept = f"can't be saved to {path}: {error}"
-            logger.error(f"step {self.step}: not finite in {where}; the batch {kept}")
+            logger.error(f"step {step}: not finite in {where}; the batch {kept}")
         raise NonFiniteError(
-            f"step {self.step}: loss {loss}, gradient norm {grad_norm}: stopped before the optimizer step. "
+            f"step {step}: loss {figures.loss}, gradient norm {figures.grad_norm}: stopped before the optimizer step. "
             "Lower optimizer.lr, lengthen lr_scheduler.warmup_steps, or inspect the saved batch."
         )
 
@@ -366,10 +430,10 @@ class Trainer:
         self.tokens_logged = self.tokens_read * self.dims.batch
         self._save_run_files()
         metrics.start(self.step)
-        if self.step == 0 and not self._stopping():
+        if self.step == 0 and not self._told_to_stop():
             self._validate()
             self._measure_plasticity()
-        if self._stopping():  # loading and validating may take long
+        if self._told_to_stop():  # loading and validating may take long
             raise Interrupted
         if self.step >= config.training.steps:
             logger.info(f"step {self.step} of {config.training.steps} is already done: nothing is left to train")
@@ -381,16 +445,26 @@ class Trainer:
                     gc.collect(1)
                 self.train_step(batches)
                 last = self.step == config.training.steps
-                if last or self.step % config.validation.freq == 0:
+                validating = last or self.step % config.validation.freq == 0
+                measuring = self.plasticity is not None and self.step % config.metrics.plasticity_freq == 0
+                if (
+                    validating
+                    or measuring
+                    or self.stopping
+                    or self.checkpoints.due(self.step)
+                    or metrics.should_log(self.step)
+                ):
+                    self._settle()
+                if validating:
                     self._validate()
                     last = last or self.enough
-                if last or (self.plasticity and self.step % config.metrics.plasticity_freq == 0):
+                if last or measuring:
                     self._measure_plasticity()
-                stopping = self._stopping()
-                with metrics.paused():
-                    self.checkpoints.save(self.step, last_step=last or stopping)
+                if last or self.stopping or self.checkpoints.due(self.step):
+                    with metrics.paused():
+                        self.checkpoints.save(self.step, last_step=last or self.stopping)
                 profiled()
-                if stopping and not last:
+                if self.stopping and not last:
                     raise Interrupted(self._where_it_stopped())
                 if first and dist.get_world_size() > 1:
                     # The first step also compiles and connects; from here on a shorter timeout finds lost ranks sooner.
@@ -488,12 +562,12 @@ class Trainer:
             # Launchers often send a signal twice at once; a later one is a person pressing Ctrl-C again.
             raise KeyboardInterrupt
 
-    def _stopping(self) -> bool:
-        """Whether any rank was told to stop: a scheduler's signal may reach only some of them."""
-        flag = torch.tensor(float(self.stop_signal is not None), device=self.device)
+    def _told_to_stop(self) -> bool:
+        """Whether any rank was told to stop before the first step: a scheduler's signal may reach only some of them."""
+        told = self._number(self.stop_signal is not None)
         if dist.get_world_size() > 1:
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag)
+            dist.all_reduce(told, op=dist.ReduceOp.MAX)
+        return bool(told)
 
     def _where_it_stopped(self) -> str:
         saved = self.checkpoints.saved(self.step) is not None

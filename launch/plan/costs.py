@@ -215,11 +215,11 @@ def step_traffic(run: Run, rank: int) -> dict[str, int]:
     # FSDP gathers in the type of the products; fine-tuning's weights as they are stored.
     gathered = sum((w.held(1) if run.finetune else run.product * w.numel) * gathers(run, w) for w in own)
     reduced = run.reduced * updated
-    replicated = reduced // n * passes if layout.sharded else 4 * updated
+    replicated = reduced // n * passes if run.sharded else 4 * updated
     layers = [(Passes.of(run, i).exchanges, run.positions[i].scopes) for stage in stages for i in stage.layers]
     exchanged = sum(received_in_forward(run, scopes) * times for times, scopes in layers)
     collectives = sum(4 * times for times, _ in layers) + sum(2 * (stage.first + stage.last) for stage in stages)
-    hidden = run.tokens // layout.tp * run.config.architecture.dim * run.stream
+    hidden = run.tokens // layout.tp * run.config.architecture.dim * run.product
     # A stage sends activations forward, unless it is the last, and gradients back, unless it is the first.
     sent = sum((not stage.last) + (not stage.first) for stage in stages)
     return {
@@ -251,7 +251,7 @@ def gathers(run: Run, weight: Weight) -> int:
 
 def _tp_bytes(run: Run) -> int:
     """Bytes of one all-gather or reduce-scatter of a micro-batch's residual stream."""
-    return run.tokens * run.config.architecture.dim * run.stream * (run.layout.tp - 1) // run.layout.tp
+    return run.tokens * run.config.architecture.dim * run.product * (run.layout.tp - 1) // run.layout.tp
 
 
 def _optimizer_seconds(run: Run, rank: int, machine: Machine) -> float:

@@ -76,7 +76,7 @@ class ParallelLayout:
         )
 
     @property
-    def gpus(self) -> int:
+    def world_size(self) -> int:
         """Processes of the run."""
         return math.prod(self.degrees().values())
 
@@ -84,11 +84,6 @@ class ParallelLayout:
     def fsdp(self) -> int:
         """Ranks over which FSDP shards parameters: data-parallel shards times context-parallel ranks."""
         return self.dp_shard * self.cp
-
-    @property
-    def sharded(self) -> bool:
-        """Whether FSDP wraps the model; as in `parallel.parallelize`, also on one shard with tensor or pipeline parallelism."""
-        return self.fsdp > 1 or self.tp > 1 or self.pp > 1
 
     @property
     def stages_per_rank(self) -> int:

@@ -45,7 +45,7 @@ class RankMemory:
     casts: int
     """Copies of adapters in the type of the products, in blocks for which autograd keeps them."""
     gathered: int
-    """FSDP's copies of parameters and gradients of whole blocks, autocast's copies of all weights, DDP's buckets."""
+    """FSDP's copies of parameters and gradients of whole blocks, or DDP's buckets."""
     gathered_head: int
     """FSDP's copy of the head."""
 
@@ -106,7 +106,12 @@ def rank_memory(run: Run, rank: int = 0) -> RankMemory:
     caches = {
         "rope": rope_tables_bytes(run, layers) * -(-in_flight // len(stages)),
         "halo": max((halo_bytes(run, run.positions[n].scopes) for n in layers), default=0),
-        "pipeline": received * layout.microbatches * run.tokens // layout.tp * run.config.architecture.dim * run.stream,
+        "pipeline": received
+        * layout.microbatches
+        * run.tokens
+        // layout.tp
+        * run.config.architecture.dim
+        * run.product,
     }
     if run.finetune:
         caches["rows"] = 4 * 8 * run.tokens
@@ -144,9 +149,8 @@ def _gathered(run: Run, own: Sequence[Weight], layer: int) -> int:
         return adapters.gathered_bytes(run)
     layout, a = run.layout, run.config.architecture
     block, everything = sum(w.numel for w in own if w.layer == layer), sum(w.numel for w in own)
-    if not layout.sharded:
-        cast = run.product * everything if run.product < run.stream else 0
-        return cast + (4 * everything if layout.dp_replicate > 1 else 0)
+    if not run.sharded:
+        return 0
     reduction = (run.product + run.reduced) * block
     if run.stays_gathered:
         # Gathered once per pass; gradients of its micro-batches are summed unsharded.
@@ -160,7 +164,7 @@ def _gathered(run: Run, own: Sequence[Weight], layer: int) -> int:
 
 def saved_activations(run: Run, stage: PipelineStage) -> int:
     """Bytes that a stage keeps for a micro-batch between its forward and backward pass, without the loss's gradients."""
-    recomputed = run.tokens // run.layout.tp * run.config.architecture.dim * run.stream
+    recomputed = run.tokens // run.layout.tp * run.config.architecture.dim * run.product
     recomputed += _kept_results(run) * run.by_operator + adapters.kept_inputs(run)
     passed = [number for number in stage.layers if number >= run.layers.lowest]  # no gradients pass below
     saved = sum(recomputed if run.recomputes(number) else block_bytes(run, number) for number in passed)
@@ -169,12 +173,12 @@ def saved_activations(run: Run, stage: PipelineStage) -> int:
 
 def norm_bytes(run: Run, trains: bool) -> int:
     """Bytes per token that a norm over the residual stream keeps: its input and a scale."""
-    return _norm_inputs(run, trains) * run.config.architecture.dim * run.stream + 4
+    return _norm_inputs(run, trains) * run.config.architecture.dim * run.product + 4
 
 
 def _norm_inputs(run: Run, trains: bool) -> int:
     """Copies of its input that a norm keeps: on CPUs a trained norm also keeps it normalised, and a frozen one in fp32."""
-    return 2 if run.cpu and (trains or run.stream < 4) else 1
+    return 2 if run.cpu and (trains or run.product < 4) else 1
 
 
 def rope_tables_bytes(run: Run, layers: Sequence[int]) -> int:
@@ -219,7 +223,7 @@ def _kept_results(run: Run) -> int:
 def block_gradients(run: Run) -> int:
     """Bytes of gradients that exist at once in a block's backward pass: three hidden vectors and two stream vectors per token."""
     a = run.config.architecture
-    return run.tokens * (3 * a.ffn_dim * run.product + 2 * a.dim * run.stream) // run.layout.tp
+    return run.tokens * (3 * a.ffn_dim * run.product + 2 * a.dim * run.product) // run.layout.tp
 
 
 def loss_bytes(run: Run) -> tuple[int, int]:
@@ -235,4 +239,4 @@ def loss_bytes(run: Run) -> tuple[int, int]:
     logits = (8 if product == 4 else 8 + product) * chunk * vocabulary + tokens * a.dim * product
     if run.everything:
         logits += head * (4 if product == 4 else 4 + 2 * product)
-    return logits, product * head if run.layout.sharded and not run.finetune else 0
+    return logits, product * head if run.sharded and not run.finetune else 0

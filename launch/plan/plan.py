@@ -66,7 +66,7 @@ class Plan:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilisation: a share of the GPUs' peak FLOP/s."""
-        return self.flops_per_token * self.tokens_per_second / (self.layout.gpus * self.machine.gpu.bf16_flops)
+        return self.flops_per_token * self.tokens_per_second / (self.layout.world_size * self.machine.gpu.bf16_flops)
 
     @cached_property
     def imbalance(self) -> tuple[float, float, float]:
@@ -99,7 +99,7 @@ class Plan:
         by_tp, by_cp, both = self.imbalance
         figures: dict[str, Any] = {
             "name": self.name,
-            "gpus": self.layout.gpus,
+            "gpus": self.layout.world_size,
             "layout": self.layout.degrees(),
             "per_rank_bytes": _bytes(own),
             "pipeline_ranks": [

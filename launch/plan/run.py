@@ -10,6 +10,7 @@ from farsight.launch.plan.weights import Weight, itemsize, layers_that_train, lo
 from farsight.model.adapt.layers import AdaptedLayers
 from farsight.model.build import ModelConfig
 from farsight.model.position.layers import LayerPosition
+from farsight.parallel.parallelize import wrapper
 
 
 @cache
@@ -42,6 +43,11 @@ class Run:
     def finetune(self) -> FinetuneConfig | None:
         """The config if it is one of fine-tuning."""
         return self.config if isinstance(self.config, FinetuneConfig) else None
+
+    @cached_property
+    def sharded(self) -> bool:
+        """Whether FSDP wraps the model, or ZeRO stands in its place."""
+        return self.layout.fsdp > 1 or wrapper(self.config, self.layout) == "fsdp"
 
     @property
     def everything(self) -> bool:
@@ -112,13 +118,8 @@ class Run:
 
     @cached_property
     def product(self) -> int:
-        """Bytes per number in inputs and outputs of matrix products."""
+        """Bytes per number in inputs and outputs of matrix products, and in the residual stream."""
         return itemsize(self.base.dtype)
-
-    @cached_property
-    def stream(self) -> int:
-        """Bytes per number in the residual stream; without FSDP, autocast leaves pre-training's in the parameters' type."""
-        return self.product if self.finetune or self.layout.sharded else itemsize(self.config.training.dtype)
 
     @cached_property
     def reduced(self) -> int:
@@ -128,14 +129,15 @@ class Run:
     @property
     def offloads(self) -> bool:
         """Whether parameters, gradients and moments are in host memory: FSDP moves them there, so it has to wrap the model."""
-        return self.config.training.enable_cpu_offload and self.layout.sharded
+        return self.config.training.enable_cpu_offload and self.sharded
 
     @property
     def stays_gathered(self) -> bool:
-        """Whether FSDP keeps blocks gathered from the forward to the backward pass: if set so, and by default in pipelines."""
+        """Whether FSDP keeps blocks gathered from the forward to the backward pass: if set so, and by default in pipelines and
+        where it only casts them."""
         p = self.config.parallelism
         policy = p.fsdp_reshard_after_forward
-        return policy == "never" or (policy == "default" and p.pipeline_parallel_degree > 1)
+        return policy == "never" or (policy == "default" and (p.pipeline_parallel_degree > 1 or self.layout.fsdp == 1))
 
     @property
     def by_operator(self) -> bool:

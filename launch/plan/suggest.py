@@ -97,7 +97,7 @@ def suggestions(run: Run, device: Device) -> tuple[list[Change], Options | None]
         None if all together are not enough.
     """
     assert run.finetune is not None
-    config, gpus, peak = run.finetune, run.layout.gpus, rank_memory(run).peak
+    config, gpus, peak = run.finetune, run.layout.world_size, rank_memory(run).peak
     alone: list[Change] = []
     taken: Options = {}
     enough = False
@@ -171,7 +171,7 @@ def _finetuning(run: Run, config: FinetuneConfig, device: Device) -> Iterator[tu
     """Changes and their cost, mildest first: first those that do not change training, then those that cost speed, precision,
     length, and trained parameters."""
     t, base, optimizer, layers = config.training, config.base_model, config.optimizer.kind, run.layers
-    layout, shared = run.layout, shares_out(config, run.layout.gpus)
+    layout, shared = run.layout, shares_out(config, run.layout.world_size)
     # Runs refuse these (configs/check_finetuning.py): bitsandbytes' moments can't be sharded, nor sharded 4-bit bases compiled.
     eight = not (device.cpu or config.engine == "deepspeed")
     four = not (shared and config.compile.enable)

@@ -33,8 +33,8 @@ def plan_text(plan: "Plan") -> str:
 
 def _head(plan: "Plan") -> list[str]:
     t, layout = plan.config.training, plan.layout
-    nodes = -(-layout.gpus // plan.machine.gpu.per_node)
-    where = f"{layout.gpus} × {plan.machine.kind}" + (f" in {nodes} nodes" if nodes > 1 else "")
+    nodes = -(-layout.world_size // plan.machine.gpu.per_node)
+    where = f"{layout.world_size} × {plan.machine.kind}" + (f" in {nodes} nodes" if nodes > 1 else "")
     batch, each = plan.run.tokens_per_step // t.seq_len, f"{layout.rows} on a rank at a time"
     if layout.pp > 1:
         each += f", {layout.microbatches} in a pass of the pipeline ({layout.schedule})"
@@ -192,7 +192,7 @@ def memory_text(run: Run, device: Device) -> str:
     """A table of fine-tuning's memory by part, whether it fits the device, and if not, what to change."""
     memory = rank_memory(run)
     unit, size_of = ("GiB", GIB) if memory.peak >= GIB else ("MiB", 2**20)  # a test's model takes a few MiB
-    lines = [f"{'memory of a rank' if run.layout.gpus > 1 else 'memory':<22}{unit:>8}"]
+    lines = [f"{'memory of a rank' if run.layout.world_size > 1 else 'memory':<22}{unit:>8}"]
     for name, note in _notes(memory, run).items():
         label = "trained parameters" if name == "adapters" else name
         lines.append(f"  {label:<20}{memory.parts[name] / size_of:>8.2f}  {note}".rstrip())

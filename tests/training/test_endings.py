@@ -1,9 +1,11 @@
 """How `train.py` ends on errors: one sentence and a distinct status on every rank, and no traceback."""
 
 import re
+import shutil
 import subprocess
 
 import pytest
+import torch
 
 from farsight.configs.load import load_config
 from farsight.errors import ConfigError
@@ -12,7 +14,7 @@ from farsight.training.finetune.model import load_finetune_config
 from farsight.training.run_folder import lock_run_folder
 from farsight.training.start import report_theta
 from tests.finetuned import write_base
-from tests.running import ROOT, environment, forked, train, train_command
+from tests.running import ROOT, contents, environment, forked, metrics, train, train_command
 
 TWO = ["--training.local_batch_size", "2"]
 
@@ -97,6 +99,31 @@ def full(path, text):
     raise OSError(28, "No space left on device", str(path))
 trainer.write_text = full
 """
+BEHIND = """
+import torch
+init = trainer.Trainer.__init__
+def behind(self, *arguments):
+    init(self, *arguments)
+    self.skip = torch.zeros(())
+trainer.Trainer.__init__ = behind
+"""
+"""Has a run on CPUs read a step's figures after the next one is launched, as runs on GPUs do."""
+NOT_FINITE = """
+forward_backward, report = trainer.Trainer.forward_backward, trainer.Trainer._report_non_finite
+def poisoned(self, *arguments):
+    loss = forward_backward(self, *arguments)
+    if self.step == 3:
+        next(p for p in self.model_parts[0].parameters()).grad.mul_(float("inf"))
+    return loss
+def keep(self, figures):
+    weights = self.checkpoints.states["model"].state_dict()
+    whole = {name: (w.full_tensor() if hasattr(w, "full_tensor") else w).detach() for name, w in weights.items()}
+    if os.environ["RANK"] == "0":
+        torch.save(whole, str(self.folder) + ".pt")
+        print("launched step", self.step, file=sys.stderr)
+    report(self, figures)
+trainer.Trainer.forward_backward, trainer.Trainer._report_non_finite = poisoned, keep
+"""
 BROKEN = """
 step = trainer.Trainer.train_step
 def broken(self, batches):
@@ -108,7 +135,7 @@ trainer.Trainer.train_step = broken
 
 
 def patched(tmp_path, patch, *options):
-    """Runs two ranks of `train.py` with a patch that makes something fail."""
+    """Runs two ranks of `train.py` with a patch of the trainer."""
     script = tmp_path / "patched.py"
     script.write_text(PATCHED.format(root=str(ROOT), patch=patch))
     arguments = train_command(tmp_path / "run", *TWO, "--validation.no_enable", *options)[2:]
@@ -130,6 +157,31 @@ def test_a_disk_that_is_full_at_the_start(tmp_path):
     assert done.returncode == 2
     assert "can't be written: [Errno 28] No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("layout", ["shard", "replicate"])
+def test_figures_that_are_read_a_step_later(tmp_path, layout):
+    """The same rows as when they are read at once; a step that is not finite changes nothing, though the next was launched."""
+    options = ["--training.steps", "6", "--validation.no_enable", "--checkpoint.interval", "2"]
+    options += ["--metrics.log_freq", "5", "--checkpoint.keep_latest_k", "0"]
+    options += ["--parallelism.data_parallel_replicate_degree=2"] * (layout == "replicate")
+    options += ["--parallelism.data_parallel_shard_degree=1"] * (layout == "replicate")
+    train(tmp_path / "at_once", *TWO, *options, ranks=2)
+    assert patched(tmp_path, BEHIND, *options).returncode == 0
+    figures = [
+        [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(tmp_path / run)] for run in ("at_once", "run")
+    ]
+    assert figures[0] == figures[1]
+    assert [step for step, *_ in figures[1]] == [1, 5, 6]
+    shutil.rmtree(tmp_path / "run")
+
+    done = patched(tmp_path, BEHIND + NOT_FINITE, *options)
+    assert done.returncode == 3
+    assert "step 3: loss" in done.stderr
+    assert "launched step 4" in done.stderr
+    saved, kept = contents(tmp_path / "run" / "checkpoint" / "step-2"), torch.load(tmp_path / "run.pt")
+    for name, weight in kept.items():
+        torch.testing.assert_close(weight, saved[name], rtol=0, atol=0)
 
 
 def test_a_fault_on_one_rank_ends_all_and_is_kept_in_the_run_folder(tmp_path):

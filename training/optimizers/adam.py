@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,6 +19,10 @@ class TorchAdam:
     """`torch.optim.AdamW` and `Adam`."""
 
     settings: AdamW | Adam
+
+    @property
+    def can_skip(self) -> bool:
+        return self.settings.implementation == "fused"
 
     def build(self, groups: Sequence[Group]) -> list[Optimizer]:
         return [self.over(param_groups(groups))]
@@ -40,6 +44,7 @@ class TorchaoAdamW8bit:
     """`torchao.optim.AdamW8bit`, under FSDP2 and tensor parallelism too: each rank quantises its own part."""
 
     settings: AdamW8bit
+    can_skip: ClassVar[bool] = False
 
     def build(self, groups: Sequence[Group]) -> list[Optimizer]:
         try:
@@ -61,6 +66,7 @@ class Bitsandbytes:
     """bitsandbytes' paged optimizers."""
 
     settings: PagedAdamW | PagedAdamW8bit
+    can_skip: ClassVar[bool] = False
 
     def build(self, groups: Sequence[Group]) -> list[Optimizer]:
         import bitsandbytes as bnb

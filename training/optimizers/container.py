@@ -27,6 +27,11 @@ class Group:
 class Kind(Protocol):
     """Builds optimizers of one kind, and knows the state that they keep."""
 
+    @property
+    def can_skip(self) -> bool:
+        """Whether a number on the device can keep their steps from changing anything: `found_inf`, as PyTorch's fused ones read it."""
+        ...
+
     def build(self, groups: Sequence[Group]) -> list[Optimizer]:
         """The optimizers that step the groups between them; see `param_groups` for their settings."""
         ...
@@ -71,11 +76,18 @@ class Optimizers:
 
     def __init__(self, kind: Kind, groups: Sequence[Group]) -> None:
         self.kind, self.optimizers = kind, kind.build(groups)
+        self.can_skip = kind.can_skip
         self.names = {id(p): name for group in groups for name, p in group.parameters.items()}
 
-    def step(self) -> None:
-        """Steps all parameters that have gradients."""
+    def step(self, skip: Tensor | None = None) -> None:
+        """Steps all parameters that have gradients.
+
+        Args:
+            skip: if the optimizers `can_skip`, an fp32 scalar on the device; nothing changes where it is 1.
+        """
         for optimizer in self.optimizers:
+            if skip is not None:
+                optimizer.found_inf = skip  # type: ignore[attr-defined]  # read by fused steps, as GradScaler sets it
             optimizer.step()
 
     def zero_grad(self) -> None:

@@ -9,7 +9,7 @@ Source: Jordan et al., 2024; scaling to AdamW's update size, Liu et al., 2025 (a
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ class MuonKind:
     settings: Muon
     shards: dist.ProcessGroup | None
     """The ranks that share a copy of the weights, in the order of their meshes; None if each holds all of them."""
+    can_skip: ClassVar[bool] = False
 
     def build(self, groups: Sequence[Group]) -> list[Optimizer]:
         matrices = param_groups(groups, lambda name, p: is_matrix(name, p.shape))
