@@ -7,13 +7,19 @@ turns each chunk's logits into its loss and its gradients at once; the backward 
 Shape suffixes: T tokens, D model dim, V vocabulary.
 """
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 CHUNK_LOGITS = 32 * 2**20
-"""Logits per chunk on an accelerator: 128 MiB in fp32, enough rows to keep it busy."""
+"""Logits per chunk on an accelerator: 128 MiB in fp32."""
+CHUNK_TOKENS, CHUNK_TOKENS_TRAINED = 256, 2048
+"""Chunks on an accelerator are multiples of the first, two of its tiles. Where the head trains they have at least the second: each
+chunk reads and writes the whole fp32 gradient, which takes a GPU as long as the product over about 1,000 tokens."""
 CHUNK_LOGITS_CPU = 2**20
 """Logits per chunk on a CPU: they stay in cache between the matrix product and the softmax."""
 CHUNK_TOKENS_CPU = 256
@@ -34,8 +40,7 @@ def chunked_cross_entropy(
         h_TD: hidden states [T, D]; bf16, fp16, fp32 or fp64.
         weight_VD: the output projection [V, D].
         labels_T: int32 or int64 token ids [T], 0 to V - 1, or `ignore_index` for tokens without loss.
-        chunk_tokens: tokens whose logits exist at once; 0 picks 32M logits per chunk, on a CPU 1M (its cache) but at least
-            256 tokens.
+        chunk_tokens: tokens whose logits exist at once; 0 takes `chunk_of`.
         ignore_index: the label of tokens without loss.
         vocabulary_group: the ranks over which the vocabulary is sharded: rank r's `weight_VD` is the r-th of equal parts,
             and all ranks are given the same tokens and labels. They exchange one number per token.
@@ -68,16 +73,25 @@ def chunked_cross_entropy(
         raise ValueError(
             f"h_TD is {h_TD.dtype} and weight_VD {weight_VD.dtype}: cast one to the other, or turn autocast on"
         )
-    if not chunk_tokens:
-        # The ranks of a group have equal shards and so pick the same chunks: they work on one chunk together.
-        if device == "cpu":
-            chunk_tokens = max(CHUNK_TOKENS_CPU, CHUNK_LOGITS_CPU // weight_VD.shape[0])
-        else:
-            chunk_tokens = max(1, CHUNK_LOGITS // weight_VD.shape[0])
     group = "" if vocabulary_group is None else vocabulary_group.group_name
     grad_h = torch.is_grad_enabled() and h_TD.requires_grad
     grad_weight = torch.is_grad_enabled() and weight_VD.requires_grad
+    # The ranks of a group have equal shards and so pick the same chunks: they work on one chunk together.
+    chunk_tokens = chunk_tokens or chunk_of(weight_VD.shape[0], device, grad_weight)
     return _loss_op(h_TD, weight_VD, labels_T, chunk_tokens, ignore_index, dtype, grad_h, grad_weight, group)[0]
+
+
+def chunk_of(vocabulary: int, device_type: str, trains: bool) -> int:
+    """Tokens of a chunk: 32M logits, on a CPU 1M (its cache), but at least as many tokens as keep the matrix products busy.
+
+    Args:
+        vocabulary: the tokens in a rank's part of it.
+        trains: whether the head has a gradient.
+    """
+    if device_type == "cpu":
+        return max(CHUNK_TOKENS_CPU, CHUNK_LOGITS_CPU // vocabulary)
+    least = CHUNK_TOKENS_TRAINED if trains else CHUNK_TOKENS
+    return max(least, CHUNK_LOGITS // vocabulary // CHUNK_TOKENS * CHUNK_TOKENS)
 
 
 def loss_and_grads(
@@ -120,7 +134,7 @@ def loss_and_grads(
             labels = labels_T[pick].long().unsqueeze(-1) - part * V
             here = counts & (labels >= 0) & (labels < V)  # the label is in this rank's part of the vocabulary
             labels = labels.where(here, 0)
-            logits = (h @ weight.T).to(wide)
+            logits = _product(h, weight.T, wide)
             log_p = logits.log_softmax(dim=-1) if group is None else _log_softmax_over_ranks(logits, group)
             loss -= log_p.gather(1, labels).where(here, 0).sum()
             if not (grad_h or grad_weight):
@@ -132,13 +146,47 @@ def loss_and_grads(
             dlogits = dlogits.to(dtype)
             if grad_h:
                 dh_TD[pick] = (dlogits @ weight).to(dh_TD.dtype)
-            if grad_weight and dtype == wide:
-                dw_VD.addmm_(dlogits.T, h)
-            elif grad_weight:
-                dw_VD += dlogits.T @ h
+            if grad_weight:
+                _add_product(dw_VD, dlogits.T, h)
     if group is not None:
         dist.all_reduce(loss, group=group)
     return loss, dh_TD, dw_VD.to(weight_VD.dtype)
+
+
+def _product(a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
+    """a @ b in a wider dtype; on GPUs the sums are never rounded to that of a and b."""
+    return (
+        torch.mm(a, b, out_dtype=wide) if a.dtype != wide and _writes_fp32(a.device, a.dtype)[0] else (a @ b).to(wide)
+    )
+
+
+def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
+    """into += a @ b, with `into` in the wider dtype; on GPUs in one pass over it."""
+    if into.dtype == a.dtype:
+        into.addmm_(a, b)
+    elif _writes_fp32(a.device, a.dtype)[1]:
+        torch.ops.aten.addmm.dtype_out(into, a, b, into.dtype, out=into)
+    else:
+        into += _product(a, b, into.dtype)
+
+
+@cache
+def _writes_fp32(device: torch.device, dtype: torch.dtype) -> tuple[bool, bool]:
+    """Whether products of this dtype can be written in fp32 here, and added to fp32: cuBLAS does, and not every PyTorch lets it."""
+    if device.type != "cuda":
+        return False, False
+    a, into = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
+
+    def works(product: Callable[[], Tensor]) -> bool:
+        try:
+            return bool((product() == 17).all())
+        except RuntimeError:
+            return False
+
+    return (
+        works(lambda: torch.mm(a, a, out_dtype=into.dtype) + into),
+        works(lambda: torch.ops.aten.addmm.dtype_out(into, a, a, into.dtype, out=into)),
+    )
 
 
 def _log_softmax_over_ranks(logits_TV: Tensor, group: dist.ProcessGroup) -> Tensor:

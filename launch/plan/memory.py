@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farsight.configs.schema import NoRotary
-from farsight.kernels.chunked_loss import CHUNK_LOGITS
+from farsight.kernels.chunked_loss import chunk_of
 from farsight.launch.plan import adapters
 from farsight.launch.plan.heads import halo_bytes, keys_seen_numbers
 from farsight.launch.plan.layout import PipelineStage
@@ -233,7 +233,7 @@ def loss_bytes(run: Run) -> tuple[int, int]:
     """
     a, tokens, product = run.config.architecture, run.tokens, run.product
     vocabulary = a.vocab_size // run.layout.tp
-    chunk = min(tokens, run.config.loss.chunk_tokens or max(1, CHUNK_LOGITS // vocabulary))
+    chunk = min(tokens, run.config.loss.chunk_tokens or chunk_of(vocabulary, "cuda", run.everything))
     head = vocabulary * a.dim
     # Below fp32 the logits' gradient also exists in the type of the products.
     logits = (8 if product == 4 else 8 + product) * chunk * vocabulary + tokens * a.dim * product

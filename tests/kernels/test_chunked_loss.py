@@ -56,6 +56,39 @@ def test_any_shape(T, D, V, chunk, seed):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("adds", [True, False])
+def test_products_written_in_fp32(monkeypatch, adds):
+    """As on GPUs, where bf16 products need not be rounded to bf16: the logits' gradient is the only rounding left."""
+
+    def mm(a, b, out_dtype):
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    def dtype_out(self, a, b, out_dtype, *, out):
+        return out.copy_(self + mm(a, b, out_dtype))
+
+    monkeypatch.setattr(chunked_loss, "_writes_fp32", lambda device, dtype: (True, adds))
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch.ops.aten.addmm, "dtype_out", dtype_out)
+    h, weight, labels = draw(dtype=torch.bfloat16)
+    _, dh, dw = chunked_loss.loss_and_grads(
+        h.detach(), weight.detach(), labels, 7, -100, torch.bfloat16, True, True, ""
+    )
+    exact = [x.detach().float().requires_grad_() for x in (h, weight)]
+    loss = whole(*exact, labels)
+    expected = loss, *torch.autograd.grad(loss, exact)
+    found = chunked_cross_entropy(h, weight, labels, 7), dh, dw
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=0)
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=2**-7, atol=2**-7)
+
+
+def test_chunks_on_accelerators():
+    """128,256 tokens of vocabulary: eight whole tiles of 256 where the head trains, and one where it is frozen."""
+    assert chunked_loss.chunk_of(128_256, "cuda", True) == 2048
+    assert chunked_loss.chunk_of(128_256, "cuda", False) == 256
+    assert chunked_loss.chunk_of(4096, "cuda", True) == 8192
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_error_is_that_of_pytorch_in_the_same_dtype(dtype):
     h, weight, labels = draw(T=300, D=64, V=500, dtype=dtype)
