@@ -96,9 +96,10 @@ def _check_together(config: JobConfig) -> None:
                 f'context_parallel_degree = {c.context_parallel_degree} ("{c.context_parallel_load_balancer}") cuts it into.'
             )
     ac, p = config.activation_checkpoint, config.profiling
-    if ac.mode == "selective" and ac.selective_ac_option != "op" and not ac.selective_ac_option.isdecimal():
+    option = ac.selective_ac_option
+    if ac.mode == "selective" and option not in ("op", "attention") and not option.isdecimal():
         raise ConfigError(
-            f'activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} must be "op" or a number, as in "2".'
+            f'activation_checkpoint.selective_ac_option = {option!r} must be "op", "attention" or a number, as in "2".'
         )
     if ac.mode == "memory_budget" and not config.compile.enable:
         raise ConfigError(

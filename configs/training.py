@@ -88,7 +88,8 @@ class ActivationCheckpoint:
     """"full" recomputes whole blocks, "selective" part of them, "memory_budget" leaves the choice to
     torch.compile."""
     selective_ac_option: str = "2"
-    """With "selective": "op" recomputes all but expensive operations, a number n every n-th block."""
+    """With "selective": "op" recomputes all but expensive operations, "attention" all but attention and what context
+    parallelism receives for it, which saves most of the time at long lengths for little memory; a number n every n-th block."""
     early_stop: bool = False
     """Stop recomputing as soon as all needed activations exist."""
     memory_budget: Share = 0.5

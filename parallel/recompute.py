@@ -32,9 +32,10 @@ def recompute(model: Llama, config: JobConfig) -> None:
         return
     how: dict[str, Any] = {"preserve_rng_state": options.preserve_rng_state, "early_stop": options.early_stop}
     every = 1
-    if options.mode == "selective" and options.selective_ac_option == "op":
-        kept = saved_ops(config)
-        how["context_fn"] = lambda: create_selective_checkpoint_contexts(_Policy(kept))
+    if options.mode == "selective" and options.selective_ac_option in ("op", "attention"):
+        kept, products = attention_ops(config), options.selective_ac_option == "op"
+        kept |= expensive_ops() if products else exchanges()
+        how["context_fn"] = lambda: create_selective_checkpoint_contexts(_Policy(kept, products))
     elif options.mode == "selective":
         every = max(1, int(options.selective_ac_option))
     for name, block in [*model.layers.named_children()]:  # by their numbers in the whole model
@@ -43,14 +44,14 @@ def recompute(model: Llama, config: JobConfig) -> None:
 
 
 class _Policy:
-    """Keeps the results of the costliest operators, but of matrix products only every second one."""
+    """Keeps the results of some operators, and of every second matrix product if `half_of_products` is set."""
 
-    def __init__(self, kept: set[Any]) -> None:
-        self.kept, self.products = kept, Counter[bool]()
+    def __init__(self, kept: set[Any], half_of_products: bool) -> None:
+        self.kept, self.half_of_products, self.products = kept, half_of_products, Counter[bool]()
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = operator in self.kept
-        if operator == torch.ops.aten.mm.default:
+        if operator == torch.ops.aten.mm.default and self.half_of_products:
             self.products[context.is_recompute] += 1  # forward and recomputation count the same products
             keep = self.products[context.is_recompute] % 2 == 1
         elif operator == torch.ops.aten._to_copy.default and "cuda" in str(args[0].device):
@@ -58,8 +59,8 @@ class _Policy:
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def saved_ops(config: JobConfig) -> set[Any]:
-    """Operators whose results "op" saves, because they are the most expensive to recompute."""
+def attention_ops(config: JobConfig) -> set[Any]:
+    """The operators of the attention backend."""
     attention: set[Any] = {torch.ops.farsight.banded_attention.default}
     match config.attention.backend:
         case "triton" | "auto" if torch.cuda.is_available() and find_spec("triton"):
@@ -76,8 +77,18 @@ def saved_ops(config: JobConfig) -> set[Any]:
             flash.package()  # registers its operators
             ops = torch.ops.flash_attn
             attention |= {ops._flash_attn_forward.default, ops._flash_attn_varlen_forward.default}
+    return attention
+
+
+def exchanges() -> set[Any]:
+    """What context parallelism sends: the halo of keys and values."""
+    return {torch.ops._c10d_functional.all_to_all_single.default}
+
+
+def expensive_ops() -> set[Any]:
+    """Operators besides attention whose results "op" saves, because they are the most expensive to recompute."""
     return {
-        *attention,
+        *exchanges(),
         torch.ops.aten.mm.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         # The absolute maximum scales a float8 cast.

@@ -376,13 +376,15 @@ class Trainer:
 
     def _exchange_gradients(self, last: bool) -> None:
         """Has copies of the weights exchange gradients only after the last micro-batch of a step."""
-        model: Any = self.model_parts[0]
         if self.zero is not None:
             self.zero.expect_step(last)
-        elif self.wrapper == "ddp":
-            model.set_requires_gradient_sync(last)
-        elif self.dims.dp_replicate > 1 and self.pipeline is None:
-            model.set_requires_all_reduce(last)
+        elif self.dims.dp_replicate > 1:
+            parts: list[Any] = [*self.model_parts]
+            for part in parts:
+                if self.wrapper == "ddp":
+                    part.set_requires_gradient_sync(last)
+                else:
+                    part.set_requires_all_reduce(last)
 
     def _report_non_finite(self, figures: StepFigures) -> None:
         """Logs the step and the micro-batch, saves the batch for inspection, and stops every rank.

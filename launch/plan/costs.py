@@ -124,8 +124,8 @@ def _stage_seconds(run: Run, stage: PipelineStage, machine: Machine) -> Seconds:
             matmul=(flops + more_flops) / (speed * efficiency.matmul),
             attention=a.head_dim * pairs * passes.attention / (speed * efficiency.attention),
             memory=(moved + more_moved) / machine.hbm,
-            tp=4 * collective * passes.exchanges / links["tp"],
-            cp=received_in_forward(run, position.scopes) * passes.exchanges / links["cp"],
+            tp=4 * collective * passes.collectives / links["tp"],
+            cp=received_in_forward(run, position.scopes) * passes.halos / links["cp"],
         )
     if stage.last:
         logits = tokens * a.vocab_size // layout.tp
@@ -146,21 +146,25 @@ class Passes:
     matmul: float
     attention: float
     memory: float
-    exchanges: float
+    collectives: float
+    """Of tensor parallelism."""
+    halos: float
+    """Exchanges of context parallelism."""
 
     @classmethod
     def of(cls, run: Run, layer: int) -> "Passes":
         """The passes of a layer, with recomputation. Attention takes 4 forward and 10 backward, which recomputes scores."""
         if layer < run.layers.lowest:
-            return cls(1, 4, 1, 1)
+            return cls(1, 4, 1, 1, 1)
         a, backward, again = run.config.architecture, 1 + (layer in run.layers.whole), float(run.recomputes(layer))
         again_matmul = again_attention = again
-        if run.recomputes(layer) and run.by_operator:
+        if run.keeps_attention:
             again_attention = 0.0
+        if run.recomputes(layer) and run.by_operator:
             # wv, wo and w3: every second product.
             done = a.dim * (a.head_dim * (a.n_kv_heads + a.n_heads) + a.ffn_dim)
             again_matmul = done / layer_matmul_weights(a)
-        return cls(1 + backward + again_matmul, 14 + 4 * again_attention, 3 + again, 2 + again)
+        return cls(1 + backward + again_matmul, 14 + 4 * again_attention, 3 + again, 2 + again, 2 + again_attention)
 
 
 def pairs_of_busiest_rank(run: Run, position: LayerPosition, windows: float) -> float:
@@ -209,22 +213,24 @@ def step_traffic(run: Run, rank: int) -> dict[str, int]:
     """
     layout, own, stages = run.layout, run.own(rank), run.layout.stages[rank]
     updated = sum(w.numel for w in own if w.trained)
-    passes, micro = layout.accumulation, layout.accumulation * layout.microbatches
+    rounds, micro = layout.accumulation, layout.accumulation * layout.microbatches
 
     n, r = layout.fsdp, layout.dp_replicate
     # FSDP gathers in the type of the products; fine-tuning's weights as they are stored.
     gathered = sum((w.held(1) if run.finetune else run.product * w.numel) * gathers(run, w) for w in own)
     reduced = run.reduced * updated
-    replicated = reduced // n * passes if run.sharded else 4 * updated
-    layers = [(Passes.of(run, i).exchanges, run.positions[i].scopes) for stage in stages for i in stage.layers]
-    exchanged = sum(received_in_forward(run, scopes) * times for times, scopes in layers)
-    collectives = sum(4 * times for times, _ in layers) + sum(2 * (stage.first + stage.last) for stage in stages)
+    replicated = reduced // n if run.sharded else 4 * updated
+    layers = [(Passes.of(run, i), run.positions[i].scopes) for stage in stages for i in stage.layers]
+    exchanged = sum(received_in_forward(run, scopes) * passes.halos for passes, scopes in layers)
+    collectives = sum(4 * passes.collectives for passes, _ in layers) + sum(
+        2 * (stage.first + stage.last) for stage in stages
+    )
     hidden = run.tokens // layout.tp * run.config.architecture.dim * run.product
     # A stage sends activations forward, unless it is the last, and gradients back, unless it is the first.
     sent = sum((not stage.last) + (not stage.first) for stage in stages)
     return {
         "dp_replicate": 2 * (r - 1) * replicated // r,
-        "dp_shard": (n - 1) * (gathered + reduced) * passes // n,
+        "dp_shard": (n - 1) * (gathered + reduced) * rounds // n,
         "cp": int(exchanged * micro),
         "tp": int(collectives * _tp_bytes(run) * micro),
         "pp": sent * hidden * micro,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from farsight.configs.schema import NoRotary
 from farsight.kernels.chunked_loss import chunk_of
 from farsight.launch.plan import adapters
-from farsight.launch.plan.heads import halo_bytes, keys_seen_numbers
+from farsight.launch.plan.heads import halo_bytes, keys_seen_numbers, received_in_forward
 from farsight.launch.plan.layout import PipelineStage
 from farsight.launch.plan.optimizer import optimizer_bytes
 from farsight.launch.plan.run import Run
@@ -165,9 +165,12 @@ def _gathered(run: Run, own: Sequence[Weight], layer: int) -> int:
 def saved_activations(run: Run, stage: PipelineStage) -> int:
     """Bytes that a stage keeps for a micro-batch between its forward and backward pass, without the loss's gradients."""
     recomputed = run.tokens // run.layout.tp * run.config.architecture.dim * run.product
-    recomputed += _kept_results(run) * run.by_operator + adapters.kept_inputs(run)
+    recomputed += adapters.kept_inputs(run)
     passed = [number for number in stage.layers if number >= run.layers.lowest]  # no gradients pass below
-    saved = sum(recomputed if run.recomputes(number) else block_bytes(run, number) for number in passed)
+    saved = sum(
+        recomputed + _kept_results(run, number) if run.recomputes(number) else block_bytes(run, number)
+        for number in passed
+    )
     return saved + stage.last * run.tokens // run.layout.tp * norm_bytes(run, run.everything)
 
 
@@ -209,15 +212,20 @@ def block_bytes(run: Run, number: int) -> int:
     return stream + tokens * (read + hidden * product + attention) + keys + added
 
 
-def _kept_results(run: Run) -> int:
-    """Bytes that operator-wise checkpointing keeps besides a block's input: attention, and every second matrix product.
+def _kept_results(run: Run, number: int) -> int:
+    """Bytes that selective checkpointing keeps besides a block's input: attention and the keys received for it, and by operators
+    every second matrix product.
 
     In the order of the forward pass (wk, wv, wq, wo, w1, w3, w2) these are wk, wq, w1 and w2.
     """
+    if not run.keeps_attention:
+        return 0
     a, tp = run.config.architecture, run.layout.tp
     heads, kv_heads = a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim
     products = kv_heads + heads + a.ffn_dim + a.dim * tp  # w2's is whole on every rank, until it is summed
-    return run.tokens * ((products + heads) * run.product + 4 * a.n_heads) // tp
+    kept = heads + run.by_operator * products
+    halo = received_in_forward(run, run.positions[number].scopes)
+    return run.tokens * (kept * run.product + 4 * a.n_heads) // tp + halo
 
 
 def block_gradients(run: Run) -> int:

@@ -142,8 +142,16 @@ class Run:
     @property
     def by_operator(self) -> bool:
         """Whether selective checkpointing recomputes all but expensive operations."""
+        return self._selects("op")
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether selective checkpointing keeps the results of attention and of the exchange before it."""
+        return self._selects("op") or self._selects("attention")
+
+    def _selects(self, option: str) -> bool:
         ac = self.config.activation_checkpoint
-        return ac.mode == "selective" and ac.selective_ac_option == "op"
+        return ac.mode == "selective" and ac.selective_ac_option == option
 
     def recomputes(self, layer: int) -> bool:
         """Whether the layer is recomputed, in whole or by operators; selective checkpointing can name every n-th, counted from 1.
@@ -153,5 +161,5 @@ class Run:
         ac = self.config.activation_checkpoint
         if self.by_operator:
             return self.finetune is None
-        every = int(ac.selective_ac_option) if ac.mode == "selective" else 0
+        every = int(ac.selective_ac_option) if ac.mode == "selective" and not self.keeps_attention else 0
         return ac.mode == "full" or (ac.mode == "selective" and (not every or (layer + 1) % every == 0))

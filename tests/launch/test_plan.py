@@ -233,10 +233,11 @@ def test_traffic_of_each_dimension_by_hand():
     assert (layout.microbatches, layout.accumulation) == (2, 2)
     assert [len(stages[0].layers) for stages in layout.stages] == [2, 2]
     traffic = step_traffic(Run(config, layout), 0)
-    # Two layers and the embedding, divided by TP 2 but for the norms; gathered once a pass, reduced in fp32.
+    # Two layers and the embedding, divided by TP 2 but for the norms; gathered once a pass, reduced in fp32, and averaged over
+    # copies once a step.
     held = 2 * ((2 * 64 * 16 * 6 + 3 * 64 * 224) // 2 + 2 * 64) + 512 * 64 // 2
     assert traffic["dp_shard"] == 2 * 3 * (2 + 4) * held // 4
-    assert traffic["dp_replicate"] == 2 * (4 * held // 4) * 2 * 1 // 2
+    assert traffic["dp_replicate"] == 2 * (4 * held // 4) * 1 // 2
     stream = 64 * 64 * 2  # a row of 128 tokens on two context-parallel ranks, bf16
     # Four collectives a layer forward, backward and again; one each way after the embedding. Half of each goes out.
     assert traffic["tp"] == 4 * (2 * 4 * 3 + 2) * stream // 2

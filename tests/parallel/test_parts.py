@@ -1,6 +1,7 @@
 """Meshes against the numbering of ranks written out, and recomputation against torchtitan's."""
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
@@ -18,7 +20,7 @@ from farsight.parallel.device import peak_flops
 from farsight.parallel.float8 import convert_to_float8
 from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.pipeline import stages_of_rank
-from farsight.parallel.recompute import recompute, saved_ops
+from farsight.parallel.recompute import attention_ops, expensive_ops, recompute
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first."""
@@ -114,11 +116,40 @@ def test_recomputation_keeps_what_torchtitans_keeps(mode, option):
     settings = ActivationCheckpoint(
         mode=mode, selective_ac_option=option, per_op_sac_force_recompute_mm_shapes_by_fqns=[]
     )
-    apply_ac(theirs, settings, op_sac_save_list=saved_ops(config))
+    apply_ac(theirs, settings, op_sac_save_list=attention_ops(config) | expensive_ops())
     (kept, found), (expected, _), (most, exact) = map(kept_and_gradients, (ours, theirs, plain))
     assert kept == expected < most
     for a, b in zip(found, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+class Count(TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.ran = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_is_spared():
+    config, full = small("selective", "attention"), small("full", "2")
+    model, whole = (build_model(ModelConfig.from_job(config)) for _ in range(2))
+    ran, gradients = [], []
+    for each, settings in ((model, config), (whole, full)):
+        each.init_weights()
+        recompute(each, settings)
+        with Count() as count:
+            gradients.append(kept_and_gradients(each)[1])
+        ran.append(count.ran)
+    attention, product = torch.ops.farsight.banded_attention.default, torch.ops.aten.mm.default
+    assert [counted[attention] for counted in ran] == [4, 8]
+    assert ran[0][product] == ran[1][product] > 0
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_layers_are_counted_in_the_whole_model():

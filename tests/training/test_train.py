@@ -62,16 +62,17 @@ def test_a_run_leaves_what_it_promises(undisturbed):
     [
         ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1"],
         ["--parallelism.data_parallel_shard_degree", "2"],
-        # Two micro-batches a rank: accumulation under DDP, whose ranks exchange gradients once.
+        # Two micro-batches a rank: copies of the weights exchange gradients once.
         ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1",
          "--training.local_batch_size", "1"],
         ["--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "1"],
-        ["--parallelism.context_parallel_degree", "2", "--training.local_batch_size", "4"],
+        ["--parallelism.context_parallel_degree", "2", "--training.local_batch_size", "4",
+         "--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "attention"],
         ["--parallelism.context_parallel_degree", "2", "--training.local_batch_size", "4",
          "--parallelism.context_parallel_load_balancer", "contiguous", "--activation_checkpoint.mode", "full",
          "--compile.enable", "--compile.backend", "aot_eager"],
     ],
-    ids=["ddp", "fsdp", "ddp-accumulation", "fsdp-accumulation", "cp-zigzag", "cp-contiguous-recomputed-compiled"],
+    ids=["ddp", "fsdp", "ddp-accumulation", "fsdp-accumulation", "cp-zigzag-attention-kept", "cp-contiguous-recomputed-compiled"],
 )  # fmt: skip
 def test_two_ranks_equal_one_process(undisturbed, tmp_path, options):
     defaults = ["--training.local_batch_size", "2"]
