@@ -7,10 +7,8 @@ import resource
 import sys
 import types
 import warnings
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from farsight.errors import ConfigError
 from farsight.units import GIB
@@ -95,14 +93,6 @@ def import_deepspeed() -> types.ModuleType:
     # On a CPU it would compile its own all-reduce, which needs a compiler and minutes; gloo has one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-def wait_for_rank_zero() -> None:
-    """A barrier for long work that only rank 0 does: it waits up to 12 hours, beyond the usual groups' timeouts."""
-    if dist.get_world_size() > 1:
-        group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
-        dist.barrier(group)
-        dist.destroy_process_group(group)
 
 
 def _keep_freed_memory() -> None:
