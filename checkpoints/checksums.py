@@ -152,7 +152,7 @@ def fault(folder: Path, manifest: Manifest, name: str, number: int) -> list[str]
 
 
 def drop_cached(path: Path) -> None:
-    """Has the system forget what it holds of a file in memory, so that the next read comes from the disk; does nothing where it can't."""
+    """Has the system forget what it holds of a file in memory, where it can, so that the next read comes from the disk."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

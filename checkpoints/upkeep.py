@@ -58,7 +58,7 @@ class Upkeep:
         return "intact" if self.newest is None else self.newest.result()
 
     def close(self) -> None:
-        """Ends the thread: stops reading, but finishes a deletion. What was not read keeps older checkpoints from being deleted."""
+        """Ends the thread: stops reading, but finishes a deletion. For what was not read, nothing is deleted."""
         self.closing.set()
         self.thread.shutdown()
 

@@ -56,7 +56,10 @@ def _portable(error: Exception) -> Exception:
 
 
 def on_every_rank(work: Callable[[], T]) -> list[T]:
-    """Runs `work` on every rank and returns all results, by rank; the first error is raised on all. Collective, and may take hours."""
+    """Runs `work` on every rank and returns all results, by rank; the first error is raised on all.
+
+    Collective, and may take hours.
+    """
     group = file_group()
     own: list[Any] = [None, None]
     try:
