@@ -55,7 +55,7 @@ def forget(folder: Path) -> None:
 def check(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Raises unless loading gives back what was saved and a flipped byte is found."""
     found = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
-    load(found, folder, no_dist=True)
+    load(found, folder)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
     assert faults(folder) == []
     with (folder / "__0_0.distcp").open("r+b") as file:
@@ -81,11 +81,11 @@ def measure(gb: float, rounds: int, folder: Path) -> dict[str, Any]:
 
     def verified_load() -> None:
         assert not faults(with_sums)
-        load(state, with_sums, no_dist=True)
+        load(state, with_sums)
 
     work: dict[str, tuple[Path, Callable[[], Any]]] = {
         "verify": (with_sums, lambda: faults(with_sums)),
-        "load": (with_sums, lambda: load(state, with_sums, no_dist=True)),
+        "load": (with_sums, lambda: load(state, with_sums)),
         "verify and load": (with_sums, verified_load),
     }
     seconds: dict[tuple[str, str], list[float]] = {}

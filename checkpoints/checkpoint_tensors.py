@@ -46,7 +46,7 @@ def checkpoint_tensors(checkpoint: Path, config: ModelConfig, verify: bool = Tru
 def read_tensor(checkpoint: Path, tensors: dict[str, Tensor], name: str) -> Tensor:
     """Reads one of `checkpoint_tensors`."""
     tensor = torch.empty_like(tensors[name], device="cpu")
-    load({name: tensor}, _reader(checkpoint), no_dist=True)
+    load({name: tensor}, _reader(checkpoint))
     return tensor
 
 

@@ -140,6 +140,24 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def fault(folder: Path, manifest: Manifest, name: str, number: int) -> list[str]:
+    """Describes a block that differs from its checksum in one line; nothing if it doesn't.
+
+    Raises:
+        OSError, MemoryError: the file can't be read now.
+    """
+    start, end = manifest.range(name, number)
+    same = _sum(folder / name, start, end) == manifest.files[name].blocks[number]
+    return [] if same else [f"{name} was altered between bytes {start:,} and {end:,}"]
+
+
+def drop_cached(path: Path) -> None:
+    """Has the system forget what it holds of a file in memory, where it can, so that the next read comes from the disk."""
+    if hasattr(os, "posix_fadvise"):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def altered(
     folder: Path, manifest: Manifest, rank: int = 0, ranks: int = 1, only: Callable[[str], bool] = lambda name: True
 ) -> list[str]:
@@ -152,15 +170,13 @@ def altered(
         OSError, MemoryError: a file can't be read now.
     """
     blocks = [block for block in manifest.blocks() if only(block[0])][rank::ranks]
-    ranges = [manifest.range(*block) for block in blocks]
-    total, begin, found = sum(end - start for start, end in ranges), time.perf_counter(), []
+    sizes = [end - start for start, end in (manifest.range(*block) for block in blocks)]
+    total, begin, found = sum(sizes), time.perf_counter(), []
     bar = progress(total=total, unit="B", unit_scale=True, desc=f"verify {folder.name}", disable=rank != 0)
     with bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        sums = pool.map(lambda block, span: _sum(folder / block[0], *span), blocks, ranges)
-        for (name, number), (start, end), now in zip(blocks, ranges, sums, strict=True):
-            if now != manifest.files[name].blocks[number]:
-                found.append(f"{name} was altered between bytes {start:,} and {end:,}")
-            bar.update(end - start)
+        for size, lines in zip(sizes, pool.map(lambda block: fault(folder, manifest, *block), blocks), strict=True):
+            found += lines
+            bar.update(size)
     if rank == 0 and (seconds := time.perf_counter() - begin) > SLOW_SECONDS:
         of_all = total * ranks / 1e9
         logger.info(f"{folder}: {of_all:.1f} GB verified in {seconds:.0f} s ({of_all / seconds:.1f} GB/s)")

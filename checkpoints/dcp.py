@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
@@ -232,11 +233,11 @@ class _Planner(dcp.DefaultLoadPlanner):
         set_element(self.original_state_dict, path, torch.load(value, weights_only=True))
 
 
-def load(state: dict[str, Any], checkpoint: Path | Reader, no_dist: bool = False) -> None:
+def load(state: dict[str, Any], checkpoint: Path | Reader, group: dist.ProcessGroup | None = None) -> None:
     """`torch.distributed.checkpoint.load` without running code from the checkpoint; fills `state` in place.
 
     Args:
-        no_dist: read in this process alone.
+        group: the ranks that read together; None reads in this process alone.
 
     Raises:
         ConfigError: on all ranks, naming the file and what is wrong with it.
@@ -246,7 +247,7 @@ def load(state: dict[str, Any], checkpoint: Path | Reader, no_dist: bool = False
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended
         try:
-            dcp.load(state, storage_reader=reader, planner=_Planner(), no_dist=no_dist)
+            dcp.load(state, storage_reader=reader, planner=_Planner(), process_group=group, no_dist=group is None)
         except CheckpointException as error:
             causes = [cause for _, (cause, _) in sorted(error.failures.items())]
             ours = [

@@ -4,13 +4,12 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from farsight.errors import NonFiniteError
-from farsight.parallel.device import default_device
 from farsight.parallel.parts import TensorShard
+from farsight.parallel.ranks import on_every_rank
 
 
 def refuse_non_finite(weights: dict[str, Any], what: str) -> None:
@@ -20,15 +19,8 @@ def refuse_non_finite(weights: dict[str, Any], what: str) -> None:
         weights: this rank's weights by name: tensors, `DTensor`s or `TensorShard`s.
         what: name of the save, for the message.
     """
-    bad = [name for name, tensor in weights.items() if not _finite(tensor)]
-    if dist.get_world_size() > 1:
-        flag = torch.tensor(float(bool(bad)), device=default_device())
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        if flag:
-            of_ranks: list[list[str]] = [[]] * dist.get_world_size()
-            dist.all_gather_object(of_ranks, bad)
-            bad = sorted({name for names in of_ranks for name in names})
-    if bad:
+    of_ranks = on_every_rank(lambda: [name for name, tensor in weights.items() if not _finite(tensor)])
+    if bad := sorted({name for names in of_ranks for name in names}):
         names = ", ".join(bad[:5]) + f" and {len(bad) - 5} more" * (len(bad) > 5)
         raise NonFiniteError(
             f"{what} is not saved: weights are infinite or NaN ({names}). Older checkpoints are kept. Lower optimizer.lr, "

@@ -6,14 +6,14 @@
 - Reading a checkpoint runs no code from it, and non-finite weights are not saved.
 - A run refuses to resume with other positions or another optimizer unless told to.
 - A run can start from a model directory or a checkpoint; the format is detected.
-- Only complete checkpoints count in `keep_latest_k`, and a failed save is reported at once.
+- A failed save is reported at once. A finished one is read back, and only then are older ones deleted (see `upkeep`).
 """
 
 import gc
 import logging
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -48,14 +48,14 @@ from farsight.checkpoints.steps import (
     discard_incomplete,
     earlier_set_aside,
     holds_only_ours,
-    retire,
     set_aside,
 )
+from farsight.checkpoints.upkeep import Upkeep
 from farsight.configs.schema import JobConfig
 from farsight.configs.typed import to_toml
 from farsight.errors import ConfigError, SaveError
 from farsight.model.build import ModelConfig
-from farsight.parallel.ranks import on_every_rank, on_rank_zero
+from farsight.parallel.ranks import file_group, new_file_group, on_every_rank, on_rank_zero
 from farsight.units import GIB
 
 logger = logging.getLogger("farsight")
@@ -102,13 +102,14 @@ class RunCheckpoints:
         if self.mode == "async_with_pinned_mem" and not torch.cuda.is_available():
             raise ConfigError('checkpoint.async_mode = "async_with_pinned_mem" needs a GPU; set "async".')
         asynchronous = self.options.enable and self.mode != "disabled"
-        self.group = dist.new_group(backend="gloo") if asynchronous else None
+        # Threads of their own need a group of their own.
+        self.group = new_file_group() if asynchronous else file_group()
         self.stager: DefaultStager | None = None
         self.staging: Future[Any] | None = None
         self.save_future: Future[Any] | None = None
         self.saving = 0
         """The step of `save_future`."""
-        self.deleting = ThreadPoolExecutor(1, "delete checkpoints")
+        self.upkeep = Upkeep(self.folder, self.options.keep_latest_k, self.options.verify)
 
     def load(self, step: int = -1) -> bool:
         """Loads this run's newest intact checkpoint, otherwise the weights in `checkpoint.initial_load_path`, if set.
@@ -146,9 +147,10 @@ class RunCheckpoints:
         state = self._state(parts)
         if from_hf:
             reader = dcp.HuggingFaceStorageReader(str(checkpoint))
-            dcp.load({to_hf_name(name): tensor for name, tensor in state.items()}, storage_reader=reader)
+            tensors = {to_hf_name(name): tensor for name, tensor in state.items()}
+            dcp.load(tensors, storage_reader=reader, process_group=file_group())
         else:
-            load(state, checkpoint)
+            load(state, checkpoint, file_group())
         for part in parts:
             self.states[part].load_state_dict(state if part == MODEL else state[part])
 
@@ -187,7 +189,7 @@ class RunCheckpoints:
                 damaged[step] = "; ".join(found)
         except (OSError, MemoryError) as error:
             raise ConfigError(f"{folder} can't be read ({error!r}); nothing was changed.") from error
-        return on_rank_zero(lambda: self._settle(asked, steps, damaged), may_take_hours=True)
+        return on_rank_zero(lambda: self._settle(asked, steps, damaged))
 
     def _faults(self, checkpoint: Path) -> list[str]:
         """The faults of a checkpoint, the same on all ranks; each rank reads its share of the files."""
@@ -196,7 +198,7 @@ class RunCheckpoints:
         if found or manifest is None or not verify:
             return found
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        by_rank = on_every_rank(lambda: altered(checkpoint, manifest, rank, ranks), may_take_hours=True)
+        by_rank = on_every_rank(lambda: altered(checkpoint, manifest, rank, ranks))
         return [line for lines in by_rank for line in lines]
 
     def _settle(self, asked: int, steps: list[int], damaged: dict[int, str]) -> int | None:
@@ -318,14 +320,14 @@ class RunCheckpoints:
             self.saving = step
             if dist.get_rank() == 0:
                 self.save_future.add_done_callback(lambda future: self._report(step, future))
-        self._purge_stale_checkpoints()
+        self.upkeep.follow(step, self.save_future)
 
     @torch.no_grad()
     def _write(self, step: int, in_background: bool) -> None:
         state, writer = self._state([*self.states]), Writer(self._checkpoint(step))
         gc.collect(1)  # what refers to an earlier copy of the state in cycles would keep its memory
         if not in_background:
-            dcp.save(state, storage_writer=writer)
+            dcp.save(state, storage_writer=writer, process_group=file_group())
         elif self.mode == "async":
             copied: Any = dcp.async_save(state, storage_writer=writer, process_group=self.group)
             self.save_future = copied
@@ -399,29 +401,17 @@ class RunCheckpoints:
                 if not is_complete(checkpoint) and holds_only_ours(checkpoint):
                     delete(checkpoint)
 
-    def _purge_stale_checkpoints(self) -> None:
-        """Deletes all but the newest `keep_latest_k` complete checkpoints; a save in progress does not count.
+    def finish(self) -> None:
+        """Waits until the last save is verified and older checkpoints are deleted.
 
-        A checkpoint that is about to be deleted first becomes an interrupted save, in case the run is killed meanwhile.
+        Raises:
+            SaveError: on all ranks, if it is damaged or can't be read back.
         """
-        if self.options.keep_latest_k == 0 or dist.get_rank() != 0:
-            return
-        # The new checkpoint is complete: an error here, on this rank alone, does not make the save fail.
-        try:
-            stale = complete_steps(self.folder)[: -self.options.keep_latest_k]
-        except OSError as error:
-            logger.warning(f"{self.folder} can't be read ({error}); no older checkpoint is deleted.")
-            return
-        for step in stale:
-            checkpoint = self._checkpoint(step)
-            try:
-                if not holds_only_ours(checkpoint):
-                    continue
-                retire(checkpoint)
-            except OSError as error:
-                logger.warning(f"{checkpoint} can't be deleted ({error}); it is kept.")
-                continue
-            self.deleting.submit(shutil.rmtree, checkpoint, ignore_errors=True)
+        if on_rank_zero(self.upkeep.verdict) != "intact":
+            raise SaveError(
+                f"the last checkpoint in {self.folder} was damaged while it was saved, or can't be read back (see above). "
+                "The same command continues from the newest intact one."
+            )
 
     def saved(self, step: int) -> Path | None:
         """The complete checkpoint of a step, if there is one."""
@@ -429,9 +419,9 @@ class RunCheckpoints:
         return folder if self.options.enable and is_complete(folder) else None
 
     def close(self) -> None:
-        """Waits for a save and a deletion in progress."""
+        """Waits for a save and a deletion in progress, but not until what was saved is verified: the next run does that."""
         if self.save_future is not None:
             self._finish_saving()
-        self.deleting.shutdown()
+        self.upkeep.close()
         if self.stager is not None:
             self.stager.close()

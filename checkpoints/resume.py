@@ -127,7 +127,7 @@ def refuse_other_settings(checkpoint: Path, config: JobConfig, saved: ModelConfi
 def saved_order(checkpoint: Path) -> dict[str, Any]:
     """The order of data that a checkpoint was saved under; the data loader's `check_order` compares it with its own."""
     saved = {"dataloader": {ORDER_KEY: ""}}
-    load(saved, checkpoint, no_dist=True)
+    load(saved, checkpoint)
     return json.loads(saved["dataloader"][ORDER_KEY])
 
 

@@ -25,7 +25,7 @@ class Checkpoint:
     """Save in the background: "async" copies the state first, "async_with_pinned_mem" into pinned memory of another
     process."""
     keep_latest_k: Count = 2
-    """Checkpoints to keep, 2 or more; 0 keeps all."""
+    """Checkpoints to keep, 2 or more; 0 keeps all. With verify, an old one is deleted when a newer one is verified."""
     load_step: Annotated[int, Range(least=0, also=-1)] = -1
     """Step to resume from; -1 takes the newest."""
     exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = field(default_factory=list)
@@ -36,7 +36,8 @@ class Checkpoint:
     load_only: bool = False
     """Load checkpoints but save none."""
     verify: bool = True
-    """Verify every file's checksums before a checkpoint is used; false compares only sizes."""
+    """Verify every file's checksums before a checkpoint is used, and in the background once it is saved; false compares only
+    sizes, before it is used."""
     accept_changes: tuple[Literal["position", "optimizer"], ...] = ()
     """Settings that may differ from those of the checkpoint that the run resumes from: "position" (anything in
     [position]), "optimizer" (numbers in [optimizer], [lr_scheduler] and fine-tuning's [garfa]). All other changes are

@@ -46,9 +46,9 @@ class Comm:
     """Timeouts of collectives."""
 
     init_timeout_seconds: Size = 300
-    """Time limit of a collective until the first step is done."""
+    """Time limit of a collective until the first step is done; while ranks load or save, it is 12 hours."""
     train_timeout_seconds: Size = 100
-    """Time limit of a collective afterwards."""
+    """Time limit of a collective afterwards, likewise."""
     trace_buf_size: Count = 20000
     """Collectives that NCCL's flight recorder keeps; 0 records none."""
     save_traces_folder: str = "comm_traces"

@@ -6,7 +6,13 @@
 #
 # sbatch's own options (--gpus-per-node, --ntasks-per-node, --time, --partition, …) override those below. Ten minutes
 # before the time limit, and on preemption, ranks get SIGTERM: they save and end with status 75, and the job is requeued
-# and continues from there. `scancel` has them save too, but does not requeue. The folder must be visible to all nodes.
+# and continues from there. The folder must be visible to all nodes. To stop a job by hand:
+#
+#     scancel --full --signal=TERM JOB    ranks save and end; the signal reaches this script too, which then does not requeue
+#     scancel --signal=TERM JOB           ranks save and end, and the job is requeued
+#
+# A plain `scancel JOB` kills them after Slurm's KillWait (30 s), in which a large model is not saved: the weights and moments of
+# 8 billion parameters are 96 GB. On preemption that time is the partition's GraceTime.
 # PYTHON is the interpreter (default: .venv/bin/python in that folder, or python without one). Ranks write to runs/slurm/JOB/rank-N.log.
 #
 #SBATCH --job-name=farsight
@@ -37,8 +43,10 @@ MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 
-# --wait: once a rank ends, with or without an error, the others have five minutes.
-ranks=(srun --wait=300 --open-mode=append "--output=$logs/rank-%t.log" "${rank[@]}" "$python")
+# --wait: once a rank ends, with or without an error, the others have five minutes. Since Slurm 22.05, srun no longer takes the
+# CPUs per task from the job, and a rank would share one core with its data threads.
+cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}
+ranks=(srun ${cpus:+"$cpus"} --wait=300 --open-mode=append "--output=$logs/rank-%t.log" "${rank[@]}" "$python")
 case ${1:-} in
     train)
         command=("${ranks[@]}" "${train[@]}" "${@:2}")
@@ -52,7 +60,7 @@ case ${1:-} in
         ;;
 esac
 
-# scancel signals this shell as well; the time limit and preemption do not.
+# A plain scancel and one with --full signal this shell as well; the time limit and preemption do not.
 cancelled=
 trap 'cancelled=yes' TERM
 "${command[@]}"

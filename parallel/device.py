@@ -1,19 +1,21 @@
 """The device that a process trains on, and what it offers."""
 
 import ctypes
+import logging
 import os
 import re
 import resource
 import sys
 import types
 import warnings
-from datetime import timedelta
+from functools import cache
 
 import torch
-import torch.distributed as dist
 
 from farsight.errors import ConfigError
 from farsight.units import GIB
+
+logger = logging.getLogger("farsight")
 
 PEAK_FLOPS = (
     ("H100 NVL", 835e12), ("H100 PCIe", 756e12), ("H100", 989e12), ("H200", 989e12), ("H20", 148e12), ("GB200", 2500e12),
@@ -21,6 +23,11 @@ PEAK_FLOPS = (
     ("RTX 3090", 71e12), ("RTX 4090", 165.2e12), ("MI355X", 2500e12), ("MI325X", 1300e12), ("MI300X", 1300e12), ("MI250X", 191.5e12),
 )  # fmt: skip
 """Dense bf16 FLOP/s of the vendors' data sheets, by words of the device's name; the first that fits counts."""
+
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables with the GPUs that a process may use."""
+NO_GPU = re.compile(r"-.*|NoDevFiles|")
+"""Their values for none; the word is Slurm's, in a job that asked for no GPU."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
@@ -36,6 +43,9 @@ def prepare_device(keep_memory: bool = True) -> torch.device:
 
     Returns:
         The device this process trains on.
+
+    Raises:
+        ConfigError: there is a GPU that torch can't use; on the CPU the run would take a hundred times as long.
     """
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
         os.environ.setdefault(name, value)
@@ -47,6 +57,8 @@ def prepare_device(keep_memory: bool = True) -> torch.device:
         device = torch.device(default_device().type, int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(device.index)
         return device
+    if (why := unusable_gpu()) is not None:
+        raise ConfigError(why)
     if keep_memory:
         _keep_freed_memory()
     return torch.device("cpu")
@@ -71,10 +83,45 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def default_device() -> torch.device:
-    """The accelerator if there is one, else the CPU."""
+    """The accelerator if there is one, else the CPU; warns once if there is a GPU that torch can't use."""
     if torch.accelerator.is_available():
         return torch.accelerator.current_accelerator() or torch.device("cpu")
+    _warn_of_unusable_gpu()
     return torch.device("cpu")
+
+
+def unusable_gpu() -> str | None:
+    """Says why torch, which has no accelerator, can't use this machine's GPU; None if there is none or it is hidden."""
+    visible = {name: os.environ[name] for name in VISIBLE if name in os.environ}
+    if any(NO_GPU.fullmatch(value.strip()) for value in visible.values()):
+        return None
+    # AMD's file is there for the graphics of most laptops too, which torch for CPUs is right to ignore.
+    files = ["/dev/nvidiactl", *["/dev/kfd"] * (torch.version.hip is not None)]
+    seen = [f"{path} exists" for path in files if os.path.exists(path)]
+    seen += [f"{name}={value} is set" for name, value in visible.items()]
+    if not seen:
+        return None
+    rocm, cuda = torch.version.hip, torch.version.cuda
+    if rocm is None and cuda is None:
+        what, remedy = "is built for CPUs alone", "Install torch for your GPU (https://pytorch.org/get-started/locally)"
+    else:
+        platform = f"CUDA {cuda}" if rocm is None else f"ROCm {rocm}"
+        remedy = "Update the GPU's driver, or install a torch that is built for the driver's version"
+        try:
+            torch.cuda.init()
+            what = f"is built for {platform} and finds no device"
+        except Exception as error:  # the driver's own words
+            what = f"is built for {platform} and says: {str(error).strip().partition('. ')[0]}"
+    return (
+        f"There seems to be a GPU ({', '.join(seen)}), but torch sees none: torch {torch.__version__} {what.rstrip('.')}. "
+        f'{remedy}. To use the CPU on purpose, set CUDA_VISIBLE_DEVICES="".'
+    )
+
+
+@cache
+def _warn_of_unusable_gpu() -> None:
+    if (why := unusable_gpu()) is not None:
+        logger.warning(why)
 
 
 def import_deepspeed() -> types.ModuleType:
@@ -95,14 +142,6 @@ def import_deepspeed() -> types.ModuleType:
     # On a CPU it would compile its own all-reduce, which needs a compiler and minutes; gloo has one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
-
-
-def wait_for_rank_zero() -> None:
-    """A barrier for long work that only rank 0 does: it waits up to 12 hours, beyond the usual groups' timeouts."""
-    if dist.get_world_size() > 1:
-        group = dist.new_group(backend="gloo", timeout=timedelta(hours=12))
-        dist.barrier(group)
-        dist.destroy_process_group(group)
 
 
 def _keep_freed_memory() -> None:

@@ -52,7 +52,7 @@ def build_tokenizer(config: JobConfig) -> LoadedTokenizer:
     """
     trained = Path(config.job.dump_folder) / "tokenizer"
     config.tokenizer = chosen_tokenizer(config)
-    on_rank_zero(lambda: prepare_tokenizer(config, trained), may_take_hours=True)
+    on_rank_zero(lambda: prepare_tokenizer(config, trained))
     if not config.tokenizer.path and config.tokenizer.kind != "bytes":
         config.tokenizer = replace(config.tokenizer, path=str(trained))
     tokenizer = load_tokenizer(config.tokenizer)

@@ -474,6 +474,7 @@ class Trainer:
                     self.dims.set_timeout(config.comm.train_timeout_seconds)
         for source, reasons in self.loader.skipped.items():
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
+        self.checkpoints.finish()
         self._export()
 
     # Measuring and saving ────────────────────────────────────────────────────────────────────────
@@ -529,7 +530,7 @@ class Trainer:
                     f"step {self.step} has no checkpoint, so no model directory is written (see [checkpoint])"
                 )
                 return
-            checkpoint_to_model_dir(saved, out, verify=self.config.checkpoint.verify)
+            checkpoint_to_model_dir(saved, out, verify=False)  # it was verified when it was saved or loaded
             logger.info(f"model directory: {out}")
 
         self._on_rank_zero(write)
@@ -549,7 +550,7 @@ class Trainer:
                     f"{self.folder} can't be written: {error}. Make room there; the same command continues from the newest checkpoint."
                 ) from error
 
-        on_rank_zero(write, may_take_hours=True)
+        on_rank_zero(write)
 
     # Stopping ────────────────────────────────────────────────────────────────────────────────────
 

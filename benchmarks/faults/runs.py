@@ -93,7 +93,9 @@ class Runs:
         run = self.workshop.folder / "stopped" / str(for_good)
         logs = run.parent / f"{run.name}.printed"
         logs.mkdir(parents=True)
-        more = f"--training.steps {STEPS * 20} --checkpoint.interval 4 --comm.train_timeout_seconds 6"
+        # While they save, ranks wait for each other for hours: none is to be stopped there for good.
+        interval = STEPS * 20 if for_good else 4
+        more = f"--training.steps {STEPS * 20} --checkpoint.interval {interval} --comm.train_timeout_seconds 6"
         command = f"{TRAIN.format(config=self.workshop.paths['config'])}{run} --training.local_batch_size 1 {more}"
         begin, ranks = time.monotonic(), self.workshop.start(command, logs, 2)
         while not re.search(r"^step [4-9]", (logs / "printed" / "0.err").read_text(), re.MULTILINE):

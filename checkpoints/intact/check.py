@@ -71,7 +71,7 @@ def look(checkpoint: Path, verify: bool = True) -> tuple[list[str], Manifest | N
     except ConfigError as error:
         return [str(error)], None
     if manifest is not None:
-        found = _other_sizes(checkpoint, {name: sums.bytes for name, sums in manifest.files.items()})
+        found = other_sizes(checkpoint, {name: sums.bytes for name, sums in manifest.files.items()})
         if verify and not found:
             found = altered(checkpoint, manifest, only=lambda name: not name.endswith(".distcp"))
         if found:
@@ -84,7 +84,7 @@ def look(checkpoint: Path, verify: bool = True) -> tuple[list[str], Manifest | N
     if manifest is None:
         # Pieces follow each other without gaps, and nothing follows the last.
         sizes = {name: max(offset + length for offset, length, _ in places) for name, places in pieces.items()}
-        found += _other_sizes(checkpoint, sizes)
+        found += other_sizes(checkpoint, sizes)
     else:
         missing = {CONFIG, COMPLETE, *pieces} - manifest.files.keys()
         found += [f"{MANIFEST} has no checksums of {name}" for name in sorted(missing)]
@@ -103,7 +103,15 @@ def _config_faults(checkpoint: Path, manifest: Manifest | None) -> list[str]:
     return [f"{MANIFEST} is missing"] if manifest is None and "checksums" in values else []
 
 
-def _other_sizes(checkpoint: Path, sizes: dict[str, int]) -> list[str]:
+def other_sizes(checkpoint: Path, sizes: dict[str, int]) -> list[str]:
+    """Describes the files of a checkpoint that are missing or not as long as they should be, one line each.
+
+    Args:
+        sizes: expected bytes by name.
+
+    Raises:
+        OSError: a file can't be opened now.
+    """
     found = []
     for name, expected in sorted(sizes.items()):
         if (size := _size(checkpoint / name)) is None:

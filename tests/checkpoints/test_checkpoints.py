@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import threading
@@ -16,13 +17,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from farsight.benchmarks.kills import Kill, Training, join, kill_and_resume, output, rows, train_undisturbed
 from farsight.benchmarks.kills import weights as weight_bytes
+from farsight.checkpoints import upkeep
 from farsight.checkpoints.cards.model import read_history
 from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
+from farsight.checkpoints.dcp import Writer
 from farsight.checkpoints.model_dir.api import tensor_files
 from farsight.checkpoints.steps import complete_steps
 from farsight.errors import ConfigError, SaveError
-from tests.checkpoints.test_intact import cut
-from tests.running import contents, metrics, run, train_command
+from tests.checkpoints.test_intact import cut, flip
+from tests.running import contents, forked, metrics, run, train_command
 
 
 def test_a_truncated_model_directory_names_the_file(whole):
@@ -158,17 +161,13 @@ def test_training_goes_on_while_the_state_of_the_step_is_saved(start_run, gate):
     assert complete_steps(saved.folder) == [3, 6]
     assert (saved.folder / "step-9" / "farsight.json").is_file()
     gate.set()
-    saved.manager.close()
-    assert complete_steps(saved.folder) == [
-        3,
-        6,
-        9,
-    ]  # step 9 does not count before it is complete, or step 3 would be deleted
+    saved.manager.finish()
+    assert complete_steps(saved.folder) == [6, 9]  # step 3 is deleted when step 9 is complete and intact
     more = start_run(async_mode="async", keep_latest_k=2)
     more.save(12)
     more.save(13, last_step=True)
     assert complete_steps(saved.folder)[-2:] == [12, 13]  # the last save is complete when it returns
-    more.manager.close()
+    more.manager.finish()
     assert sorted(p.name for p in saved.folder.iterdir()) == ["step-12", "step-13"]
     again = start_run()
     assert again.load() == 13
@@ -222,7 +221,7 @@ def full_disk():
 def test_a_save_that_fails_is_reported_and_leaves_the_one_before(start_run, full_disk, caplog, mode):
     saved = start_run(async_mode=mode)
     saved.save(3)
-    saved.manager.close()
+    saved.manager.finish()
     full_disk(True)
     if mode == "async":
         saved.save(6)
@@ -250,6 +249,97 @@ def test_after_an_asynchronous_save_that_failed_the_next_is_waited_for(start_run
     saved.save(6)
     assert complete_steps(saved.folder) == [6]
     assert start_run().load() == 6
+
+
+# ── Verifying what was saved ──────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def after_saving(monkeypatch):
+    """Has something done to a step's shard when its save is complete, before it is verified."""
+    finish, todo = Writer.finish, {}
+
+    def finish_and_do(self, **results):
+        finish(self, **results)
+        if (then := todo.get(self.folder.name)) is not None:
+            then(self.folder / "__0_0.distcp")
+
+    monkeypatch.setattr(Writer, "finish", finish_and_do)
+    return lambda step, then: todo.__setitem__(f"step-{step}", then)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_no_older_one_is_deleted_for_a_damaged_one(start_run, after_saving, caplog, mode):
+    after_saving(9, lambda shard: flip(shard, 700_000))
+    saved = start_run(async_mode=mode, keep_latest_k=2)
+    for step in (3, 6, 9):
+        saved.save(step)
+    with pytest.raises(SaveError, match=r"last checkpoint in .* was damaged while it was saved"):
+        saved.manager.finish()
+    assert complete_steps(saved.folder) == [3, 6]
+    size = (saved.folder / "damaged-9" / "__0_0.distcp").stat().st_size
+    assert f"step-9: __0_0.distcp was altered between bytes 0 and {size:,}" in caplog.text
+    saved.save(12)
+    saved.save(15, last_step=True)
+    saved.manager.finish()
+    assert sorted(path.name for path in saved.folder.iterdir()) == ["damaged-9", "step-12", "step-15"]
+    assert start_run().load() == 15
+
+
+def test_without_verify_nothing_is_read_back(start_run, after_saving):
+    after_saving(9, lambda shard: flip(shard, 700_000))
+    saved = start_run(verify=False, keep_latest_k=2)
+    for step in (3, 6, 9):
+        saved.save(step)
+    saved.manager.finish()
+    assert complete_steps(saved.folder) == [6, 9]
+
+
+def test_what_cannot_be_read_back_counts_for_nothing(start_run, after_saving, unreadable, caplog):
+    after_saving(9, lambda shard: unreadable(shard, OSError(5, "Input/output error")))
+    saved = start_run(keep_latest_k=2)
+    for step in (3, 6, 9):
+        saved.save(step)
+    assert complete_steps(saved.folder) == [3, 6, 9]
+    assert "step-9 can't be verified (OSError(5, 'Input/output error')); no older checkpoint is deleted" in caplog.text
+    with pytest.raises(SaveError, match="can't be read back"):
+        saved.manager.finish()
+    saved.save(12)
+    assert complete_steps(saved.folder) == [9, 12]
+
+
+def test_the_end_of_a_run_does_not_wait_for_it(start_run, monkeypatch):
+    """A run that was told to stop has little time, and the next one verifies what it resumes from."""
+    saved, find, nice = start_run(keep_latest_k=2, async_mode="async"), upkeep.fault, []
+
+    def slow(*block):
+        nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        assert saved.manager.upkeep.closing.wait(60)
+        return find(*block)
+
+    for step in (3, 6, 9):
+        saved.save(step)
+        if step == 6:
+            saved.manager.finish()
+            monkeypatch.setattr(upkeep, "fault", slow)
+    saved.manager.close()
+    assert complete_steps(saved.folder) == [3, 6, 9]  # step 9 is not known to be intact
+    assert set(nice) <= {19}
+    assert os.getpriority(os.PRIO_PROCESS, 0) < 19
+
+
+def test_files_are_read_back_from_the_disk(start_run, monkeypatch):
+    dropped, drop = [], os.posix_fadvise
+    saved = start_run()
+
+    def spy(file, *span):
+        dropped.append((os.readlink(f"/proc/self/fd/{file}"), *span))
+        drop(file, *span)
+
+    monkeypatch.setattr(os, "posix_fadvise", spy)
+    saved.save(3)
+    files = {str(path) for path in (saved.folder / "step-3").iterdir()}
+    assert {*dropped} == {(name, 0, 0, os.POSIX_FADV_DONTNEED) for name in files}
 
 
 # ── Whole runs ────────────────────────────────────────────────────────────────────────────────────────
@@ -349,6 +439,31 @@ def test_fsdp_saves_the_step_s_state_asynchronously(whole):
                 assert torch.linalg.vector_norm(two[name] - value) <= 1e-5 * torch.linalg.vector_norm(value), name
             else:
                 assert two[name] == value, name
+
+
+def test_saving_and_loading_may_outlast_the_timeouts(tmp_path):
+    """Periodic, asynchronous and last saves, and a load, in which one rank takes longer than a collective may."""
+    options = ["--comm.init_timeout_seconds=3", "--comm.train_timeout_seconds=3", "--validation.no_enable"]
+    command = train_command(tmp_path / "run", "--training.local_batch_size=2", "--checkpoint.interval=2", *options)[2:]
+    for mode, steps in (("disabled", 3), ("async", 5)):
+        more = [f"--checkpoint.async_mode={mode}", f"--training.steps={steps}"]
+        done = forked(["slow", *command, *more], tmp_path / mode, ranks=2, script="tests/checkpoints/bad_disk.py")
+        assert done.returncode == 0, done.stderr
+        assert f"step {steps}/{steps}" in done.stderr
+        assert complete_steps(tmp_path / "run" / "checkpoint") == [2 * (steps // 2), steps]
+        assert ("resuming from" in done.stderr) == (mode == "async")
+
+
+def test_a_file_that_another_rank_s_disk_damaged_is_named_at_once(tmp_path):
+    """By the rank that wrote it; rank 0 sets the checkpoint aside, and the run goes on."""
+    options = ["--training.local_batch_size=2", "--training.steps=8", "--checkpoint.interval=2"]
+    command = train_command(tmp_path / "run", "--validation.no_enable", *options)[2:]
+    done = forked(["lossy", *command], tmp_path / "printed", ranks=2, script="tests/checkpoints/bad_disk.py")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run" / "checkpoint"
+    assert re.search(rf"^\[rank 1\] {folder}/step-4: __1_0.distcp has 1,000 bytes, [\d,]+ expected$", done.stderr, re.M)
+    assert "step-4 was damaged while it was saved. It is kept as damaged-4" in done.stderr
+    assert sorted(path.name for path in folder.iterdir()) == ["damaged-4", "step-6", "step-8"]
 
 
 def test_a_full_disk_ends_the_run_with_four(tmp_path):

@@ -78,7 +78,7 @@ def test_metadata_is_not_run(folder, mark, tmp_path, capsys):
     asks = r"step-1/\.metadata .* asks for posix\.system"
     for use in (
         lambda: read_metadata(folder),
-        lambda: load({"state": {"step": 0}}, folder, no_dist=True),
+        lambda: load({"state": {"step": 0}}, folder),
         lambda: checkpoint_to_model_dir(folder, tmp_path / "out"),
     ):
         with pytest.raises(ConfigError, match=asks):
@@ -112,7 +112,7 @@ def test_single_objects_are_not_run(tmp_path, mark):
     assert faults(folder) == []  # intact, as its author intended
     where = r"step-1: __0_0\.distcp, bytes 0 to [\d,]+, asks for posix\.system"
     with pytest.raises(ConfigError, match=where):
-        load({"state": {"step": 0}}, folder, no_dist=True)
+        load({"state": {"step": 0}}, folder)
     assert not mark.exists()
 
 
@@ -124,7 +124,7 @@ def test_tensors_are_not_run(folder, mark):
     (folder / "__0_1.distcp").write_bytes(data)
     write_metadata(folder, metadata)
     with pytest.raises(ConfigError, match=r"__0_1\.distcp, bytes 0 to"):
-        load({"norm.weight": torch.empty(16)}, folder, no_dist=True)
+        load({"norm.weight": torch.empty(16)}, folder)
     assert not mark.exists()
 
 
@@ -187,7 +187,7 @@ def test_places_stay_in_the_folder(folder, tmp_path, kind):
     for place in metadata.storage_data.values():
         vars(place).update(changes)
     write_metadata(folder, metadata)
-    for use in (lambda: read_metadata(folder), lambda: load({"norm.weight": torch.empty(16)}, folder, no_dist=True)):
+    for use in (lambda: read_metadata(folder), lambda: load({"norm.weight": torch.empty(16)}, folder)):
         with pytest.raises(ConfigError, match=says):
             use()
     assert faults(folder)
@@ -203,11 +203,11 @@ def test_parts_lie_in_their_tensor(folder):
 
 def test_a_checkpoint_of_something_else_is_refused(folder):
     with pytest.raises(ConfigError, match=r"lacks what is to be loaded: .*optimizer"):
-        load({"optimizer": {"a": torch.empty(3)}}, folder, no_dist=True)
+        load({"optimizer": {"a": torch.empty(3)}}, folder)
     with pytest.raises(ConfigError, match=r"lacks what is to be loaded: .*norm.weight"):
-        load({"norm.weight": torch.empty(17)}, folder, no_dist=True)
+        load({"norm.weight": torch.empty(17)}, folder)
     with pytest.raises(FileNotFoundError, match=r"\.metadata"):
-        load({"norm.weight": torch.empty(16)}, folder.parent, no_dist=True)
+        load({"norm.weight": torch.empty(16)}, folder.parent)
 
 
 def test_a_run_that_resumes_runs_nothing(start_run, mark, monkeypatch):

@@ -17,6 +17,7 @@ SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.sh"))
 SRUN = """#!/usr/bin/env bash
 # Two tasks on each of two nodes, or TASKS, started at once; like srun, the highest status of all.
 while [[ $1 == -* ]]; do
+    echo "$1" >> "$FAKE/srun"
     [[ $1 == --output=* ]] && output=${1#--output=}
     shift
 done
@@ -42,6 +43,8 @@ names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_NODEID", "MASTER_ADDR", "MAS
 folder = pathlib.Path(os.environ["FAKE"])
 if "RANK" in os.environ:
     (folder / f"rank-{os.environ['RANK']}").write_text(" ".join(os.environ[name] for name in names))
+    caches = (os.environ.get(name, "none") for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"))
+    (folder / f"caches-{os.environ['RANK']}").write_text(" ".join(caches))
 (folder / "arguments").write_text(" ".join(sys.argv[1:]))
 while (folder / "hold").exists():
     time.sleep(0.05)
@@ -67,6 +70,7 @@ def slurm(tmp_path):
         variables = {
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "FAKE": str(tmp_path), "PYTHON": str(python),
             "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "node[0-1]",
+            "TMPDIR": str(tmp_path),
         }  # fmt: skip
         command = ["bash", str(ROOT / "launch" / "slurm.sh"), *arguments]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -98,6 +102,32 @@ def test_ranks_of_two_nodes(slurm, tmp_path):
         assert (tmp_path / "runs" / "slurm" / "123456" / f"rank-{rank}.log").exists()
     assert (tmp_path / "arguments").read_text() == "train.py --job.config_file a b.toml"
     assert (tmp_path / "scontrol").read_text() == "show hostnames node[0-1]\n"
+
+
+def test_ranks_have_the_cpus_of_the_job(slurm, tmp_path):
+    """srun no longer takes them from the job by itself."""
+    for given, expected in (({"SLURM_CPUS_PER_TASK": "8"}, ["--cpus-per-task=8"]), ({}, [])):
+        (tmp_path / "srun").unlink(missing_ok=True)
+        assert ended(slurm("train", **given))[0] == 0
+        options = (tmp_path / "srun").read_text().splitlines()
+        assert [option for option in options if "cpus" in option] == expected
+
+
+def test_kernels_are_compiled_on_each_node_s_own_disk(slurm, tmp_path):
+    def caches(**variables):
+        status, said = ended(slurm("train", **variables))
+        assert status == 0, said
+        (found,) = {(tmp_path / f"caches-{rank}").read_text() for rank in range(4)}
+        return found
+
+    own = tmp_path / f"farsight-{os.getuid()}"
+    assert caches() == f"{own}/triton {own}/inductor"
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert caches(TRITON_CACHE_DIR="/mine") == f"/mine {own}/inductor"
+    assert caches(SLURM_TMPDIR=str(tmp_path / "job")).startswith(f"{tmp_path}/job/farsight-")
+    own.rmdir()
+    own.touch()  # someone else's, say
+    assert caches() == "none none"
 
 
 @pytest.mark.parametrize(("status", "queued"), [(75, True), (0, False), (1, False), (2, False)])

@@ -56,9 +56,7 @@ class Finetuner(Trainer):
         super().__init__(config)
         (model,) = self.model_parts
         base = Path(config.base_model.path).expanduser()
-        self.base, self.checkpoints.history = on_rank_zero(
-            lambda: (base_entry(base), read_history(base)), may_take_hours=True
-        )
+        self.base, self.checkpoints.history = on_rank_zero(lambda: (base_entry(base), read_history(base)))
         self.checkpoints.base = self.base["fingerprint"]
         self.before = len(self.checkpoints.history)
         """Training runs in the base's history."""
