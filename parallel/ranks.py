@@ -22,7 +22,7 @@ def on_rank_zero(work: Callable[[], T], may_take_hours: bool = False) -> T:
         try:
             outcome[0] = work()
         except Exception as error:
-            outcome[1] = _portable(error)
+            outcome[1] = portable(error)
     if may_take_hours:
         wait_for_rank_zero()
     if dist.get_world_size() > 1:
@@ -32,7 +32,7 @@ def on_rank_zero(work: Callable[[], T], may_take_hours: bool = False) -> T:
     return outcome[0]
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error itself, or a RuntimeError with its text if it can't be pickled: other ranks would wait forever."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -51,7 +51,7 @@ def on_every_rank(work: Callable[[], T], may_take_hours: bool = False) -> list[T
     try:
         own[0] = work()
     except Exception as error:
-        own[1] = _portable(error)
+        own[1] = portable(error)
     if may_take_hours:
         wait_for_rank_zero()
     outcomes = [own] * dist.get_world_size()
