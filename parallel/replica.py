@@ -43,9 +43,12 @@ def replica_of(dims: ParallelDims) -> Replica:
     """This rank's replica. Collective."""
     if dims.batch == dims.world_size or dist.get_backend() == "fake":  # with a fake group there is no other process
         return ALONE
-    grid = torch.arange(dims.world_size).view(dims.pp, dims.batch, -1).transpose(0, 1).flatten(1)
-    own = (grid == dist.get_rank()).any(1).nonzero().item()
-    return SharingReplica(grid[int(own)].tolist())
+    return SharingReplica(next(ranks for ranks in ranks_by_replica(dims) if dist.get_rank() in ranks))
+
+
+def ranks_by_replica(dims: ParallelDims) -> list[list[int]]:
+    """The ranks of each replica, in order; pipeline stages are the outermost dimension of ranks, the rows' the next."""
+    return torch.arange(dims.world_size).view(dims.pp, dims.batch, -1).transpose(0, 1).flatten(1).tolist()  # type: ignore[no-any-return]  # torch has no types here
 
 
 class SharingReplica(Replica):

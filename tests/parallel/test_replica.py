@@ -1,8 +1,22 @@
 """One rank of each replica reads and tokenises; the others get the same batches, places and errors."""
 
 import json
+from itertools import product
 
+import pytest
+
+from farsight.parallel.meshes import ParallelDims
+from farsight.parallel.replica import ranks_by_replica
 from tests.running import forked
+
+
+@pytest.mark.parametrize("degrees", [(1, 4, 1, 2), (2, 2, 1, 2), (2, 1, 3, 2), (3, 2, 2, 1), (1, 1, 1, 4)])
+def test_ranks_of_a_replica_differ_in_all_but_the_rows(degrees):
+    """Ranks are numbered with tensor parallelism innermost, then context, data and pipeline parallelism."""
+    pp, dp, cp, tp = degrees
+    dims = ParallelDims(pp * dp * cp * tp, dp_shard=dp, cp=cp, tp=tp, pp=pp)
+    places = list(product(range(pp), range(dp), range(cp), range(tp)))
+    assert ranks_by_replica(dims) == [[r for r, place in enumerate(places) if place[1] == d] for d in range(dp)]
 
 
 def test_eight_ranks_take_what_two_read(tmp_path):
