@@ -7,18 +7,19 @@ the same on any number of ranks, and since the state is saved per lane, a run ca
 
 import json
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 
 from farsight.configs import schema
 from farsight.data.mixture import MixedSource, Mixture
 from farsight.data.packing import Packer, Rows
 from farsight.data.prefetch import Prefetch
+from farsight.data.replica import ALONE, Replica
 from farsight.data.sources.build import open_sources
 from farsight.data.sources.documents import DocumentSource, Split
 from farsight.data.sources.identity import difference
@@ -29,7 +30,6 @@ logger = logging.getLogger(__name__)
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
-_MICRO_BATCHES_AHEAD = 2
 ORDER_KEY = "order"
 """Key of a loader's state: JSON of everything that the order of its batches depends on."""
 _FILES = "the files of "
@@ -38,27 +38,56 @@ _NOT_IDENTITY = ("path", "data_dir", "data_files")
 """Fields that may change between save and resume: moved data is the same data."""
 
 
-class ReadAheadLoader(ABC):
-    """A loader whose micro-batches are prepared by a thread. Iterating again continues after the last complete step that was
-    delivered, and ends the older iteration."""
+@dataclass(frozen=True)
+class Place:
+    """Where a loader is after a complete step."""
 
-    _running: Prefetch[tuple[Batch, Any]] | None = None
+    state: dict[str, Any]
+    """What a checkpoint saves, besides the order."""
+    epochs: Any
+    """Passes over the data, as the loader's `epochs`."""
+    skipped: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Rows that could not be used, by source and reason, since the process started."""
 
-    @abstractmethod
-    def _from_here(self) -> Iterator[tuple[Batch, Any]]:
-        """Micro-batches from the current position on; the last of each step with the position after it, others with None."""
 
-    @abstractmethod
-    def _delivered(self, place: Any) -> None:
-        """Called when a complete step was delivered; `place` is the position after it."""
+@dataclass(frozen=True)
+class LoaderFacts:
+    """What each rank of a replica knows of its loader, whether it reads or not."""
+
+    order: dict[str, Any]
+    """Everything that the order of batches depends on: a flat dict, keyed by the names of the settings."""
+    start: Place
+    micro_batches_per_step: int
+
+
+class ReadAheadLoader:
+    """The endless micro-batches of one data-parallel rank, which a thread prepares at least one step ahead.
+
+    Iterating again continues after the last complete step that was delivered, and ends the older iteration. A loader of this
+    class itself is one of a rank that does not read: its replica's reading rank gives it the batches, and the places in the data.
+    """
+
+    _running: Prefetch[tuple[Batch, Place | None]] | None = None
+
+    replica: Replica = ALONE
+
+    def __init__(self, facts: LoaderFacts):
+        self.facts, self._place = facts, facts.start
+
+    def _read(self, state: dict[str, Any]) -> Iterator[tuple[Rows, Place | None]]:
+        """Micro-batches from a state on; the last of each step with the place after it, others with None. For the reading rank."""
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
-        running = self._running = Prefetch(self._from_here(), _MICRO_BATCHES_AHEAD)
+        state = self._place.state
+        shared = self.replica.share(lambda: self._read(state))
+        batches = ((to_batch(rows), place) for rows, place in shared.items)
+        running = self._running = Prefetch(batches, max(2, self.micro_batches_per_step), shared.close)
         try:
             for batch, place in running:
                 if place is not None:
-                    self._delivered(place)
+                    self._place = place
                 yield batch
         finally:
             running.close()
@@ -70,13 +99,69 @@ class ReadAheadLoader(ABC):
             self._running.close()
             self._running = None
 
+    @property
+    def micro_batches_per_step(self) -> int:
+        """G/(W·b)."""
+        return self.facts.micro_batches_per_step
+
+    @property
+    def epochs(self) -> Any:
+        """Passes over the data in the steps delivered so far."""
+        return self._place.epochs
+
+    @property
+    def skipped(self) -> dict[str, dict[str, int]]:
+        """Rows that could not be used in the steps delivered so far, by source and reason."""
+        return self._place.skipped
+
+    def rewind(self) -> None:
+        """Goes back to the first batch."""
+        self._go_to(self.facts.start.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last complete step that was delivered; a step in progress counts as not begun."""
+        return {ORDER_KEY: json.dumps(self.facts.order), **self._place.state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues after the state's step; an empty state starts from the first batch.
+
+        Raises `DataError`, naming both values, if the state has another order of data.
+        """
+        if not state_dict:
+            self.rewind()
+            return
+        refuse_other_order(json.loads(state_dict[ORDER_KEY]), self.facts.order)
+        self._go_to({key: state_dict[key] for key in self.facts.start.state})
+
+    def check_order(self, saved: dict[str, Any]) -> None:
+        """Raises `DataError` unless the order of data that a checkpoint was saved under is this loader's.
+
+        Call it before loading: where the checkpoint has fewer lanes, loading fails with nothing but a missing key.
+        """
+        refuse_other_order(saved, self.facts.order)
+
+    def _go_to(self, state: dict[str, Any]) -> None:
+        self.close()
+        self._place = replace(self._place, state=state)
+
+
+def shared_loader(build: Callable[[], ReadAheadLoader], replica: Replica) -> ReadAheadLoader:
+    """The loader that `build` makes on the rank that reads for its replica; on the others one that gets its batches.
+
+    All ranks of the replica call it; an error is raised on all of them.
+    """
+    loader = replica.build(build, lambda built: built.facts, ReadAheadLoader)
+    loader.replica = replica
+    return loader
+
 
 class Loader(ReadAheadLoader):
-    """The endless micro-batches of one data-parallel rank.
+    """Packed documents of a mixture.
 
     Yields ({"input": int64 [b, L], "positions": int64 [b, L], "document_starts": int32 [b, L]}, labels: int64 [b, L]),
-    G/(W·b) of them per step; labels are IGNORE (-100) after the last token of a document. Iterating again continues
-    after the last complete step that was delivered, and ends the older iteration.
+    G/(W·b) of them per step; labels are IGNORE (-100) after the last token of a document. `epochs` are the completed passes
+    over each source, in the order of `data.sources`; the most of any of this rank's lanes. The state is one of each lane, so
+    data-parallel ranks save disjoint parts of one checkpoint, and any number of them can load their own lanes from it.
     """
 
     def __init__(
@@ -109,75 +194,21 @@ class Loader(ReadAheadLoader):
             MixedSource(share, source, tokenizer, vocab_size)
             for share, source in zip(config.sources, self._sources, strict=True)
         ]
-        self._order = _describe_order(config, tokenizer, self._sources, global_batch_size, seq_len)
         if dp_rank == 0 and split == "train":
             self._report_shared()
-        self._lane_states: dict[int, str] = {}
         self._epochs = [0] * len(self._sources)
+        super().__init__(
+            LoaderFacts(
+                _describe_order(config, tokenizer, self._sources, global_batch_size, seq_len),
+                Place({_lane_key(lane): "" for lane in self._lane_ids}, self._epochs),
+                len(self._lane_ids) // micro_batch_size,
+            )
+        )
 
-    def _from_here(self) -> Iterator[tuple[Batch, dict[int, str] | None]]:
-        return self._produce(dict(self._lane_states))
-
-    def _delivered(self, place: dict[int, str]) -> None:
-        self._lane_states = place
-
-    @property
-    def epochs(self) -> list[int]:
-        """Completed passes over each source, in the order of `data.sources`; the most of any of this rank's lanes."""
-        return list(self._epochs)
-
-    @property
-    def skipped(self) -> dict[str, dict[str, int]]:
-        """Rows that could not be read, by source and reason; counted over this rank's lanes since the process started."""
-        return {
-            f"data.sources[{i}], {source.name}": dict(source.skipped)
-            for i, source in enumerate(self._sources)
-            if source.skipped
-        }
-
-    @property
-    def micro_batches_per_step(self) -> int:
-        """G/(W·b)."""
-        return len(self._lane_ids) // self._micro_batch_size
-
-    def rewind(self) -> None:
-        """Goes back to the first batch."""
-        self.close()
-        self._lane_states = {}
-
-    def state_dict(self) -> dict[str, str]:
-        """The position of each of this rank's lanes after the last complete step that was delivered.
-
-        A step in progress (gradient accumulation) counts as not begun. Keys are lanes, so ranks save disjoint parts of
-        one checkpoint, and any number of ranks can load their own lanes from it.
-        """
-        lanes = {_lane_key(lane): self._lane_states.get(lane, "") for lane in self._lane_ids}
-        return {ORDER_KEY: json.dumps(self._order)} | lanes
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues after the state's step; an empty state starts from the first batch.
-
-        Raises `DataError`, naming both values, if the state has another order of data.
-        """
-        if not state_dict:
-            self.rewind()
-            return
-        refuse_other_order(json.loads(state_dict[ORDER_KEY]), self._order)
-        states = {lane: state_dict[_lane_key(lane)] for lane in self._lane_ids}
-        self.close()
-        self._lane_states = {lane: state for lane, state in states.items() if state}
-
-    def check_order(self, saved: dict[str, Any]) -> None:
-        """Raises `DataError` unless the order of data that a checkpoint was saved under is this loader's.
-
-        Call it before loading: where the checkpoint has fewer lanes, loading fails with nothing but a missing key.
-        """
-        refuse_other_order(saved, self._order)
-
-    def _produce(self, states: dict[int, str]) -> Iterator[tuple[Batch, dict[int, str] | None]]:
-        """Micro-batches from the given states on; the last one of each step comes with the lanes' states after it."""
+    def _read(self, state: dict[str, str]) -> Iterator[tuple[Rows, Place | None]]:
         lanes = [
-            _Lane(self._mixed, self._config, lane, self._global_batch_size, states.get(lane)) for lane in self._lane_ids
+            _Lane(self._mixed, self._config, lane, self._global_batch_size, state[_lane_key(lane)])
+            for lane in self._lane_ids
         ]
         self._epochs = _passes(lanes)
         size = self._micro_batch_size
@@ -186,9 +217,17 @@ class Loader(ReadAheadLoader):
                 rows = Rows.empty(size, self._seq_len)
                 for i, lane in enumerate(lanes[start : start + size]):
                     lane.packer.fill(rows, i)
-                last = start + size == len(lanes)
-                yield to_batch(rows), {lane.lane: lane.state() for lane in lanes} if last else None
+                if start + size < len(lanes):
+                    yield rows, None
             self._report_passes(_passes(lanes))
+            yield rows, Place({_lane_key(lane.lane): lane.state() for lane in lanes}, self._epochs, self._skipped())
+
+    def _skipped(self) -> dict[str, dict[str, int]]:
+        return {
+            f"data.sources[{i}], {source.name}": dict(source.skipped)
+            for i, source in enumerate(self._sources)
+            if source.skipped
+        }
 
     def _report_shared(self) -> None:
         """Logs which sources have fewer documents than the batch has rows, and warns if even their parts are too short."""
@@ -214,26 +253,19 @@ class Loader(ReadAheadLoader):
 
 
 class ValidationLoader:
-    """The first `steps` global batches of the held-out documents, the same at every iteration.
+    """The same micro-batches at every iteration. They are kept in memory, so documents are read and tokenised once."""
 
-    The batches are kept in memory, so documents are read and tokenised once. Yields as `Loader` does.
-    """
-
-    def __init__(self, loader: Loader, steps: int):
-        """`loader`: a loader of the "validation" split. `steps`: number of global batches."""
-        self._loader = loader
-        self._micro_batches = steps * loader.micro_batches_per_step
+    def __init__(self, count: int, batches: Callable[[], Iterable[Batch]]):
+        """`batches`: gives this rank's `count` micro-batches at the first iteration."""
+        self._batches, self._count = batches, count
         self._kept: list[Batch] = []
 
     def __len__(self) -> int:
         """Micro-batches per iteration on this rank."""
-        return self._micro_batches
+        return self._count
 
     def __iter__(self) -> Iterator[Batch]:
-        if not self._kept:
-            self._loader.rewind()
-            self._kept = list(islice(self._loader, self._micro_batches))
-            self._loader.close()
+        self._kept = self._kept or list(self._batches())
         for inputs, labels in self._kept:
             yield dict(inputs), labels
 
@@ -259,9 +291,9 @@ def build_loader(job_config: schema.JobConfig, tokenizer: Tokenizer, dp_rank: in
 
 
 def build_validation_loader(
-    job_config: schema.JobConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int
+    job_config: schema.JobConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int, replica: Replica = ALONE
 ) -> ValidationLoader:
-    """The validation loader of a config for one data-parallel rank.
+    """The validation loader of a config for one data-parallel rank: the first batches of the held-out documents.
 
     A validation step is a global batch as large as in training, so the batches don't depend on the number of ranks.
     Micro-batches have `validation.local_batch_size` rows, or fewer if that doesn't divide a rank's share.
@@ -274,18 +306,27 @@ def build_validation_loader(
     batch_size = global_batch_size(job_config, dp_world_size)
     rows = max(1, batch_size // dp_world_size)
     at_most = min(rows, max(1, job_config.validation.local_batch_size))
-    loader = Loader(
-        job_config.data,
-        tokenizer,
-        seq_len=job_config.validation.seq_len,
-        vocab_size=job_config.architecture.vocab_size or tokenizer.vocab_size,
-        global_batch_size=batch_size,
-        micro_batch_size=next(size for size in range(at_most, 0, -1) if rows % size == 0),
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        split="validation",
+    loader = shared_loader(
+        lambda: Loader(
+            job_config.data,
+            tokenizer,
+            seq_len=job_config.validation.seq_len,
+            vocab_size=job_config.architecture.vocab_size or tokenizer.vocab_size,
+            global_batch_size=batch_size,
+            micro_batch_size=next(size for size in range(at_most, 0, -1) if rows % size == 0),
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            split="validation",
+        ),
+        replica,
     )
-    return ValidationLoader(loader, steps)
+    count = steps * loader.micro_batches_per_step
+
+    def batches() -> Iterator[Batch]:
+        yield from islice(loader, count)
+        loader.close()
+
+    return ValidationLoader(count, batches)
 
 
 class _Lane:
@@ -328,13 +369,17 @@ def global_batch_size(job_config: schema.JobConfig, dp_world_size: int) -> int:
 
 
 def to_batch(rows: Rows) -> Batch:
-    """A loader's batch of some rows [b, L], as the trainer takes it; the tensors share the rows' memory."""
-    inputs = {
-        "input": torch.from_numpy(rows.inputs),
-        "positions": torch.from_numpy(rows.positions),
-        "document_starts": torch.from_numpy(rows.document_starts),
-    }
-    return inputs, torch.from_numpy(rows.labels)
+    """A loader's batch of some rows [b, L], as the trainer takes it.
+
+    The tensors share the rows' memory; where there are GPUs, they are pinned copies, which copy to a GPU without being waited for.
+    """
+
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        shared = torch.from_numpy(array)
+        return shared.pin_memory() if torch.cuda.is_available() else shared
+
+    inputs = {"input": tensor(rows.inputs), "positions": tensor(rows.positions)}
+    return inputs | {"document_starts": tensor(rows.document_starts)}, tensor(rows.labels)
 
 
 def _lane_key(lane: int) -> str:
@@ -344,7 +389,6 @@ def _lane_key(lane: int) -> str:
 def _describe_order(
     config: schema.Data, tokenizer: Tokenizer, sources: list[DocumentSource], global_batch_size: int, seq_len: int
 ) -> dict[str, Any]:
-    """Everything that the order of batches depends on: a flat dict, keyed by the names of the settings."""
     order: dict[str, Any] = {
         "training.global_batch_size": global_batch_size,
         "training.seq_len": seq_len,

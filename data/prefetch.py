@@ -3,7 +3,7 @@
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -16,14 +16,15 @@ class Prefetch(Generic[Item]):
     """Iterates over `items` in order, while a thread runs up to `depth` items ahead; loaders prepare batches with it.
 
     An exception in the iterator is re-raised in the consumer, with its traceback, after the items before it. `close` stops
-    the thread; so does the end of the process, or losing the last reference.
+    the thread; so does the end of the process, or losing the last reference. It calls `wake` first, for an iterator that waits
+    for something else.
     """
 
-    def __init__(self, items: Iterator[Item], depth: int):
+    def __init__(self, items: Iterator[Item], depth: int, wake: Callable[[], None] = lambda: None):
         self._ready: queue.Queue[tuple[Item | None, BaseException | None]] = queue.Queue(maxsize=depth)
         stop = threading.Event()
         thread = threading.Thread(target=_run, args=(items, self._ready, stop), name="data-prefetch", daemon=True)
-        self.close = weakref.finalize(self, _stop, thread, stop)
+        self.close = weakref.finalize(self, _stop, thread, stop, wake)
         self._closed = stop
         thread.start()
 
@@ -65,7 +66,8 @@ def _put(ready: "queue.Queue", entry: tuple, stop: threading.Event) -> bool:
     return False
 
 
-def _stop(thread: threading.Thread, stop: threading.Event) -> None:
+def _stop(thread: threading.Thread, stop: threading.Event, wake: Callable[[], None]) -> None:
     stop.set()
+    wake()
     if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)

@@ -4,6 +4,7 @@ Counting full attention for every head, as is usual, would overstate the MFU of 
 is counted: no weight gradients of frozen layers, no backward pass below the lowest trained layer, and no recomputation.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,11 @@ def batch_flops(
     lowest = min(trained_layers) if trained_layers else 0
     if adapters is not None:
         lowest = adapters.lowest
-    pairs, pairs_backward = batch_pairs(layers, positions_BL), batch_pairs(layers[lowest:], positions_BL)
-    attention = architecture.head_dim * (4 * pairs + 8 * pairs_backward)
+    per_pair: Counter[int] = Counter()  # FLOPs by scope: 4 forward, and 8 backward where the backward pass gets
+    for number, layer in enumerate(layers):
+        for scope in layer.scopes:
+            per_pair[scope] += 4 + 8 * (number >= lowest)
+    attention = architecture.head_dim * visible_pairs_at_positions(per_pair, positions_BL)
     return matmul_flops_per_token(architecture, trained_layers, adapters) * positions_BL.numel() + attention
 
 
@@ -69,12 +73,3 @@ def layer_matmul_weights(architecture: Architecture) -> int:
     """Number of weights in a layer's linear parts: projections and feed-forward."""
     a = architecture
     return 2 * a.dim * a.head_dim * (a.n_heads + a.n_kv_heads) + 3 * a.dim * a.ffn_dim
-
-
-def batch_pairs(layers: Sequence[LayerPosition], positions_BL: Tensor) -> int:
-    """Number of query-key pairs that the heads of all layers see in a batch.
-
-    Args:
-        positions_BL: integers, each token's distance from the start of its document.
-    """
-    return visible_pairs_at_positions((scope for layer in layers for scope in layer.scopes), positions_BL)

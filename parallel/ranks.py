@@ -38,7 +38,7 @@ def on_rank_zero(work: Callable[[], T]) -> T:
         try:
             outcome[0] = work()
         except Exception as error:
-            outcome[1] = _portable(error)
+            outcome[1] = portable(error)
     if dist.get_world_size() > 1:
         dist.broadcast_object_list(outcome, group=group)
     if outcome[1] is not None:
@@ -46,7 +46,7 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     return outcome[0]
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """The error itself, or a RuntimeError with its text if it can't be pickled: other ranks would wait forever."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -65,7 +65,7 @@ def on_every_rank(work: Callable[[], T]) -> list[T]:
     try:
         own[0] = work()
     except Exception as error:
-        own[1] = _portable(error)
+        own[1] = portable(error)
     outcomes = [own] * dist.get_world_size()
     if dist.get_world_size() > 1:
         dist.all_gather_object(outcomes, own, group=group)

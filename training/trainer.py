@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -28,7 +29,7 @@ from farsight.checkpoints.manager import ModelWeights, RunCheckpoints
 from farsight.checkpoints.model_dir.api import TOKENIZER_FILES, check_model_out
 from farsight.configs.schema import JobConfig
 from farsight.configs.typed import to_toml
-from farsight.data.loader import build_loader, build_validation_loader
+from farsight.data.loader import build_loader, build_validation_loader, shared_loader
 from farsight.data.packing import IGNORE
 from farsight.errors import ConfigError, Interrupted, NonFiniteError, SaveError
 from farsight.files import write_text
@@ -45,6 +46,7 @@ from farsight.parallel.meshes import ParallelDims, connect
 from farsight.parallel.parallelize import parallelize, wrapper
 from farsight.parallel.pipeline import LossShare, Pipeline, pipeline
 from farsight.parallel.ranks import on_rank_zero
+from farsight.parallel.replica import replica_of
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
 from farsight.training.figures import OnTheWay, StepFigures
 from farsight.training.memory_recorder import Phase
@@ -111,6 +113,7 @@ class Trainer:
         gc.collect()
 
         self.tokenizer = build_tokenizer(config)
+        self.replica = replica_of(dims)
         self.loader = self._build_loader()
         self.validator = None
         self.metrics = RunMetrics(config, dims, self.device)
@@ -173,10 +176,11 @@ class Trainer:
             os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS needs to be deterministic
 
     def _build_loader(self) -> Any:
-        return build_loader(self.config, self.tokenizer, self.data_rank, self.dims.batch)
+        build = partial(build_loader, self.config, self.tokenizer, self.data_rank, self.dims.batch)
+        return shared_loader(build, self.replica)
 
     def _build_validation_loader(self) -> Any:
-        return build_validation_loader(self.config, self.tokenizer, self.data_rank, self.dims.batch)
+        return build_validation_loader(self.config, self.tokenizer, self.data_rank, self.dims.batch, self.replica)
 
     def _untrained(self) -> Llama:
         """The model on the meta device, without weights."""

@@ -12,7 +12,6 @@ state is the number of steps, and a run can resume on another number of ranks.
     starts           0 0 0 0 4 4 4 7
 """
 
-import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
@@ -25,16 +24,17 @@ from farsight.data.instructions.chat import ChatTemplate, chat_template
 from farsight.data.instructions.plan import RowSequence, plan_epoch
 from farsight.data.instructions.rows import Conversations, SourceReport, read_conversations
 from farsight.data.loader import (
-    ORDER_KEY,
-    Batch,
+    LoaderFacts,
+    Place,
     ReadAheadLoader,
+    ValidationLoader,
     global_batch_size,
-    refuse_other_order,
     rows_of_rank,
     source_settings,
     to_batch,
 )
 from farsight.data.packing import IGNORE, Rows
+from farsight.data.replica import ALONE, Replica
 from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.errors import DataError
 
@@ -70,12 +70,12 @@ class RowFiller:
 
 
 class InstructionLoader(ReadAheadLoader):
-    """The endless micro-batches of one data-parallel rank.
+    """Rows of conversations.
 
     Yields ({"input": int64 [b, L], "positions": int64 [b, L], "document_starts": int32 [b, L]}, labels: int64 [b, L]),
     G/(W·b) of them per step; labels are IGNORE (-100) for tokens that are not trained. L is `seq_len` if conversations are
-    packed, otherwise the length of the global batch's longest conversation, rounded up to `multiple`. Iterating again
-    continues after the last complete step that was delivered, and ends the older iteration.
+    packed, otherwise the length of the global batch's longest conversation, rounded up to `multiple`. `epochs` are passes over
+    the data, as a fraction; the state is the number of steps.
     """
 
     def __init__(
@@ -113,8 +113,10 @@ class InstructionLoader(ReadAheadLoader):
             seed=config.seed,
             packed_length=seq_len if config.packing else None,
         )
-        self._order = self._describe_order(tokenizer)
-        self._steps = 0
+        facts = LoaderFacts(
+            self._describe_order(tokenizer), self._place_after(0), len(self._rows_of_rank) // micro_batch_size
+        )
+        super().__init__(facts)
         if dp_rank == 0:
             for report in self.conversations.reports:
                 logger.info("%s", report)
@@ -125,31 +127,14 @@ class InstructionLoader(ReadAheadLoader):
                 100 * self.padding(),
             )
 
-    def _from_here(self) -> Iterator[tuple[Batch, int | None]]:
-        return self._produce(self._steps)
-
-    def _delivered(self, place: int) -> None:
-        self._steps = place
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the data so far, as a fraction."""
-        return self.sequence.epochs(self._steps * self.global_batch_size)
+    def _place_after(self, steps: int) -> Place:
+        skipped = {report.name: dict(report.skipped) for report in self.reports if report.skipped}
+        return Place({_STEPS_KEY: steps}, self.sequence.epochs(steps * self.global_batch_size), skipped)
 
     @property
     def reports(self) -> list[SourceReport]:
         """Rows read and left out, one report per source."""
         return self.conversations.reports
-
-    @property
-    def skipped(self) -> dict[str, dict[str, int]]:
-        """Rows that could not be used, by source and reason."""
-        return {report.name: dict(report.skipped) for report in self.reports if report.skipped}
-
-    @property
-    def micro_batches_per_step(self) -> int:
-        """G/(W·b)."""
-        return len(self._rows_of_rank) // self._micro_batch_size
 
     def steps_for(self, epochs: float) -> int:
         """Optimizer steps that cover all rows of the first `epochs` epochs; the last one is filled from the next epoch."""
@@ -165,29 +150,6 @@ class InstructionLoader(ReadAheadLoader):
         batches = [lengths[plan.items[start : start + size]] for start in range(0, len(plan), size)]
         return 1 - tokens / max(1, sum(len(batch) * self._row_length(batch) for batch in batches))
 
-    def rewind(self) -> None:
-        """Goes back to the first batch."""
-        self.close()
-        self._steps = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """The number of complete steps that were delivered; a step in progress counts as not begun."""
-        return {ORDER_KEY: json.dumps(self._order), _STEPS_KEY: self._steps}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues after the state's step; an empty state starts from the first batch.
-
-        Raises `DataError`, naming both values, if the state has another order of data.
-        """
-        self.rewind()
-        if state_dict:
-            refuse_other_order(json.loads(state_dict[ORDER_KEY]), self._order)
-            self._steps = state_dict[_STEPS_KEY]
-
-    def check_order(self, saved: dict[str, Any]) -> None:
-        """Raises `DataError` unless the order of data that a checkpoint was saved under is this loader's."""
-        refuse_other_order(saved, self._order)
-
     def layout(self, items: Sequence[np.ndarray], length: int) -> Rows:
         """Rows [len(items), length] with the given conversations; `items` has those of each row."""
         rows = Rows.empty(len(items), length)
@@ -202,19 +164,17 @@ class InstructionLoader(ReadAheadLoader):
     def _row_length(self, used: np.ndarray) -> int:
         return self._seq_len if self._config.packing else _round_up(int(used.max()), self._multiple, self._seq_len)
 
-    def _produce(self, step: int) -> Iterator[tuple[Batch, int | None]]:
-        """Micro-batches from a step on; the last one of each step comes with the number of steps after it."""
-        size, own = self._micro_batch_size, self._rows_of_rank
+    def _read(self, state: dict[str, int]) -> Iterator[tuple[Rows, Place | None]]:
+        size, own, step = self._micro_batch_size, self._rows_of_rank, state[_STEPS_KEY]
         while True:
             items = self.sequence.rows(step * self.global_batch_size, self.global_batch_size)
             length = self.row_length(items)
             step += 1
             for start in range(own.start, own.stop, size):
                 rows = self.layout(items[start : start + size], length)
-                yield to_batch(rows), step if start + size == own.stop else None
+                yield rows, self._place_after(step) if start + size == own.stop else None
 
     def _describe_order(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Everything that the order of batches depends on: a flat dict, keyed by the names of the settings."""
         config, conversations = self._config, self.conversations
         order: dict[str, Any] = {
             "training.global_batch_size": self.global_batch_size,
@@ -233,7 +193,7 @@ class InstructionLoader(ReadAheadLoader):
 _ORDER_SETTINGS = ("seed", "held_out", "packing", "mask_documents", "overlong", "train_on")
 
 
-class InstructionValidationLoader:
+class InstructionValidationLoader(ValidationLoader):
     """The rows of held-out conversations, each once per iteration, the same on any number of ranks.
 
     Yields as `InstructionLoader` does.
@@ -274,26 +234,14 @@ class InstructionValidationLoader:
         longest = max(int(lengths[of_row].sum()) for of_row in items)
         length = seq_len if config.packing else _round_up(longest, multiple, seq_len)
         filler = RowFiller(self.conversations, _padding_id(tokenizer), config.mask_documents)
-        self._batches: list[Batch] = []
+        self.rows: list[Rows] = []
+        """This rank's micro-batches."""
         for start in range(dp_rank * share, (dp_rank + 1) * share, micro_batch_size):
             batch = Rows.empty(micro_batch_size, length)
             for number, of_row in enumerate(items[start : start + micro_batch_size]):
                 filler.fill(batch, number, of_row)
-            self._batches.append(to_batch(batch))
-
-    def __len__(self) -> int:
-        """Micro-batches per iteration on this rank."""
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for inputs, labels in self._batches:
-            yield dict(inputs), labels
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        return
+            self.rows.append(batch)
+        super().__init__(len(self.rows), lambda: map(to_batch, self.rows))
 
 
 def build_instruction_loader(
@@ -315,8 +263,13 @@ def build_instruction_loader(
 
 
 def build_instruction_validation_loader(
-    config: FinetuneConfig, tokenizer: Tokenizer, dp_rank: int, dp_world_size: int, multiple: int = 8
-) -> InstructionValidationLoader:
+    config: FinetuneConfig,
+    tokenizer: Tokenizer,
+    dp_rank: int,
+    dp_world_size: int,
+    multiple: int = 8,
+    replica: Replica = ALONE,
+) -> ValidationLoader:
     """The validation loader of a fine-tuning config for one data-parallel rank.
 
     It has `validation.steps` batches of a training batch's size, so the rows don't depend on the number of ranks; -1 takes
@@ -325,17 +278,23 @@ def build_instruction_validation_loader(
     steps = config.validation.steps
     if steps < 1 and steps != -1:
         raise DataError(f"validation.steps = {steps}: set the number of batches, or -1 to take all that is held out.")
-    return InstructionValidationLoader(
-        config.data,
-        chat_template(config.data, tokenizer),
-        tokenizer,
-        seq_len=config.validation.seq_len,
-        vocab_size=config.architecture.vocab_size or tokenizer.vocab_size,
-        rows=None if steps == -1 else steps * global_batch_size(config, dp_world_size),
-        micro_batch_size=config.validation.local_batch_size,
-        dp_rank=dp_rank,
-        dp_world_size=dp_world_size,
-        multiple=multiple,
+
+    def build() -> InstructionValidationLoader:
+        return InstructionValidationLoader(
+            config.data,
+            chat_template(config.data, tokenizer),
+            tokenizer,
+            seq_len=config.validation.seq_len,
+            vocab_size=config.architecture.vocab_size or tokenizer.vocab_size,
+            rows=None if steps == -1 else steps * global_batch_size(config, dp_world_size),
+            micro_batch_size=config.validation.local_batch_size,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            multiple=multiple,
+        )
+
+    return replica.build(
+        build, lambda built: built.rows, lambda rows: ValidationLoader(len(rows), lambda: map(to_batch, rows))
     )
 
 

@@ -10,7 +10,7 @@ and no others. A scope counts the token itself: with S = 1 a token sees only its
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -55,19 +55,28 @@ def visible_pairs_in_documents(scopes: Sequence[int] | Tensor, document_starts_B
     return visible_pairs_at_positions(scopes, (tokens - document_starts_BL.long())[:, q_offset:])
 
 
-def visible_pairs_at_positions(scopes: Iterable[int], positions: Tensor) -> int:
+def visible_pairs_at_positions(scopes: Iterable[int] | Mapping[int, int], positions_BL: Tensor) -> int:
     """Query-key pairs of all heads, from the queries' positions in their documents: the sum of min(S, position + 1).
 
-    `positions` is an integer tensor of any shape. The time is linear in its size, whatever the number of scopes.
+    `positions_BL` is an integer tensor [B, L]. It is read once, whatever the number of scopes; the rest depends on the number
+    of documents, since positions go up by one within each. A mapping gives the number of heads of each scope, or other weights.
     """
-    counts = torch.bincount(positions.flatten().long() + 1)  # how many tokens could see n tokens, themselves included
-    seen_upto = (counts * torch.arange(counts.numel(), device=counts.device)).cumsum(0).tolist()
-    tokens_upto = counts.cumsum(0).tolist()
-    pairs = 0
-    for scope, heads in Counter(scopes).items():
-        cut = min(scope, counts.numel() - 1)
-        pairs += heads * (seen_upto[cut] + cut * (tokens_upto[-1] - tokens_upto[cut]))
-    return pairs
+    if not positions_BL.numel():
+        return 0
+    heads = Counter(scopes)
+    scopes_S1 = torch.tensor([*heads], device=positions_BL.device)[:, None]
+    row_edges = torch.ones_like(positions_BL[:, :1], dtype=torch.bool)
+    jumps = positions_BL[:, 1:] - positions_BL[:, :-1] != 1
+    first = positions_BL[torch.cat([row_edges, jumps], dim=1)].long()
+    last = positions_BL[torch.cat([jumps, row_edges], dim=1)].long()
+
+    def pairs_before(end: Tensor) -> Tensor:
+        full = torch.minimum(scopes_S1, end)
+        return full * (full + 1) // 2 + (end - full) * full
+
+    # Each run of queries sees what all queries up to its last position would see, without those before its first.
+    pairs_S = (pairs_before(last + 1) - pairs_before(first)).sum(1).tolist()
+    return sum(n * pairs for n, pairs in zip(heads.values(), pairs_S, strict=True))
 
 
 def check_values(scopes: Sequence[int], document_starts_BL: Tensor | None) -> None:

@@ -377,6 +377,32 @@ class TestPrefetch:
         assert len(taken) == 4  # one delivered, two ready, one being made by the thread
         items.close()
 
+    @pytest.mark.parametrize(("micro", "ahead"), [(1, G), (G, 2)])
+    def test_reads_ahead_a_whole_step_and_two_micro_batches(self, mixed, micro, ahead):
+        running = loader(mixed, micro=micro)
+        batches = iter(running)  # dropping it would end it
+        next(batches)
+        ready, end = running._running._ready, time.monotonic() + 20
+        while not ready.full() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert ready.qsize() == ready.maxsize == ahead
+        running.close()
+
+    def test_batches_for_gpus_are_pinned(self, mixed, monkeypatch):
+        """A stand-in for `pin_memory`, which needs a GPU."""
+        pinned = []
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self.clone()) or pinned[-1])
+        running = loader(mixed)
+        inputs, labels = next(iter(running))
+        running.close()
+        assert len(inputs) == 3
+        assert all(any(tensor is one for one in pinned) for tensor in (*inputs.values(), labels))
+        monkeypatch.undo()
+        expected, same_labels = next(iter(loader(mixed)))
+        assert torch.equal(labels, same_labels)
+        assert all(torch.equal(inputs[name], expected[name]) for name in inputs)
+
     def test_thread_ends_with_its_iteration(self, mixed):
         before = threading.active_count()
         running = loader(mixed)

@@ -26,6 +26,7 @@ from farsight.kernels.scoped_attention import (
 from farsight.kernels.scoped_attention import visible_pairs_in_documents as pairs_in_documents
 from farsight.kernels.scoped_attention.banded import banded, masks
 from farsight.kernels.scoped_attention.bias import FORMULAS
+from farsight.kernels.scoped_attention.semantics import visible_pairs_at_positions
 
 INT32_MAX = 2**31 - 1
 
@@ -127,6 +128,16 @@ def test_visible_pairs_counts_the_mask(q_offset):
     assert visible_pairs(scopes.tolist(), 64, q_offset) == int(whole.sum())
     packed = Visibility(scopes, starts, q_offset=q_offset).mask(64 - q_offset)
     assert pairs_in_documents(scopes, starts, q_offset) == int(packed.sum())
+
+
+def test_visible_pairs_at_any_positions():
+    """Runs that begin in a document, single tokens, and positions out of order; heads are counted or weighted."""
+    positions = torch.tensor([[3, 4, 5, 6, 0, 1, 2, 3], [0, 0, 0, 7, 8, 5, 4, 9]], dtype=torch.int32)
+    weights = {1: 2, 3: 5, 6: 1, INT32_MAX: 4}
+    expected = sum(n * min(scope, p + 1) for scope, n in weights.items() for p in positions.flatten().tolist())
+    assert visible_pairs_at_positions(weights, positions) == expected
+    assert visible_pairs_at_positions([s for s, n in weights.items() for _ in range(n)], positions) == expected
+    assert visible_pairs_at_positions(weights, positions[:, :0]) == 0
 
 
 def test_visible_pairs_at_the_papers_lengths():

@@ -33,7 +33,7 @@ from farsight.configs.schema import (
 )
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, build_model, count_parameters, freeze_all_but, set_length
-from farsight.model.flops import batch_flops, batch_pairs, matmul_flops_per_token
+from farsight.model.flops import batch_flops, matmul_flops_per_token
 from farsight.model.llama import FeedForward
 
 SMALL = Architecture(vocab_size=96, dim=32, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, norm_eps=1e-5)
@@ -247,7 +247,6 @@ def test_flops_by_counting():
         for scope in layer.scopes
         for depth in positions.flatten().tolist()
     )
-    assert batch_pairs(config.layers(), positions) == expected
     linear = sum(m.weight.numel() for m in build_model(config).modules() if isinstance(m, torch.nn.Linear))
     assert matmul_flops_per_token(SMALL) == 6 * (linear + 96 * 32)
     assert batch_flops(SMALL, config.layers(), positions) == 24 * 6 * (linear + 96 * 32) + 3 * 2 * 2 * 8 * expected

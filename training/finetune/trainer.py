@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ from farsight.checkpoints.model_dir.api import ADAPTER_MARKER, check_model_out
 from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.data.instructions.loader import build_instruction_loader, build_instruction_validation_loader
+from farsight.data.loader import shared_loader
 from farsight.errors import ConfigError, NonFiniteError
 from farsight.model.adapt.garfa import garfa_of
 from farsight.model.adapt.lora import is_lora
@@ -75,8 +77,11 @@ class Finetuner(Trainer):
             ConfigError: the warm-up is longer than the run.
         """
         t, multiple = self.config.training, row_multiple(self.config)
-        loader = build_instruction_loader(self.config, self.tokenizer, self.data_rank, self.dims.batch, multiple)
-        t.steps = t.steps or loader.steps_for(t.epochs)
+        build = partial(
+            build_instruction_loader, self.config, self.tokenizer, self.data_rank, self.dims.batch, multiple
+        )
+        loader: Any = shared_loader(build, self.replica)  # only on the rank that reads does it know epochs
+        t.steps = t.steps or self.replica.same(lambda: loader.steps_for(t.epochs))
         if (warmup := self.config.lr_scheduler.warmup_steps) > t.steps:
             raise ConfigError(f"lr_scheduler.warmup_steps = {warmup} exceeds the run's {t.steps} steps.")
         return loader
@@ -84,7 +89,7 @@ class Finetuner(Trainer):
     def _build_validation_loader(self) -> Any:
         multiple = row_multiple(self.config)
         return build_instruction_validation_loader(
-            self.config, self.tokenizer, self.data_rank, self.dims.batch, multiple
+            self.config, self.tokenizer, self.data_rank, self.dims.batch, multiple, self.replica
         )
 
     def _untrained(self) -> Llama:
