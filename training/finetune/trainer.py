@@ -105,7 +105,7 @@ class Finetuner(Trainer):
     def _during(self, phase: Phase) -> AbstractContextManager[None]:
         return self.memory.during(phase)
 
-    def _precision(self) -> Any:
+    def around_forward(self) -> AbstractContextManager[Any]:
         if self.config.base_model.dtype == "float32":
             return nullcontext()
         # Each weight is used once per pass, so cached casts would only hold memory until its end.
