@@ -31,7 +31,7 @@ from farsight.model.build import ModelConfig, build_model, freeze_all_but, train
 from farsight.model.flops import Adapters, batch_flops
 from farsight.model.llama import Llama
 from farsight.new_folder import holds_only, new_folder
-from farsight.parallel.batch import model_inputs, sum_of_losses
+from farsight.parallel.batch import model_inputs, sum_of_losses, to_device
 from farsight.parallel.device import prepare_device
 from farsight.parallel.float8 import after_step, convert_to_float8
 from farsight.parallel.gradients import clip_gradients
@@ -274,8 +274,8 @@ class Trainer:
             inputs, labels: a micro-batch.
             global_valid_tokens: trained-on tokens of the global batch.
         """
-        on_device = {name: x.to(self.device, non_blocking=True) for name, x in inputs.items()}
-        arguments = model_inputs(self.config, self.context, on_device, labels.to(self.device, non_blocking=True))
+        labels = labels.to(self.device, non_blocking=True)
+        arguments = model_inputs(self.config, self.context, to_device(inputs, self.device), labels)
         self.loss_fn.denominator = global_valid_tokens / self.loss_copies
         if self.pipeline is not None:
             return self.pipeline.train(arguments).detach()

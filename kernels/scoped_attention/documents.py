@@ -63,9 +63,9 @@ def documents_of(document_starts_BL: Tensor) -> Documents:
     return told or cached(document_starts_BL, Documents, Documents.of)
 
 
-def remember_documents(document_starts_BL: Tensor, documents: Documents) -> None:
-    """Saves `documents_of` from reading a tensor on an accelerator whose documents the host knows."""
-    remember(document_starts_BL, Documents, documents)
+def remember_documents(document_starts_BL: Tensor, on_host_BL: Tensor) -> None:
+    """Saves `documents_of` from reading document starts on an accelerator that were copied from the host."""
+    remember(document_starts_BL, Documents, Documents.of(on_host_BL))
 
 
 def remember_part(whole_BL: Tensor, part_BL: Tensor) -> None:
@@ -74,7 +74,7 @@ def remember_part(whole_BL: Tensor, part_BL: Tensor) -> None:
     if (documents := known(whole_BL, Documents) or known(base, Documents)) is not None:
         keys = part_BL.shape[1]
         cut = Documents(documents.number, min(documents.longest, keys), min(documents.mean, keys))
-        remember_documents(part_BL, cut)
+        remember(part_BL, Documents, cut)
 
 
 class Sequences(NamedTuple):
