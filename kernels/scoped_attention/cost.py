@@ -23,9 +23,9 @@ from farsight.kernels.scoped_attention.documents import Documents
 from farsight.kernels.scoped_attention.semantics import visible_pairs
 
 Pass = Literal["forward", "backward"]
-FLOPS_PER_PAIR = {"forward": 4, "backward": 10}
+FLOPS_PER_PAIR: Mapping[Pass, int] = {"forward": 4, "backward": 10}
 """Times the head dim."""
-MOVED = {"forward": 2, "backward": 4}
+MOVED: Mapping[Pass, int] = {"forward": 2, "backward": 4}
 """Tensors of the queries' size that a kernel reads and writes, and as many of the keys'."""
 WINDOW = 1024
 BLOCK_ROWS = 128
