@@ -111,8 +111,8 @@ def main(argv: list[str] | None = None) -> int:
         "--backends",
         choices=BACKENDS,
         nargs="+",
-        help="of ours, for the kernels alone; prompts and training take the first (default: banded; triton and flex, and "
-        "flash if it is installed, on GPUs)",
+        help="of ours, for the kernels alone; prompts and training take the first (default: banded; hybrid, triton and flex, "
+        "and flash if it is installed, on GPUs)",
     )
     add("--heads", type=positive, metavar="N", help="query heads (default: 16; 32 on GPUs)")
     add("--kv-heads", type=positive, metavar="K", help="key-value heads, a divisor of N (default: 16; 8)")

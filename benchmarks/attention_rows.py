@@ -109,7 +109,7 @@ def dense(backend: SDPBackend, q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, q
 def scoped_backends(device: str) -> list[str]:
     if device == "cpu":
         return ["banded"]
-    return ["triton", "flex"] + ["flash"] * (importlib.util.find_spec("flash_attn") is not None)
+    return ["hybrid", "triton", "flex"] + ["flash"] * (importlib.util.find_spec("flash_attn") is not None)
 
 
 left_out: list[str] = []

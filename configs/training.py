@@ -104,9 +104,10 @@ class ActivationCheckpoint:
 class Attention:
     """The kernel for scoped attention."""
 
-    backend: Literal["auto", "reference", "banded", "triton", "flex", "flash"] = "auto"
-    """Kernel for scoped attention; "auto" picks by device and says which it took. "triton" needs a GPU, "flex" (PyTorch's
-    FlexAttention) a GPU to train, "flash" a GPU, bf16 or fp16, and the package flash-attn."""
+    backend: Literal["auto", "reference", "banded", "triton", "hybrid", "flex", "flash"] = "auto"
+    """Kernel for scoped attention; "auto" picks by device and says which it took. "triton" and "hybrid" (wide heads through
+    PyTorch's FlashAttention, in bf16 and fp16, the others through Triton) need a GPU, "flex" (PyTorch's FlexAttention) a GPU
+    to train, "flash" a GPU, bf16 or fp16, and the package flash-attn."""
 
 
 @dataclass(frozen=True)

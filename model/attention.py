@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from farsight.configs.schema import Architecture
 from farsight.kernels.head_rotation import rotate_heads
-from farsight.kernels.scoped_attention import Visibility
+from farsight.kernels.scoped_attention import Visibility, remember_scopes
 from farsight.model.context import OwnKV, PendingKV, SequenceContext
 from farsight.model.norm import RMSNorm
 from farsight.model.position.garfa import HeadFrequencies, HeadRope
@@ -76,6 +76,7 @@ class Attention(nn.Module):
         if self.scopes_N.is_meta:
             return
         self.scopes_N.copy_(torch.tensor(self.scopes, dtype=torch.int32))
+        remember_scopes(self.scopes_N, self.scopes)
         if self.bias_PN is not None:
             assert position.bias is not None
             rows = [values[self.heads] for values in position.bias.coefficients]

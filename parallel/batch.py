@@ -2,12 +2,21 @@
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from farsight.configs.schema import JobConfig
+from farsight.kernels.scoped_attention import remember_documents
 from farsight.parallel.halo import Context
 from farsight.parallel.meshes import ParallelDims
+
+
+def to_device(input_dict: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """A loader's tensors on a device. Kernels that need to know the documents on the host are told them."""
+    on_device = {name: x.to(device, non_blocking=True) for name, x in input_dict.items()}
+    remember_documents(on_device["document_starts"], input_dict["document_starts"])
+    return on_device
 
 
 def model_inputs(

@@ -63,10 +63,11 @@ def attention_ops(config: JobConfig) -> set[Any]:
     """The operators of the attention backend."""
     attention: set[Any] = {torch.ops.farsight.banded_attention.default}
     match config.attention.backend:
-        case "triton" | "auto" if torch.cuda.is_available() and find_spec("triton"):
-            from farsight.kernels.scoped_attention.triton import attention as triton_attention  # noqa: F401  registers its operator
+        case "triton" | "hybrid" | "auto" if torch.cuda.is_available() and find_spec("triton"):
+            from farsight.kernels.scoped_attention import hybrid  # noqa: F401  registers its operator and Triton's
 
-            attention.add(torch.ops.farsight.triton_attention.default)
+            ours = torch.ops.farsight
+            attention |= {ours.triton_attention.default, ours.hybrid_attention.default}
         case (
             "flex"
         ):  # visible only if blocks are compiled; otherwise it is inside a compiled function and is recomputed

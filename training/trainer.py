@@ -37,7 +37,7 @@ from farsight.model.build import ModelConfig, build_model, freeze_all_but, train
 from farsight.model.flops import Adapters, batch_flops
 from farsight.model.llama import Llama
 from farsight.new_folder import holds_only, new_folder
-from farsight.parallel.batch import model_inputs
+from farsight.parallel.batch import model_inputs, to_device
 from farsight.parallel.device import prepare_device
 from farsight.parallel.float8 import after_step, convert_to_float8
 from farsight.parallel.gradients import clip_gradients, squared_norm
@@ -286,7 +286,7 @@ class Trainer:
         inputs, labels = batch
         streams = torch.get_device_module(self.device)
         with streams.stream(self.copies):
-            inputs = {name: x.to(self.device, non_blocking=True) for name, x in inputs.items()}
+            inputs = to_device(inputs, self.device)
             labels = labels.to(self.device, non_blocking=True)
         streams.current_stream().wait_stream(self.copies)
         return inputs, labels

@@ -11,7 +11,7 @@ from torch import Tensor
 from farsight.configs.schema import JobConfig
 from farsight.data.packing import IGNORE
 from farsight.model.llama import Llama
-from farsight.parallel.batch import model_inputs, sum_of_losses
+from farsight.parallel.batch import model_inputs, sum_of_losses, to_device
 from farsight.parallel.halo import Context
 from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.parallelize import release_gathered
@@ -39,9 +39,8 @@ class Validator:
             part.eval()
         context = Context.of(self.dims, self.config)
         for input_dict, labels in self.batches:
-            on_device = {name: x.to(self.device) for name, x in input_dict.items()}
             with self.around_forward():
-                inputs = model_inputs(self.config, context, on_device, labels.to(self.device))
+                inputs = model_inputs(self.config, context, to_device(input_dict, self.device), labels.to(self.device))
                 if self.stages is None:
                     loss_sum, counts = model_parts[0](**inputs), True
                 else:

@@ -8,6 +8,8 @@ from farsight.kernels.scoped_attention.api import (
     scoped_prefill,
 )
 from farsight.kernels.scoped_attention.bias import ScoreBias
+from farsight.kernels.scoped_attention.documents import remember_documents
+from farsight.kernels.scoped_attention.host import remember_scopes
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 from farsight.kernels.scoped_attention.semantics import visible_pairs, visible_pairs_in_documents
 from farsight.kernels.scoped_attention.visibility import Visibility
@@ -18,6 +20,8 @@ __all__ = [
     "RollingCache",
     "ScoreBias",
     "Visibility",
+    "remember_documents",
+    "remember_scopes",
     "scoped_attention",
     "scoped_decode",
     "scoped_prefill",

@@ -17,7 +17,7 @@ from farsight.kernels.scoped_attention.reference import reference_attention
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
 from farsight.kernels.scoped_attention.visibility import INTEGERS, Visibility, require
 
-BACKENDS = ("reference", "banded", "triton", "flex", "flash")
+BACKENDS = ("reference", "banded", "triton", "hybrid", "flex", "flash")
 """Values of `backend`, besides "auto"; `configs.training.Attention` lists the same."""
 DECODE_BACKENDS = ("banded", "triton")
 """Values of `backend` in `scoped_decode`, besides "auto"."""
@@ -40,9 +40,10 @@ def scoped_attention(
         v_BLKH: values, shaped like the keys.
         visibility: the heads' scopes, and documents, bias and offset if there are any.
         scale: factor on the scores; None is 1 / sqrt(H).
-        backend: "reference" (O(L²) memory, any device), "banded" (O(L) memory, any device), "triton" (GPUs), "flex"
+        backend: "reference" (O(L²) memory, any device), "banded" (O(L) memory, any device), "triton" (GPUs), "hybrid"
+            (GPUs; wide heads through PyTorch's FlashAttention in bf16 and fp16, the others through Triton), "flex"
             (PyTorch's FlexAttention; GPUs, and CPUs without gradients), "flash" (the package flash-attn; GPUs, bf16 and
-            fp16), or "auto", which picks "triton" or "banded" (`choice.py`).
+            fp16), or "auto", which picks "hybrid", "triton" or "banded" (`choice.py`).
 
     Returns:
         o_BLNH: [B, Lq, N, H] in q's dtype. Gradients flow to q, k and v. Softmax and sums are fp32 (fp64 for fp64).
@@ -64,6 +65,9 @@ def scoped_attention(
         case "triton":
             _require_triton()
             from farsight.kernels.scoped_attention.triton.attention import triton_attention as attention
+        case "hybrid":
+            _require_triton("hybrid")
+            from farsight.kernels.scoped_attention.hybrid import hybrid_attention as attention
         case "flex":
             from farsight.kernels.scoped_attention.flex import flex_attention as attention
         case "flash":
@@ -151,10 +155,10 @@ def scoped_prefill(
 
 
 @torch.compiler.assume_constant_result
-def _require_triton() -> None:
+def _require_triton(backend: str = "triton") -> None:
     """Raises ValueError if Triton is not installed, as on some machines without a GPU: its kernels are imported on first use."""
     if importlib.util.find_spec("triton") is None:
-        raise ValueError('backend "triton" needs the package triton: install it, or use "banded"')
+        raise ValueError(f'backend "{backend}" needs the package triton: install it, or use "banded"')
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> None:

@@ -1,7 +1,7 @@
 """The choice of a backend for "auto". The rule follows the table in docs/performance/kernels.md; the choice is logged once.
 
-On a GPU the Triton kernels are checked before use: a small input, forward and backward, against the reference. This takes
-a moment, once per process for each dtype and head dim, so that an untested compiler or GPU can't train on wrong results.
+On a GPU the kernels are checked before use: a small input, forward and backward, against the reference. This takes a
+moment, once per process for each dtype and head dim, so that an untested compiler or GPU can't train on wrong results.
 """
 
 import importlib.util
@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def pick_backend(device_type: str, dtype: str, head_dim: int, decode: bool = Fal
     torch.compile calls it while compiling, so that its trial and logging do not break the graph.
 
     Raises:
-        RuntimeError: the Triton kernels give wrong results on this machine.
+        RuntimeError: the kernels give wrong results on this machine.
     """
     return _pick(device_type, dtype, head_dim, decode)
 
@@ -41,15 +41,21 @@ def pick_backend(device_type: str, dtype: str, head_dim: int, decode: bool = Fal
 def _pick(device_type: str, dtype: str, head_dim: int, decode: bool) -> str:
     picked, tried = "banded", ""
     if _can_run_triton(device_type, dtype, head_dim):
-        picked = "triton"
-        error = in_a_thread(_decode_error if decode else _attention_error, device_type, dtype, head_dim)
-        if not error <= TRIAL_TOLERANCE[dtype]:
-            raise RuntimeError(
-                f"the Triton attention kernels are off by {error:.1e} of the largest value for {dtype}, head dim "
-                f"{head_dim}, on this machine, where {TRIAL_TOLERANCE[dtype]:.0e} is expected: set the attention "
-                'backend to "banded", and report this with the output of python -m torch.utils.collect_env'
-            )
-        tried = f" (tried against the reference: error {error:.1e})"
+        picked, largest = "triton", 0.0
+        trials = [("Triton", "banded", _decode_error if decode else _attention_error)]
+        if not decode and _can_run_hybrid(device_type, dtype, head_dim):
+            picked = "hybrid"
+            trials.append(("PyTorch's variable-length", "triton", _hybrid_error))
+        for kernels, instead, trial in trials:
+            error = in_a_thread(trial, device_type, dtype, head_dim)
+            if not error <= TRIAL_TOLERANCE[dtype]:
+                raise RuntimeError(
+                    f"{kernels} attention kernels are off by {error:.1e} of the largest value for {dtype}, head dim "
+                    f"{head_dim}, on this machine, where {TRIAL_TOLERANCE[dtype]:.0e} is expected: set the attention "
+                    f'backend to "{instead}", and report this with the output of python -m torch.utils.collect_env'
+                )
+            largest = max(largest, error)
+        tried = f" (tried against the reference: error {largest:.1e})"
     name, what = dtype.removeprefix("torch."), "decoding" if decode else "attention"
     logger.info("%s backend for %s, head dim %d, on %s: %s%s", what, name, head_dim, device_type, picked, tried)
     return picked
@@ -62,14 +68,35 @@ def _can_run_triton(device_type: str, dtype: str, head_dim: int) -> bool:
     return torch.cuda.get_device_capability()[0] >= 8 and dtype in TRITON_DTYPES and head_dim <= 128
 
 
+def _can_run_hybrid(device_type: str, dtype: str, head_dim: int) -> bool:
+    """True where, besides Triton, this PyTorch's variable-length attention takes the heads."""
+    from farsight.kernels.scoped_attention import hybrid
+
+    kernel = hybrid.dense_kernel(torch.device(device_type))
+    return kernel is not None and getattr(torch, dtype.removeprefix("torch.")) in hybrid.DTYPES and head_dim % 8 == 0
+
+
 TRIAL_SCOPES = [3, 300, 100, 40]
 TRIAL_TOKENS, TRIAL_DOCUMENT = 300, 170  # where the second of two documents starts
 
 
 def _attention_error(device_type: str, dtype: str, head_dim: int) -> float:
-    """Largest error of output and gradients, with one document and with two, relative to the largest value."""
+    """That of the Triton kernels."""
     from farsight.kernels.scoped_attention.triton.attention import triton_attention
 
+    return _error_of(triton_attention, device_type, dtype, head_dim)
+
+
+def _hybrid_error(device_type: str, dtype: str, head_dim: int) -> float:
+    """That of both kernels together, each with half of the heads."""
+    from farsight.kernels.scoped_attention.hybrid import hybrid_attention
+
+    wide_from = sorted(TRIAL_SCOPES)[len(TRIAL_SCOPES) // 2]
+    return _error_of(partial(hybrid_attention, wide_from=wide_from), device_type, dtype, head_dim)
+
+
+def _error_of(attention: Callable[..., Tensor], device_type: str, dtype: str, head_dim: int) -> float:
+    """Largest error of output and gradients, with one document and with two, relative to the largest value."""
     q, k, v, do = _trial_inputs(device_type, dtype, head_dim)
     scopes_N = torch.tensor(TRIAL_SCOPES, device=device_type)
     two_documents = torch.zeros(1, TRIAL_TOKENS, dtype=torch.int32, device=device_type)
@@ -82,7 +109,7 @@ def _attention_error(device_type: str, dtype: str, head_dim: int) -> float:
 
     return max(
         _largest_error(
-            with_gradients(triton_attention, q.dtype, starts),
+            with_gradients(attention, q.dtype, starts),
             with_gradients(reference_attention, torch.float32, starts),
         )
         for starts in (None, two_documents)

@@ -9,23 +9,21 @@ Each head group is a separate launch that has to fill the GPU by itself; the Tri
 Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
 """
 
-import math
 from collections.abc import Iterable
-from functools import lru_cache, partial
-from itertools import groupby
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from farsight.kernels.scoped_attention import semantics
-from farsight.kernels.scoped_attention.host import cached, host_values
+from farsight.kernels.scoped_attention.documents import MAX_DOCUMENTS, documents_of, sequences_of
+from farsight.kernels.scoped_attention.host import host_values
 from farsight.kernels.scoped_attention.visibility import Visibility
+from farsight.kernels.scoped_attention.windows import Heads, add_heads, by_window
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
-MAX_DOCUMENTS = 65535
-"""Documents are the second dimension of the package's CUDA grids, and this is its limit."""
 
 
 def flash_attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, visibility: Visibility, scale: float) -> Tensor:
@@ -52,8 +50,9 @@ def flash_attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, visibility: 
         longest = k.shape[1]
         attend = partial(flash_attn.flash_attn_func, **options)
     else:
-        build = partial(_sequences, q_offset=visibility.q_offset, device=device)
-        sequences = cached(document_starts_BL, ("sequences", visibility.q_offset, device), build)
+        if (documents := documents_of(document_starts_BL).number) > MAX_DOCUMENTS:
+            raise ValueError(f'backend "flash" takes {MAX_DOCUMENTS} documents a batch, not {documents}: use "triton"')
+        sequences = sequences_of(document_starts_BL, visibility.q_offset, device)
         longest = sequences.max_seqlen_k
         attend = partial(flash_attn.flash_attn_varlen_func, **sequences._asdict(), **options)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -61,7 +60,7 @@ def flash_attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, visibility: 
 
     # The right end is 0, not the equivalent -1: with both ends -1 and no document of more than one query, the package assumes
     # exactly one query in each document (Dao-AILab/flash-attention#1537).
-    groups = _groups(tuple(-1 if scope >= longest else scope - 1 for scope in scopes), k.shape[-2], device)
+    groups = by_window(scopes, longest, k.shape[-2], device)
     if len(groups) == 1:
         o = attend(q, k, v, window_size=(groups[0].window, 0), alibi_slopes=slopes_N)
     else:
@@ -113,87 +112,7 @@ def package() -> Any:
     return flash_attn
 
 
-# Documents
-
-
-class _Sequences(NamedTuple):
-    """The documents of all batch rows one after the other, under the names of the package's arguments."""
-
-    cu_seqlens_q: Tensor
-    """int32 [documents + 1]: where each begins among the B * Lq queries. Documents before q_offset have no queries."""
-    cu_seqlens_k: Tensor
-    """int32 [documents + 1]: where each begins among the B * Lk keys."""
-    max_seqlen_q: int
-    max_seqlen_k: int
-
-
-def _sequences(document_starts_BL: Tensor, q_offset: int, device: torch.device) -> _Sequences:
-    """Document lengths from document starts; the tensor is copied to the host, which waits for the device once.
-
-    Raises:
-        ValueError: starts that are not those of packed documents, or too many documents.
-    """
-    starts_BL = document_starts_BL.cpu().long()
-    semantics.check_values((), starts_BL)
-    astray = starts_BL.gather(1, starts_BL) != starts_BL
-    if astray.any():
-        b, t = (int(x) for x in astray.nonzero()[0])
-        first = int(starts_BL[b, t])
-        raise ValueError(
-            f"document_starts_BL[{b}, {t}] is {first}, but token {first} is in the document that starts at "
-            f'{int(starts_BL[b, first])}: backend "flash" takes whole documents only, use "triton" or "banded"'
-        )
-    B, Lk = starts_BL.shape
-    row, start = (starts_BL == torch.arange(Lk)).nonzero(as_tuple=True)
-    if len(row) > MAX_DOCUMENTS:
-        raise ValueError(f'backend "flash" takes {MAX_DOCUMENTS} documents a batch, not {len(row)}: use "triton"')
-
-    def cumulative(first_token: int) -> tuple[Tensor, int]:
-        tokens = Lk - first_token
-        begins = row * tokens + (start - first_token).clamp_min(0)
-        begins = torch.cat((begins, torch.tensor([B * tokens])))
-        return begins.to(device, torch.int32), int(begins.diff().max())
-
-    (queries, most_queries), (keys, most_keys) = cumulative(q_offset), cumulative(0)
-    return _Sequences(queries, keys, most_queries, most_keys)
-
-
-# Which heads go together
-
-Heads = slice | Tensor
-"""Indexes of heads: a slice, for views without copies, if they are evenly spaced."""
-
-
-class _Group(NamedTuple):
-    """Heads of equal scope, for one call."""
-
-    window: int
-    """Number of tokens before its own that a query sees; -1 is no limit."""
-    heads: Heads
-    kv_heads: Heads
-    """Each of these serves equally many of the heads, in order."""
-
-
-@lru_cache(maxsize=1024)
-@torch.inference_mode(False)
-def _groups(windows_N: tuple[int, ...], kv_heads: int, device: torch.device) -> tuple[_Group, ...]:
-    """Query heads by window. Cached, because copying a list of heads to the GPU waits for it."""
-    ratio = len(windows_N) // kv_heads
-    groups = []
-    for window in sorted(set(windows_N)):
-        heads = [n for n, other in enumerate(windows_N) if other == window]
-        served = [(kv_head, len(list(same))) for kv_head, same in groupby(n // ratio for n in heads)]
-        # A key-value head that serves more heads than others is repeated until all serve equally many.
-        share = math.gcd(*(count for _, count in served))
-        repeated = [kv_head for kv_head, count in served for _ in range(count // share)]
-        groups.append(_Group(window, _indexes(heads, device), _indexes(repeated, device)))
-    return tuple(groups)
-
-
-def _indexes(heads: list[int], device: torch.device) -> Heads:
-    step = max(1, heads[1] - heads[0]) if len(heads) > 1 else 1
-    evenly = slice(heads[0], heads[-1] + 1, step)
-    return evenly if list(range(*evenly.indices(evenly.stop))) == heads else torch.tensor(heads, device=device)
+# Taking heads apart and putting them together
 
 
 class _Take(torch.autograd.Function):
@@ -208,10 +127,7 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         dx = grads[0].new_zeros(ctx.shape)
         for heads, grad in zip(ctx.groups, grads, strict=True):
-            if isinstance(heads, slice):
-                dx[..., heads, :] += grad
-            else:
-                dx.index_add_(-2, heads, grad)
+            add_heads(dx, heads, grad)
         return dx, None
 
 

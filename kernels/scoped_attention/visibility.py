@@ -13,6 +13,8 @@ from torch import Tensor
 
 from farsight.kernels.scoped_attention import semantics
 from farsight.kernels.scoped_attention.bias import FORMULAS, ScoreBias
+from farsight.kernels.scoped_attention.documents import remember_part
+from farsight.kernels.scoped_attention.host import VALUES, host_values, known, remember
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -33,7 +35,11 @@ class Visibility:
     def for_heads(self, heads: slice | Tensor) -> "Visibility":
         """That of only these query heads."""
         bias = None if self.bias is None else self.bias.for_heads(heads)
-        return replace(self, scopes_N=self.scopes_N[heads], bias=bias)
+        scopes_N = self.scopes_N[heads]
+        if (scopes := known(self.scopes_N, VALUES)) is not None:
+            kept = scopes[heads] if isinstance(heads, slice) else tuple(scopes[head] for head in host_values(heads))
+            remember(scopes_N, VALUES, kept)
+        return replace(self, scopes_N=scopes_N, bias=bias)
 
     def for_keys(self, keys: slice, q_offset: int) -> "Visibility":
         """That of a call with only these keys, whose indexes then begin at 0.
@@ -42,9 +48,10 @@ class Visibility:
             keys: its start and stop are tokens of the sequence.
             q_offset: number of these keys before the first query.
         """
-        starts = self.document_starts_BL
-        if starts is not None:
-            starts = (starts[:, keys] - keys.start).clamp(min=0)
+        starts = whole = self.document_starts_BL
+        if whole is not None:
+            starts = (whole[:, keys] - keys.start).clamp(min=0)
+            remember_part(whole, starts)
         return replace(self, document_starts_BL=starts, q_offset=q_offset)
 
     def to(self, device: torch.device) -> "Visibility":

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
             type=bounded(float, least=0, most=1) if name == "overlap" else bounded(float, above=0, most=1),
             default=default,
             metavar="SHARE",
-            help=f"{EXPLAINED[name]} (default: {default})",
+            help=f"{EXPLAINED[name]} (default: {'that of the GPU, by pass' if default is None else default})",
         )
     options, rest = parser.parse_known_args(arguments)
     options.config = find_config(options.config)

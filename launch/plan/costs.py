@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from farsight.configs.schema import Architecture, NoRotary
+from farsight.kernels.scoped_attention.cost import FLOPS_PER_PAIR, Pass
 from farsight.launch.plan.adapters import added_work
 from farsight.launch.plan.hardware import Machine
 from farsight.launch.plan.heads import rank_pairs, received_in_forward
@@ -120,9 +121,12 @@ def _stage_seconds(run: Run, stage: PipelineStage, machine: Machine) -> Seconds:
         moved = width * numbers_moved(a, position) * tokens / layout.tp * passes.memory
         more_flops, more_moved = added_work(run, number, passes.matmul, passes.memory)
         pairs = layout.rows * pairs_of_busiest_rank(run, position, efficiency.windows)
+        flops_at_peak = sum(
+            times * FLOPS_PER_PAIR[pass_] / machine.attention(pass_) for pass_, times in passes.attention.items()
+        )
         seconds += Seconds(
             matmul=(flops + more_flops) / (speed * efficiency.matmul),
-            attention=a.head_dim * pairs * passes.attention / (speed * efficiency.attention),
+            attention=a.head_dim * pairs * flops_at_peak / speed,
             memory=(moved + more_moved) / machine.hbm,
             tp=4 * collective * passes.collectives / links["tp"],
             cp=received_in_forward(run, position.scopes) * passes.halos / links["cp"],
@@ -141,10 +145,11 @@ def _stage_seconds(run: Run, stage: PipelineStage, machine: Machine) -> Seconds:
 
 @dataclass(frozen=True)
 class Passes:
-    """A block's work per step, in units of its forward pass; attention in FLOPs per pair and head dimension."""
+    """A block's work per step, in units of its forward pass."""
 
     matmul: float
-    attention: float
+    attention: dict[Pass, float]
+    """Forward and backward passes; the latter recomputes scores, and recomputation adds one of the former."""
     memory: float
     collectives: float
     """Of tensor parallelism."""
@@ -153,9 +158,9 @@ class Passes:
 
     @classmethod
     def of(cls, run: Run, layer: int) -> "Passes":
-        """The passes of a layer, with recomputation. Attention takes 4 forward and 10 backward, which recomputes scores."""
+        """The passes of a layer, with recomputation."""
         if layer < run.layers.lowest:
-            return cls(1, 4, 1, 1, 1)
+            return cls(1, {"forward": 1}, 1, 1, 1)
         a, backward, again = run.config.architecture, 1 + (layer in run.layers.whole), float(run.recomputes(layer))
         again_matmul = again_attention = again
         if run.keeps_attention:
@@ -164,7 +169,8 @@ class Passes:
             # wv, wo and w3: every second product.
             done = a.dim * (a.head_dim * (a.n_kv_heads + a.n_heads) + a.ffn_dim)
             again_matmul = done / layer_matmul_weights(a)
-        return cls(1 + backward + again_matmul, 14 + 4 * again_attention, 3 + again, 2 + again, 2 + again_attention)
+        attention: dict[Pass, float] = {"forward": 1 + again_attention, "backward": 1}
+        return cls(1 + backward + again_matmul, attention, 3 + again, 2 + again, 2 + again_attention)
 
 
 def pairs_of_busiest_rank(run: Run, position: LayerPosition, windows: float) -> float:

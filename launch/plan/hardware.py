@@ -1,9 +1,13 @@
 """Data-sheet figures of GPUs, and the shares of them that a run is assumed to reach. All assumptions of plans are here."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from farsight.errors import ConfigError, nearest
 from farsight.units import GIB
+
+if TYPE_CHECKING:
+    from farsight.kernels.scoped_attention.cost import Pass
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,8 @@ class Gpu:
     """To host memory, over PCIe."""
     per_node: int = 8
     """GPUs in a node."""
+    major: int = 8
+    """Of the compute capability: attention reaches the shares of its architecture."""
 
 
 GPUS = {
@@ -31,10 +37,10 @@ GPUS = {
     "a100-40g": Gpu(40, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, 32e9),
     "a100-80g": Gpu(80, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 32e9),
     # NVIDIA H100 and H200 data sheets (SXM), DGX H100 and H200: eight ConnectX-7 at 400 Gb/s.
-    "h100-80g": Gpu(80, 989e12, 67e12, 3.35e12, 450e9, 50e9, 64e9),
-    "h200-141g": Gpu(141, 989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9),
+    "h100-80g": Gpu(80, 989e12, 67e12, 3.35e12, 450e9, 50e9, 64e9, major=9),
+    "h200-141g": Gpu(141, 989e12, 67e12, 4.8e12, 450e9, 50e9, 64e9, major=9),
     # NVIDIA DGX B200 data sheet: 1,440 GB, 64 TB/s and 14.4 TB/s of NVLink for eight; ConnectX-7 at 400 Gb/s.
-    "b200-180g": Gpu(180, 2250e12, 75e12, 8e12, 900e9, 50e9, 64e9),
+    "b200-180g": Gpu(180, 2250e12, 75e12, 8e12, 900e9, 50e9, 64e9, major=10),
     # Single GPUs for fine-tuning, without NVLink: NVIDIA's data sheets (fp32 accumulation). GPUs of a machine use PCIe 4.0.
     "rtx3090-24g": Gpu(24, 71e12, 35.6e12, 936e9, 32e9, 12.5e9, 32e9, per_node=4),
     "rtx4090-24g": Gpu(24, 165.2e12, 82.6e12, 1.008e12, 32e9, 12.5e9, 32e9, per_node=4),
@@ -50,9 +56,9 @@ class Efficiency:
 
     matmul: float = 0.60
     """Share of the peak FLOP/s in matrix products."""
-    attention: float = 0.55
-    """Share of the peak FLOP/s in attention, in heads that see the whole sequence."""
-    windows: float = 0.40
+    attention: float | None = None
+    """Share of the peak FLOP/s in attention, in heads that see the whole sequence; None is each pass's of the kernels."""
+    windows: float = 0.43
     """Share of the attention speed that heads with shorter scopes reach."""
     hbm: float = 0.80
     """Share of the memory bandwidth in memory-bound operations: norms, rotation, SwiGLU, optimizer."""
@@ -102,6 +108,14 @@ class Machine:
     def hbm(self) -> float:
         """Bytes per second that a run reads and writes on a GPU."""
         return self.gpu.hbm * self.efficiency.hbm
+
+    def attention(self, pass_: "Pass") -> float:
+        """Share of the peak FLOP/s in attention, in heads that see the whole sequence: the fastest kernel's without packages."""
+        from farsight.kernels.scoped_attention.cost import gpu_of  # imports torch
+
+        constants = gpu_of(self.gpu.major)
+        fastest = max(passes[pass_].dense for kernel, passes in constants.kernels.items() if kernel != "FA3")
+        return self.efficiency.attention or fastest / constants.peak
 
     def flops(self, itemsize: int) -> float:
         """The peak FLOP/s of products of numbers of this many bytes."""

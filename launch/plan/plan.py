@@ -8,6 +8,7 @@ from typing import Any
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
+from farsight.kernels.scoped_attention.cost import FLOPS_PER_PAIR
 from farsight.launch.plan.costs import StepTime, flops_per_token, step_time
 from farsight.launch.plan.hardware import Machine
 from farsight.launch.plan.heads import HeadLayoutCost, chosen_head_layout, compare_head_layouts, imbalance
@@ -97,6 +98,7 @@ class Plan:
         """The plan as `--json` writes it; bytes and seconds throughout."""
         own, t, peak = self.worst, self.time, self.worst.peak
         by_tp, by_cp, both = self.imbalance
+        attention = {pass_: self.machine.attention(pass_) for pass_ in FLOPS_PER_PAIR}
         figures: dict[str, Any] = {
             "name": self.name,
             "gpus": self.layout.world_size,
@@ -125,7 +127,7 @@ class Plan:
             "changes": self.changes,
             "suggestion": self.suggestion,
             "notes": self.notes,
-            "assumptions": {"gpu": vars(self.machine.gpu), "efficiency": vars(self.machine.efficiency)},
+            "assumptions": {"gpu": vars(self.machine.gpu), "efficiency": vars(self.machine.efficiency) | {"attention": attention}},
         }  # fmt: skip
         if self.run.finetune:
             parts = {"parts": own.parts, "sum": sum(own.parts.values()), "paged": own.paged}

@@ -152,7 +152,8 @@ def assumptions_text(machine: Machine) -> str:
     return (
         f"assumed for {machine.kind}: {gpu.bf16_flops / 1e12:.0f} TFLOP/s, memory {gpu.hbm / 1e12:.2f} TB/s, "
         f"NVLink {gpu.nvlink / 1e9:.0f} GB/s, network {gpu.network / 1e9:.0f} GB/s;\n"
-        f"reached: matmul {e.matmul:.2f}, attention {e.attention:.2f} (× {e.windows:.2f} in heads with shorter scopes), "
+        f"reached: matmul {e.matmul:.2f}, attention {machine.attention('forward'):.2f} forward and "
+        f"{machine.attention('backward'):.2f} backward (× {e.windows:.2f} in heads with shorter scopes), "
         f"memory {e.hbm:.2f}, links {e.links:.2f};\n"
         f"data-parallel traffic hides behind {e.overlap:.2f} of the computation; each row is one document"
     )

@@ -35,19 +35,19 @@ def on_device(tensors):
     return [x.detach().to(DEVICE).requires_grad_() for x in tensors]
 
 
-def triton_with_grads(qkv, do, scopes, **options):
+def triton_with_grads(qkv, do, scopes, backend="triton", **options):
     """Output and gradients, computed on the device and copied back."""
-    return [x.cpu() for x in with_grads(on_device(qkv), do.to(DEVICE), scopes, backend="triton", **options)]
+    return [x.cpu() for x in with_grads(on_device(qkv), do.to(DEVICE), scopes, backend, **options)]
 
 
-def assert_no_worse_than_pytorch(qkv, do, scopes, **options):
+def assert_no_worse_than_pytorch(qkv, do, scopes, backend="triton", **options):
     """At most twice the error of PyTorch's math attention in the same dtype, both against fp64, or a few ulp."""
     wide = [x.detach().double().requires_grad_() for x in qkv]
     exact = with_grads(wide, do.double(), scopes, backend="reference", **options)
     extra = (options.get("starts"), options.get("slopes"), options.get("q_offset", 0))
     o = math_attention(*qkv, torch.as_tensor(scopes), *extra)
     pytorch = o, *torch.autograd.grad(o, qkv, do)
-    found = triton_with_grads(qkv, do, scopes, **options)
+    found = triton_with_grads(qkv, do, scopes, backend, **options)
     # dq and dk come from differences of products do · v, which cancel: to zero if a head sees one token. The kernel computes
     # the two products as different sums.
     cancelled = 2 * float(do.norm(dim=-1).max() * qkv[2].detach().norm(dim=-1).max())

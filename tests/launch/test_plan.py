@@ -332,10 +332,27 @@ def test_efficiency_of_windows_is_that_of_the_papers_prefill():
     products = 2 * 32 * (2 * 4096 * 128 * (32 + 8) + 3 * 4096 * 14336) * T / (gpu.bf16_flops * e.matmul)
 
     def attention(heads):
-        per_pair = 4 * 128 * 32 / (gpu.bf16_flops * e.attention)
+        per_pair = 4 * 128 * 32 / (gpu.bf16_flops * A100.attention("forward"))
         return sum(per_pair * (S * T - S * (S - 1) / 2) / (1 if S == T else e.windows) for S in heads)
 
     assert (products + attention([T] * 32)) / (products + attention(scopes)) == pytest.approx(2.0, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "forward", "backward"),
+    [("a100-80g", 195 / 312, 185 / 312), ("h100-80g", 415 / 989, 287 / 989), ("rtx4090-24g", 195 / 312, 185 / 312)],
+)
+def test_attention_takes_as_long_as_the_kernels_of_the_gpu(gpu, forward, backward):
+    """The fastest of Triton and FlashAttention 2 in each pass, from published TFLOP/s; a 4090 reaches an A100's shares."""
+    peak, T = GPUS[gpu].bf16_flops, 32768
+    options = {"activation_checkpoint": {"mode": "none"}}
+    plain = planned("rope_llama3_8b", "finetune-32k", 32, gpu, options)
+    rows = plain.run.tokens_per_step / T / 32
+    pairs = 32 * 32 * rows * T * (T + 1) / 2  # layers, heads, rows of a GPU
+    expected = 128 * pairs * (4 / forward + 10 / backward) / peak
+    assert plain.time.compute.attention == pytest.approx(expected)
+    given = make_plan("given", plain.config, 32, Machine(gpu, GPUS[gpu], Efficiency(attention=0.5)))
+    assert given.time.compute.attention == pytest.approx(128 * pairs * 14 / 0.5 / peak)
 
 
 def test_more_overlap_hides_more_traffic():
