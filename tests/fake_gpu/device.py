@@ -159,6 +159,7 @@ def _patch() -> None:
         if device is None or torch.device(device).type == "cuda"
         else getattr(torch, torch.device(device).type)
     )
+    torch.Tensor.pin_memory = lambda self, device=None: _pinned(self.clone())  # type: ignore[method-assign, assignment]  # a stand-in
     torch._C._cuda_getCurrentRawStream = lambda device=0: 0  # type: ignore[attr-defined]  # absent from the wheel for CPUs
 
     class Generator(torch.Generator):
