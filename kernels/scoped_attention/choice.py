@@ -96,8 +96,8 @@ def _decode_error(device_type: str, dtype: str, head_dim: int) -> float:
     q, k, v, _ = _trial_inputs(device_type, dtype, head_dim)
     visibility, scale = Visibility(torch.tensor(TRIAL_SCOPES, device=device_type)), head_dim**-0.5
     cache = RollingCache(TRIAL_SCOPES, 2, TRIAL_TOKENS, 1, head_dim, q.dtype, device_type)
-    cache.append(k, v)
-    found = triton_decode(q[:, -1], cache, visibility, None, scale)
+    cache.append(k[:, :-1], v[:, :-1])
+    found = triton_decode(q[:, -1], k[:, -1], v[:, -1], cache, visibility, None, scale)
     exact = reference_attention(q.float(), k.float(), v.float(), visibility, scale)
     return _largest_error((found,), (exact[:, -1],))
 
