@@ -80,7 +80,8 @@ def rope_tables(positions_BL: Tensor, frequencies: RopeFrequencies) -> tuple[Ten
     The first repeats the cosines for both halves of a head, the second the sines, negated in the first half. They are
     built once for all layers that rotate alike.
 
-    `positions_BL` holds integers from 0, exact up to 2^24; [1, L] if all sequences share their positions.
+    `positions_BL` holds integers from 0, exact up to 2^24; [1, L] if all sequences share their positions. Frequencies
+    [R, 1, 1, F] of several kinds of layers give tables [R, B, L, H].
     """
     inv_freq_F = frequencies.inv_freq.to(positions_BL.device)
     angles_BLF = positions_BL[..., None].float() * inv_freq_F
