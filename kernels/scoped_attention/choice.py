@@ -55,8 +55,14 @@ def _pick(device_type: str, dtype: str, head_dim: int, decode: bool) -> str:
     return picked
 
 
-def _can_run_triton(device_type: str, dtype: str, head_dim: int) -> bool:
+@torch.compiler.assume_constant_result
+def can_run_triton(device_type: str, dtype: str, head_dim: int) -> bool:
     """True on NVIDIA GPUs from Ampere on, for which the tests compile every tile."""
+    return _can_run_triton(device_type, dtype, head_dim)
+
+
+@cache
+def _can_run_triton(device_type: str, dtype: str, head_dim: int) -> bool:
     if device_type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability()[0] >= 8 and dtype in TRITON_DTYPES and head_dim <= 128

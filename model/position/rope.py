@@ -25,6 +25,8 @@ from farsight.configs.schema import (
     Rotating,
     YarnRope,
 )
+from farsight.kernels.head_rotation import rotate_by_tables
+from farsight.kernels.scoped_attention.choice import can_run_triton
 
 
 class RopeFrequencies(NamedTuple):
@@ -94,9 +96,12 @@ def rotate(x_BLNH: Tensor, cos_BLH: Tensor, sin_BLH: Tensor) -> Tensor:
     """Rotate queries or keys (RoFormer, Eq. 34, with half-split pairs); returns x's shape and dtype.
 
     The tables are [B, L, H] from `rope_tables` (B may be 1), or [B, L, N, H] if each head has its own
-    frequencies. Products are fp32 whatever x's dtype.
+    frequencies. Products are fp32 whatever x's dtype. On GPUs, where no gradient is needed, shared tables take one kernel.
     """
     if cos_BLH.dim() == x_BLNH.dim() - 1:
+        kind = x_BLNH.device.type, str(x_BLNH.dtype), x_BLNH.shape[-1]
+        if not torch.is_grad_enabled() and can_run_triton(*kind):
+            return rotate_by_tables(x_BLNH, cos_BLH, sin_BLH)
         cos_BLH, sin_BLH = cos_BLH.unsqueeze(-2), sin_BLH.unsqueeze(-2)  # the same for all heads
     # (x1, x2) → (x1·cos − x2·sin, x2·cos + x1·sin), with the halves swapped by a roll: this reads x half as often as
     # multiplying the halves separately.
