@@ -308,7 +308,7 @@ def measure_decode(case: Case, repeats: int) -> list[dict]:
     scopes_N, causal = case.scopes_N(), case.scopes_N("dense")
     (q, k, v), _ = case.inputs()
     cache = RollingCache(scopes_N.tolist(), case.K, case.T, 1, case.H, case.dtype, case.device)
-    cache.append(k, v)
+    cache.append(k[:, :-1], v[:, :-1])
     last = q[:, -1:].detach()
 
     def error(o: Tensor, scopes: Tensor, name: str) -> float:
@@ -317,7 +317,13 @@ def measure_decode(case: Case, repeats: int) -> list[dict]:
         return checked(case, name, relative(o.view_as(exact), exact, (0, 1, 3)))
 
     name = "triton" if case.device == "cuda" else "banded"
-    ours = partial(scoped_decode, last[:, 0], cache, Visibility(scopes_N), backend=name)
+    token, visibility = (last[:, 0], k[:, -1], v[:, -1]), Visibility(scopes_N)
+
+    def ours() -> Tensor:
+        """Decodes the last token, as if again for the first time."""
+        cache.tokens.fill_(case.T - 1)
+        return scoped_decode(*token, cache, visibility, backend=name)
+
     runs: dict[str, Callable[[], Tensor]] = {name: ours}
     errors = {name: error(ours(), scopes_N, name)}
     for dense_name, backend in dense_backends(case.device, case.dtype).items():

@@ -73,6 +73,7 @@ def start(decoder: Decoder, length: int, new_tokens: int, dense: bool = False) -
         layer.cache.append(*layer_contents(number, length, a.n_kv_heads, a.head_dim))
         layer.tokens = length
     rows.tokens = length
+    rows.columns_11.fill_(length)
     return rows
 
 

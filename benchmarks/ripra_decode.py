@@ -96,6 +96,7 @@ def filled(decoder: Decoder, context: int, new_tokens: int) -> Rows:
         else:
             cache.exchange(k, v, ())
     rows.tokens = context
+    rows.columns_11.fill_(context)
     return rows
 
 

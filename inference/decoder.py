@@ -15,15 +15,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from farsight.configs.schema import NoRotary
 from farsight.inference.extend import Extension
 from farsight.inference.finite import check_finite
-from farsight.inference.kv_cache import Batch, LayerCache, dense_bytes, rolling_layers
+from farsight.inference.kv_cache import Batch, LayerCache, RollingLayer, dense_bytes, rolling_layers
 from farsight.inference.model_options import CHUNK
+from farsight.model.adapt.quantized import is_quantized
 from farsight.model.build import ModelConfig
 from farsight.model.llama import Llama
 from farsight.model.position.rope import rope_frequencies
+
+GRAPH_DEVICES = ("cuda",)
+"""Devices whose kernels a graph can replay."""
 
 
 @dataclass
@@ -123,13 +128,14 @@ class Rows:
     Attributes:
         batch: shape and dtype that the caches were allocated for.
         tokens: columns read so far.
+        columns_11: the same on the device, int64 [1, 1], so that reading a token depends on tensors alone.
     """
 
     def __init__(self, decoder: Decoder, lengths: Sequence[int], new_tokens: int) -> None:
         self.decoder, longest = decoder, max(lengths)
         model, self.length = decoder.model, longest + new_tokens
         self.layers = decoder.config.layers(self.length)
-        self._place()
+        self.place()
         weight = next(model.parameters())
         # With 4-bit weights, products run in the dtype of the norms, which are not quantized.
         dtype = model.norm.weight.dtype if model.norm is not None else weight.dtype
@@ -138,7 +144,7 @@ class Rows:
         self.starts_B = self.batch.starts_B
         caches = None if decoder.extension is None else decoder.extension.caches(model, decoder.config, self.batch)
         self.caches: dict[str, LayerCache] = rolling_layers(model, self.batch) if caches is None else caches
-        self.tokens = 0
+        self.tokens, self.columns_11 = 0, torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +156,19 @@ class Rows:
         """Bytes of keys and values if every head kept every token."""
         return dense_bytes(self.decoder.model, self.batch)
 
-    def _place(self) -> None:
+    @property
+    def capturable(self) -> bool:
+        """Whether reading a token can be captured in a CUDA graph: every layer has a rolling cache that decodes with tensors
+        alone, and the weights are neither quantised, which may read values on the host, nor divided over processes."""
+        model, device = self.decoder.model, self.batch.device
+        return (
+            device.type in GRAPH_DEVICES
+            and all(isinstance(cache, RollingLayer) and cache.capturable for cache in self.caches.values())
+            and not any(is_quantized(module) for module in model.modules())
+            and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        )
+
+    def place(self) -> None:
         """Sets the model's positions for these rows again, in case others were read in between."""
         if self.decoder.model.positions is not self.layers:
             self.decoder.model.set_position(self.layers, self.length)
@@ -158,14 +176,12 @@ class Rows:
     @torch.no_grad()
     def read(self, tokens_BL: Tensor) -> Tensor:
         """Hidden states of the next tokens, [B, L, D]: one token a row, or a chunk of a prompt. Padding may hold any token."""
-        self._place()
+        self.place()
         L = tokens_BL.shape[1]
-        if self.tokens + L > self.length:
-            raise ValueError(
-                f"{self.tokens} tokens were read and {L} are to be: these rows were started for {self.length}; give `start` "
-                "more new_tokens"
-            )
-        positions = torch.arange(self.tokens, self.tokens + L, device=tokens_BL.device)[None]
+        self._check_room(L)
+        positions = self.columns_11
+        if L > 1:
+            positions = positions + torch.arange(L, device=positions.device)
         if self.starts_B is not None:
             positions = (positions - self.starts_B[:, None]).clamp_min(0)
         attentions = dict(self.decoder.model.attentions())
@@ -177,7 +193,23 @@ class Rows:
             for attention in attentions.values():
                 attention.context = None
         self.tokens += L
+        self.columns_11 += L
         return h_BLD
+
+    def count_replayed(self) -> None:
+        """Counts a token on the host that a CUDA graph is to read, which counts on the device alone."""
+        self._check_room(1)
+        self.tokens += 1
+        for cache in self.caches.values():
+            assert isinstance(cache, RollingLayer)
+            cache.tokens += 1
+
+    def _check_room(self, more: int) -> None:
+        if self.tokens + more > self.length:
+            raise ValueError(
+                f"{self.tokens} tokens were read and {more} are to be: these rows were started for {self.length}; give `start` "
+                "more new_tokens"
+            )
 
     def chunks(self, tokens_BL: Tensor) -> Iterator[Tensor]:
         """Hidden states of a prompt, chunk by chunk."""

@@ -1,5 +1,7 @@
 """Rejects logits that are not finite, naming the weights that cause them."""
 
+from typing import NoReturn
+
 from torch import Tensor
 
 from farsight.checkpoints.model_dir.names import readable_name
@@ -18,8 +20,12 @@ def check_finite(values: Tensor, model: Llama, name: str) -> None:
     Raises:
         ConfigError: values are not finite; the message names the first such tensor of the weights.
     """
-    if is_finite(values):
-        return
+    if not is_finite(values):
+        refuse_logits(model, name)
+
+
+def refuse_logits(model: Llama, name: str) -> NoReturn:
+    """Raises the ConfigError of `check_finite`."""
     for key, parameter in model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # gathers all ranks' parts
         if not is_finite(whole.detach()):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from farsight.kernels.scoped_attention import DECODE_BACKENDS, RollingCache, Visibility, scoped_decode, scoped_prefill
+from farsight.kernels.scoped_attention.choice import pick_backend
 from farsight.model.attention import Attention
 from farsight.model.context import SequenceContext
 from farsight.model.llama import Llama
@@ -56,6 +57,17 @@ class RollingLayer:
             attention.scopes, kv_heads, batch.most_tokens, rows, head_dim, batch.dtype, batch.device
         )
         self.starts_B, self.tokens = batch.starts_B, 0
+        # Training backends that cannot decode leave the choice to the kernels.
+        self.decode = attention.backend if attention.backend in DECODE_BACKENDS else "auto"
+
+    @property
+    def capturable(self) -> bool:
+        """Whether decoding a token depends on tensors alone, as a CUDA graph requires."""
+        cache = self.cache.keys_BSH
+        picked = self.decode
+        if picked == "auto":
+            picked = pick_backend(cache.device.type, str(cache.dtype), cache.shape[-1], decode=True)
+        return picked == "triton"
 
     @property
     def nbytes(self) -> int:
@@ -71,12 +83,9 @@ class RollingLayer:
         seen, self.tokens = self.tokens, self.tokens + q_BLNH.shape[1]
         if q_BLNH.shape[1] > 1:
             return scoped_prefill(q_BLNH, k_BLKH, v_BLKH, self.cache, visibility, self.starts_B, backend, seen)
-        self.cache.append(k_BLKH, v_BLKH)
-        # A padding token sees itself, as in `scoped_prefill`.
-        starts_B = None if self.starts_B is None else self.starts_B.clamp_max(self.tokens - 1)
-        # Training backends that cannot decode leave the choice to the kernels.
-        decode = backend if backend in DECODE_BACKENDS else "auto"
-        o_BNH = scoped_decode(q_BLNH[:, 0], self.cache, visibility, starts_B, backend=decode)
+        o_BNH = scoped_decode(
+            q_BLNH[:, 0], k_BLKH[:, 0], v_BLKH[:, 0], self.cache, visibility, self.starts_B, None, self.decode, seen
+        )
         return o_BNH[:, None]
 
 

@@ -37,9 +37,9 @@ GREEDY = Sampling()
 
 
 def choose(logits_BV: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> Tensor:
-    """The next token of each row, int64 [B]. Draws on the CPU, so that a seed gives the same tokens on every device."""
+    """The next token of each row, int64 [B], on the CPU if drawn, so that a seed gives the same tokens on every device."""
     if sampling.temperature == 0:
-        return logits_BV.argmax(-1).cpu()
+        return logits_BV.argmax(-1)
     probabilities_BV = (logits_BV.float().cpu() / sampling.temperature).softmax(-1)
     if sampling.top_p < 1:
         ordered_BV, tokens_BV = probabilities_BV.sort(dim=-1, descending=True)

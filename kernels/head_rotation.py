@@ -1,4 +1,4 @@
-"""Rotation of queries or keys with separate frequencies for each head, differentiable in those frequencies.
+"""Rotation of queries or keys: by tables, and with separate frequencies for each head, differentiable in those frequencies.
 
 Plain RoPE shares tables of cosines and sines among all heads and layers that rotate alike. With per-head frequencies the
 tables would be [L, K, H] for each layer: the Triton kernels compute them where they are used, and never store a table.
@@ -9,6 +9,7 @@ rotated back, and that of the angle is the cross product x1·dx2 − x2·dx1; bo
 Shape suffixes: B batch, L tokens, K heads, H head dim, F = H/2 frequencies.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -18,6 +19,20 @@ from torch import Tensor
 from farsight.kernels.scoped_attention.choice import TRIAL_TOLERANCE, in_a_thread
 
 Backend = Literal["auto", "torch", "triton"]
+
+
+def rotate_by_tables(x_BLNH: Tensor, cos_BLH: Tensor, sin_BLH: Tensor) -> Tensor:
+    """`model.position.rope.rotate` with tables that all heads share, as one Triton kernel: on GPUs, without a gradient.
+
+    The kernel is checked once per process against PyTorch operators.
+
+    Raises:
+        RuntimeError: it gives wrong results on this machine.
+    """
+    from farsight.kernels.triton_head_rotation import triton_rotate_by_tables
+
+    try_triton(x_BLNH.device.type, str(x_BLNH.dtype), x_BLNH.shape[-1], by_tables=True)
+    return triton_rotate_by_tables(x_BLNH, cos_BLH, sin_BLH)
 
 
 def rotate_heads(
@@ -110,7 +125,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def try_triton(device_type: str, dtype: str, head_dim: int) -> bool:
+def try_triton(device_type: str, dtype: str, head_dim: int, by_tables: bool = False) -> bool:
     """Compares the Triton kernels with the PyTorch operators, once per process for each dtype and head dim.
 
     Returns:
@@ -119,12 +134,12 @@ def try_triton(device_type: str, dtype: str, head_dim: int) -> bool:
     Raises:
         RuntimeError: they differ by more than rounding.
     """
-    return _tried(device_type, dtype, head_dim)
+    return _tried(_tables_error if by_tables else _error, device_type, dtype, head_dim)
 
 
 @cache
-def _tried(device_type: str, dtype: str, head_dim: int) -> bool:
-    error = in_a_thread(_error, device_type, dtype, head_dim)
+def _tried(error_of: Callable[..., float], device_type: str, dtype: str, head_dim: int) -> bool:
+    error = in_a_thread(error_of, device_type, dtype, head_dim)
     if not error <= TRIAL_TOLERANCE[dtype]:
         raise RuntimeError(
             f"the Triton kernels that rotate heads are off by {error:.1e} of the largest value for {dtype}, head dim "
@@ -136,11 +151,7 @@ def _tried(device_type: str, dtype: str, head_dim: int) -> bool:
 
 def _error(device_type: str, dtype: str, head_dim: int) -> float:
     """Largest error of the result and its gradients, relative to the largest value."""
-    generator = torch.Generator().manual_seed(0)
-    kind = getattr(torch, dtype.removeprefix("torch."))
-    x, dy = (torch.randn(2, 300, 3, head_dim, generator=generator).to(device_type, kind) for _ in range(2))
-    frequencies = torch.rand(3, head_dim // 2, generator=generator).to(device_type)
-    positions = torch.randint(0, 1000, (2, 300), generator=generator).to(device_type)
+    x, dy, frequencies, positions = _trial_inputs(device_type, dtype, head_dim)
     results = []
     backends: tuple[Backend, ...] = ("triton", "torch")
     for backend in backends:
@@ -149,3 +160,23 @@ def _error(device_type: str, dtype: str, head_dim: int) -> float:
         results.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
     errors = [(a.float() - b.float()).abs().max() / b.abs().max() for a, b in zip(*results, strict=True)]
     return float(torch.stack(errors).max())  # NaN if any is
+
+
+@torch.no_grad()
+def _tables_error(device_type: str, dtype: str, head_dim: int) -> float:
+    """The same for the rotation by tables, which has no gradients."""
+    x, _, frequencies, positions = _trial_inputs(device_type, dtype, head_dim)
+    cos, sin = _tables(x, positions, frequencies[:1], frequencies.new_full((), 1.3))
+    found = torch.ops.farsight.triton_rotate_by_tables(x, cos[:, :, 0], sin[:, :, 0])
+    exact = _rotated(x, cos, sin)
+    return float((found.float() - exact).abs().max() / exact.abs().max())
+
+
+def _trial_inputs(device_type: str, dtype: str, head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, the result's gradient, frequencies and positions."""
+    generator = torch.Generator().manual_seed(0)
+    kind = getattr(torch, dtype.removeprefix("torch."))
+    x, dy = (torch.randn(2, 300, 3, head_dim, generator=generator).to(device_type, kind) for _ in range(2))
+    frequencies = torch.rand(3, head_dim // 2, generator=generator).to(device_type)
+    positions = torch.randint(0, 1000, (2, 300), generator=generator).to(device_type)
+    return x, dy, frequencies, positions

@@ -1,4 +1,4 @@
-"""`head_rotation.rotate_heads` in Triton: a program rotates a block of tokens of one head, and computes its own angles.
+"""`head_rotation` in Triton: a program rotates a block of tokens of one head, by tables or by angles that it computes.
 
 A frequency's gradient is a sum over all tokens: each program writes its partial sum, and these are added in a fixed order,
 so that runs repeat to the last bit.
@@ -89,6 +89,29 @@ def rotate_kernel(
 
 
 @triton.jit
+def rotate_by_tables_kernel(
+    p_x,
+    p_y,
+    p_cos,
+    p_sin,
+    x_strides,
+    y_strides,
+    tables_by_batch,
+    tokens,
+    F: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+):
+    """The same by tables [B or 1, L, H], contiguous but for B, whose second halves have the sign that the angles' sines have."""
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    first = tl.program_id(0) * BLOCK_L
+    o_tables = batch * tables_by_batch + F
+    b_cos = load_rows(Rows(p_cos + o_tables, 2 * F, tokens), first, BLOCK_L, F)
+    b_sin = load_rows(Rows(p_sin + o_tables, 2 * F, tokens), first, BLOCK_L, F)
+    x, y = rows_of(p_x, x_strides, batch, head, tokens), rows_of(p_y, y_strides, batch, head, tokens)
+    _rotate(x, y, b_cos, b_sin, first, F, BLOCK_L)
+
+
+@triton.jit
 def rotate_backward_kernel(
     p_dy,
     p_x,
@@ -143,6 +166,23 @@ def triton_rotate_heads(x: Tensor, positions: Tensor, inv_freq: Tensor, attentio
 
 @triton_rotate_heads.register_fake
 def _(x, positions, inv_freq, attention_factor):
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("farsight::triton_rotate_by_tables", mutates_args=())
+def triton_rotate_by_tables(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`head_rotation.rotate_by_tables`, without autograd: x [B, L, K, H] rotated, in x's dtype."""
+    x, y = contiguous_rows(x), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    cos, sin, blocks = cos.contiguous(), sin.contiguous(), block_sizes(x.shape[-1])
+    rotate_by_tables_kernel[_grid(x, blocks)](
+        x, y, cos, sin, x.stride()[:3], y.stride()[:3], 0 if len(cos) == 1 else cos.stride(0), x.shape[1], **blocks,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return y
+
+
+@triton_rotate_by_tables.register_fake
+def _(x, cos, sin):
     return x.new_empty(x.shape)
 
 

@@ -222,7 +222,7 @@ class Llama(nn.Module):
                 own = positions.chunk(parts, dim=1)[part]
                 h_BLD = h_BLD + sinusoidal_embedding(own, h_BLD.shape[-1]).to(h_BLD.dtype)
 
-        tables: dict[int, tuple[Tensor, Tensor]] = {}
+        tables = self._token_tables(positions) if positions.shape[1] == 1 else {}
         for name, block in self.layers.items():
             row = self.rotary_of_layer[name]
             if row is not None and row not in tables:
@@ -234,6 +234,17 @@ class Llama(nn.Module):
         if self.norm is not None:
             h_BLD = self.norm(h_BLD)
         return h_BLD
+
+    def _token_tables(self, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """All layers' tables for one token a row, computed together where attention factors are equal; those of longer sequences
+        are large, and made when a layer first needs them."""
+        tables: dict[int, tuple[Tensor, Tensor]] = {}
+        for factor in dict.fromkeys(self.attention_factors):
+            rows = [row for row, own in enumerate(self.attention_factors) if own == factor]
+            inv_freq_R11F = torch.stack([self.rope_frequencies[row] for row in rows])[:, None, None]
+            cos_RBLH, sin_RBLH = rope_tables(positions, RopeFrequencies(inv_freq_R11F, factor))
+            tables |= zip(rows, zip(cos_RBLH.unbind(), sin_RBLH.unbind(), strict=True), strict=True)
+        return tables
 
     def _head_rope(self, attention: Attention, row: int | None, positions: Tensor) -> HeadRope | None:
         """The rotation of a layer with GARFA; None for other layers."""

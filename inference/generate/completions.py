@@ -17,7 +17,8 @@ from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder, Rows
 from farsight.inference.loading import LoadedModel
-from farsight.inference.sampling import GREEDY, Sampling, choose
+from farsight.inference.sampling import GREEDY, Sampling
+from farsight.inference.step import Step, written
 from farsight.inference.text_stream import TextStream
 
 
@@ -72,21 +73,20 @@ def generate(
         if on_text is not None and bar is not None:
             bar.close()  # from here on the terminal's line belongs to the text
         generators, usage = sampling.generators(numbers), decoder.usage
-        for step in range(new_tokens):
-            # A model's vocabulary may be rounded up; the extra entries have no text.
-            tokens_B = choose(logits_BV[:, : tokenizer.vocab_size], sampling, generators)
-            if step == 0:  # drawing the first token waited until the prompt was read
+        # A model's vocabulary may be rounded up; the extra entries have no text.
+        step = Step(rows, logits_BV, tokenizer.vocab_size)
+        for count, tokens in enumerate(written(step, new_tokens, sampling, generators), start=1):
+            if count == 1:  # the first token waited until the prompt was read
                 usage.seconds_reading += time.perf_counter() - started
                 started = time.perf_counter()
-            for n, token in zip(numbers, tokens_B.tolist(), strict=True):
+            for n, token in zip(numbers, tokens, strict=True):
                 piece = streams[n].push(token)
                 if piece and on_text is not None:
                     on_text(n, piece)
-            if step % 16 == 0 and bar is not None:
-                bar.set_postfix_str(f"{step + 1:,} tokens written")
-            if all(streams[n].ended for n in numbers) or step == new_tokens - 1:
+            if count % 16 == 1 and bar is not None:
+                bar.set_postfix_str(f"{count:,} tokens written")
+            if all(streams[n].ended for n in numbers):
                 break
-            logits_BV = decoder.logits(rows.read(tokens_B[:, None].to(logits_BV.device)))[:, -1]
         usage.seconds_writing += time.perf_counter() - started
         usage.cache_bytes = max(usage.cache_bytes, rows.nbytes)
         usage.dense_cache_bytes = max(usage.dense_cache_bytes, rows.dense_nbytes)

@@ -79,23 +79,27 @@ def scoped_attention(
 
 def scoped_decode(
     q_BNH: Tensor,
+    k_BKH: Tensor,
+    v_BKH: Tensor,
     cache: RollingCache,
     visibility: Visibility,
     document_starts_B: Tensor | None = None,
     scale: float | None = None,
     backend: str = "auto",
+    seen: int | None = None,
 ) -> Tensor:
-    """Attention of only the newest token, over the keys and values in a rolling cache.
+    """Attention of only the next token, over the keys and values in a rolling cache and its own, which are appended to it.
 
     Args:
-        q_BNH: the queries [B, N, H] of the token that was appended last.
-        cache: holds that token and those before it.
+        q_BNH, k_BKH, v_BKH: those of the next token, [B, N or K, H].
+        cache: holds the tokens before it. Beyond its `most_tokens`, heads that see everything lose their oldest tokens.
         visibility: with the scopes that the cache was made for; head n sees the last S_n tokens. "triton", which reads
             nothing on the host, cuts wider ones to what the cache keeps. It has neither documents nor an offset.
-        document_starts_B: integer tensor [B]; the first token that each row sees, as for prompts padded on the left. It
-            must not be later than the newest token.
+        document_starts_B: integer tensor [B]; the first token that each row sees, as for prompts padded on the left.
+            A padding token sees only itself.
         scale: factor on the scores; None is 1 / sqrt(H).
-        backend: "auto", "banded" (any device) or "triton" (GPUs).
+        backend: "auto", "banded" (any device) or "triton" (GPUs; one operator, which can be captured in a CUDA graph).
+        seen: number of tokens already appended, for "banded"; None reads it from the cache, which waits for the device.
 
     Returns:
         o_BNH: [B, N, H] in q's dtype, equal to the last row of `scoped_attention`. There is no gradient.
@@ -103,19 +107,19 @@ def scoped_decode(
     Raises:
         ValueError: invalid shapes, dtypes, devices or values; the message says what to set instead.
     """
-    _check_decode(q_BNH, cache, visibility, document_starts_B)
+    _check_decode(q_BNH, k_BKH, v_BKH, cache, visibility, document_starts_B)
     scale = q_BNH.shape[-1] ** -0.5 if scale is None else float(scale)
     if backend == "auto":
         backend = pick_backend(q_BNH.device.type, str(q_BNH.dtype), q_BNH.shape[-1], decode=True)
     match backend:
         case "banded":
-            attention = ring_attention
+            return ring_attention(q_BNH, k_BKH, v_BKH, cache, visibility, document_starts_B, scale, seen)
         case "triton":
             _require_triton()
-            from farsight.kernels.scoped_attention.triton.decode import triton_decode as attention
-        case _:
-            raise ValueError(f'backend is "{backend}": set it to "auto", "banded" or "triton"')
-    return attention(q_BNH, cache, visibility, document_starts_B, scale)
+            from farsight.kernels.scoped_attention.triton.decode import triton_decode
+
+            return triton_decode(q_BNH, k_BKH, v_BKH, cache, visibility, document_starts_B, scale)
+    raise ValueError(f'backend is "{backend}": set it to "auto", "banded" or "triton"')
 
 
 def scoped_prefill(
@@ -179,7 +183,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> None:
     visibility.check(B, Lq, Lk, N)
 
 
-def _check_decode(q: Tensor, cache: RollingCache, visibility: Visibility, document_starts_B: Tensor | None) -> None:
+def _check_decode(
+    q: Tensor, k: Tensor, v: Tensor, cache: RollingCache, visibility: Visibility, document_starts_B: Tensor | None
+) -> None:
     keys = cache.keys_BSH
     require(q.dim() == 3, f"q_BNH has shape {list(q.shape)}: pass [batch, heads, head dim]")
     B, N, H = q.shape
@@ -189,8 +195,11 @@ def _check_decode(q: Tensor, cache: RollingCache, visibility: Visibility, docume
     )
     K = cache.kv_heads
     require(N > 0 and N % K == 0, f"{N} query heads do not share {K} key-value heads evenly: make N a multiple of K")
-    require(q.dtype == keys.dtype, f"q_BNH is {q.dtype} and the cache {keys.dtype}: cast them to the same dtype")
-    require(q.device == keys.device, f"q_BNH is on {q.device} and the cache on {keys.device}: move them together")
+    for name, x in (("q_BNH", q), ("k_BKH", k), ("v_BKH", v)):
+        require(x.dtype == keys.dtype, f"{name} is {x.dtype} and the cache {keys.dtype}: cast them to the same dtype")
+        require(x.device == keys.device, f"{name} is on {x.device} and the cache on {keys.device}: move them together")
+    shapes = list(k.shape), list(v.shape)
+    require(shapes == ([B, K, H],) * 2, f"k_BKH is {shapes[0]} and v_BKH {shapes[1]}: both have to be {[B, K, H]}")
     visibility.check_heads(N)
     _check_one_document(visibility)
     if document_starts_B is not None:

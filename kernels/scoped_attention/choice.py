@@ -61,8 +61,14 @@ def _pick(device_type: str, dtype: str, head_dim: int, decode: bool) -> str:
     return picked
 
 
-def _can_run_triton(device_type: str, dtype: str, head_dim: int) -> bool:
+@torch.compiler.assume_constant_result
+def can_run_triton(device_type: str, dtype: str, head_dim: int) -> bool:
     """True on NVIDIA GPUs from Ampere on, for which the tests compile every tile."""
+    return _can_run_triton(device_type, dtype, head_dim)
+
+
+@cache
+def _can_run_triton(device_type: str, dtype: str, head_dim: int) -> bool:
     if device_type != "cuda" or torch.version.hip or importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.get_device_capability()[0] >= 8 and dtype in TRITON_DTYPES and head_dim <= 128
@@ -123,8 +129,8 @@ def _decode_error(device_type: str, dtype: str, head_dim: int) -> float:
     q, k, v, _ = _trial_inputs(device_type, dtype, head_dim)
     visibility, scale = Visibility(torch.tensor(TRIAL_SCOPES, device=device_type)), head_dim**-0.5
     cache = RollingCache(TRIAL_SCOPES, 2, TRIAL_TOKENS, 1, head_dim, q.dtype, device_type)
-    cache.append(k, v)
-    found = triton_decode(q[:, -1], cache, visibility, None, scale)
+    cache.append(k[:, :-1], v[:, :-1])
+    found = triton_decode(q[:, -1], k[:, -1], v[:, -1], cache, visibility, None, scale)
     exact = reference_attention(q.float(), k.float(), v.float(), visibility, scale)
     return _largest_error((found,), (exact[:, -1],))
 

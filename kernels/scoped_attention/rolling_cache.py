@@ -14,8 +14,8 @@ class RollingCache:
     """A ring of slots for each key-value head, as long as the widest scope among the query heads that share it.
 
     Token t of a head with capacity C is in slot t mod C of its ring, where it replaces the token that has just left the
-    widest scope. A head that sees everything has `most_tokens` slots. Fill it with `append` or `scoped_prefill`, and read
-    it with `scoped_decode`.
+    widest scope. A head that sees everything has `most_tokens` slots. `scoped_prefill` and `scoped_decode` append tokens and
+    attend to it.
 
     Args:
         scopes_N: tokens that each query head sees; N is a multiple of `kv_heads`.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-def visible(query: Tensor, key: Tensor, scope: Tensor, document_start: Tensor | None = None) -> Tensor:
+def visible(query: Tensor | int, key: Tensor, scope: Tensor, document_start: Tensor | None = None) -> Tensor:
     """bool, True where `query` sees `key`; all arguments are token indexes or scopes, and broadcast.
 
     `document_start` is the first token of the query's document. The scope is compared with a difference, so that the

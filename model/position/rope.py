@@ -25,6 +25,8 @@ from farsight.configs.schema import (
     Rotating,
     YarnRope,
 )
+from farsight.kernels.head_rotation import rotate_by_tables
+from farsight.kernels.scoped_attention.choice import can_run_triton
 
 
 class RopeFrequencies(NamedTuple):
@@ -80,7 +82,8 @@ def rope_tables(positions_BL: Tensor, frequencies: RopeFrequencies) -> tuple[Ten
     The first repeats the cosines for both halves of a head, the second the sines, negated in the first half. They are
     built once for all layers that rotate alike.
 
-    `positions_BL` holds integers from 0, exact up to 2^24; [1, L] if all sequences share their positions.
+    `positions_BL` holds integers from 0, exact up to 2^24; [1, L] if all sequences share their positions. Frequencies
+    [R, 1, 1, F] of several kinds of layers give tables [R, B, L, H].
     """
     inv_freq_F = frequencies.inv_freq.to(positions_BL.device)
     angles_BLF = positions_BL[..., None].float() * inv_freq_F
@@ -93,9 +96,12 @@ def rotate(x_BLNH: Tensor, cos_BLH: Tensor, sin_BLH: Tensor) -> Tensor:
     """Rotate queries or keys (RoFormer, Eq. 34, with half-split pairs); returns x's shape and dtype.
 
     The tables are [B, L, H] from `rope_tables` (B may be 1), or [B, L, N, H] if each head has its own
-    frequencies. Products are fp32 whatever x's dtype.
+    frequencies. Products are fp32 whatever x's dtype. On GPUs, where no gradient is needed, shared tables take one kernel.
     """
     if cos_BLH.dim() == x_BLNH.dim() - 1:
+        kind = x_BLNH.device.type, str(x_BLNH.dtype), x_BLNH.shape[-1]
+        if not torch.is_grad_enabled() and can_run_triton(*kind):
+            return rotate_by_tables(x_BLNH, cos_BLH, sin_BLH)
         cos_BLH, sin_BLH = cos_BLH.unsqueeze(-2), sin_BLH.unsqueeze(-2)  # the same for all heads
     # (x1, x2) → (x1·cos − x2·sin, x2·cos + x1·sin), with the halves swapped by a roll: this reads x half as often as
     # multiplying the halves separately.

@@ -24,21 +24,28 @@ def cache_for(k, scopes, most_tokens):
     return RollingCache(scopes, k.shape[2], most_tokens, k.shape[0], k.shape[3], k.dtype, k.device)
 
 
+def decoded(q, k, v, cache, visibility, starts_B=None, backend="auto"):
+    """Decodes the last token."""
+    return scoped_decode(q[:, -1], k[:, -1], v[:, -1], cache, visibility, starts_B, backend=backend)
+
+
 @torch.no_grad()
 def assert_steps_equal_reference(q, k, v, scopes, chunks, backend, starts_B=None, slopes=None):
-    """Appends the chunks in turn; the last token's error is at most twice that of PyTorch's attention."""
+    """Appends the chunks in turn, decoding the last token of each: its error is at most twice that of PyTorch's attention."""
     scopes_N = torch.tensor(scopes, device=q.device)
     cache = cache_for(k, scopes, k.shape[1])
     end = 0
     for chunk in chunks:
-        cache.append(k[:, end : end + chunk], v[:, end : end + chunk])
+        if chunk > 1:
+            cache.append(k[:, end : end + chunk - 1], v[:, end : end + chunk - 1])
         end += chunk
         documents_BL = None if starts_B is None else starts_B[:, None].minimum(torch.arange(end)).to(q.device)
         qkv = (x[:, :end].double() for x in (q, k, v))
         wide = None if slopes is None else slopes.double()
         exact = scoped_attention(*qkv, sees(scopes_N, documents_BL, wide), backend="reference")[:, -1]
-        found = scoped_decode(q[:, end - 1], cache, sees(scopes_N, slopes=slopes), starts_B, backend=backend)
+        found = decoded(q[:, :end], k[:, :end], v[:, :end], cache, sees(scopes_N, slopes=slopes), starts_B, backend)
         assert found.dtype == q.dtype
+        assert int(cache.tokens) == end
         same_dtype = q[:, end - 1 : end], k[:, :end], v[:, :end]
         pytorch = math_attention(*same_dtype, scopes_N, documents_BL, slopes, end - 1)[:, 0]
         off, theirs_off = (float((x.double() - exact).abs().max()) for x in (found, pytorch))
@@ -76,16 +83,18 @@ def test_padding_on_the_left_and_slopes(backend):
     """Each row equals its own run without padding."""
     q, k, v = on_device(draw(B=3, Lq=60, N=4, K=2, H=16, dtype=torch.float32)[0])
     starts, slopes = torch.tensor([0, 13, 57]), torch.tensor([0.5, 0.25, 0.1, 0.0])
-    assert_steps_equal_reference(q, k, v, [3, 60, 30, 8], [57, 1, 1, 1][1:], backend, None, slopes)
-    assert_steps_equal_reference(q, k, v, [3, 60, 30, 8], [58, 1, 1], backend, starts, slopes)
+    assert_steps_equal_reference(q, k, v, [3, 60, 30, 8], [1, 1, 1], backend, None, slopes)
+    # The last row is padding up to its token 57, and a padding token sees itself.
+    assert_steps_equal_reference(q, k, v, [3, 60, 30, 8], [55, 1, 1, 1, 1, 1], backend, starts, slopes)
     scopes = torch.tensor([3, 60, 30, 8], device=DEVICE)
     together = cache_for(k, scopes.tolist(), 60)
-    together.append(k, v)
-    o = scoped_decode(q[:, -1], together, sees(scopes, slopes=slopes), starts, backend=backend)
+    together.append(k[:, :-1], v[:, :-1])
+    o = decoded(q, k, v, together, sees(scopes, slopes=slopes), starts, backend)
     for row, start in enumerate(starts.tolist()):
         alone = cache_for(k[:1], scopes.tolist(), 60)
-        alone.append(k[row : row + 1, start:], v[row : row + 1, start:])
-        single = scoped_decode(q[row : row + 1, -1], alone, sees(scopes, slopes=slopes), backend=backend)
+        own = [x[row : row + 1, start:] for x in (q, k, v)]
+        alone.append(own[1][:, :-1], own[2][:, :-1])
+        single = decoded(*own, alone, sees(scopes, slopes=slopes), backend=backend)
         torch.testing.assert_close(o[row : row + 1], single, rtol=1e-5, atol=1e-6)
 
 
@@ -98,7 +107,7 @@ def test_any_steps(data):
     scope = st.one_of(st.integers(1, L + 2), st.integers(1, 8), st.just(INT32_MAX))
     scopes = data.draw(st.lists(scope, min_size=N, max_size=N))
     slopes = torch.rand(N, generator=torch.Generator().manual_seed(0)) if data.draw(st.booleans()) else None
-    starts = torch.tensor(data.draw(st.lists(st.integers(0, chunks[0] - 1), min_size=B, max_size=B)))
+    starts = torch.tensor(data.draw(st.lists(st.integers(0, L - 1), min_size=B, max_size=B)))
     q, k, v = on_device(draw(B=B, Lq=L, N=N, K=K, H=16, dtype=torch.float32, seed=data.draw(st.integers(0, 9)))[0])
     for backend in BACKENDS:
         assert_steps_equal_reference(q, k, v, scopes, chunks, backend, starts, slopes)
@@ -150,26 +159,28 @@ def test_memory_never_written_is_never_used():
         for backend in BACKENDS:
             cache = cache_for(k, [3, 900, 200, 8], 900)
             assert cache.keys_BSH.isnan().all()
-            cache.append(k, v)
-            o = scoped_decode(q[:, -1].detach(), cache, sees([3, 900, 200, 8]), backend=backend)
+            cache.append(k[:, :-1], v[:, :-1])
+            o = decoded(q, k, v, cache, sees([3, 900, 200, 8]), backend=backend)
             assert o.isfinite().all()
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def test_opcheck_and_strided_queries():
-    q, k, v = on_device(draw(B=2, Lq=40, N=4, K=2, H=16, dtype=torch.float32)[0])
-    scopes = [1, 7, 30, 99]
-    cache = cache_for(k, scopes, 40)
-    cache.append(k, v)
-    q_BNH = q[:, -1].detach()
-    arguments = (cache.keys_BSH, cache.values_BSH, cache.tokens, cache.capacities, torch.tensor(scopes))
+@torch.no_grad()
+def test_opcheck_and_strided_inputs():
+    q, k, v = (x.detach() for x in on_device(draw(B=2, Lq=40, N=4, K=2, H=16, dtype=torch.float32)[0]))
+    scopes, strided = [1, 7, 30, 99], [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (q, k, v)]
+    assert strided[0].stride() != q.stride()
+    outputs = []
+    for inputs in ((q, k, v), strided):
+        cache = cache_for(k, scopes, 40)
+        cache.append(k[:, :-1], v[:, :-1])
+        outputs.append(decoded(*inputs, cache, sees(scopes), backend="triton"))
+    assert torch.equal(*outputs)
+    token, held = [x[:, -1] for x in (q, k, v)], (cache.keys_BSH, cache.values_BSH, cache.tokens)
+    parts = triton_decode._parts_of[cache]
     for extra in ((None, None), (torch.tensor([0, 4]), torch.tensor([0.5, 0.25, 0.1, 0.0]))):
-        torch.library.opcheck(triton_decode.decode_op, (q_BNH, *arguments, *extra, 0.3))
-    strided = q_BNH.transpose(1, 2).contiguous().transpose(1, 2)
-    assert strided.stride() != q_BNH.stride()
-    a, b = (scoped_decode(x, cache, sees(scopes), backend="triton") for x in (q_BNH, strided))
-    assert torch.equal(a, b)
+        torch.library.opcheck(triton_decode.decode_op, (*token, *held, *parts, torch.tensor(scopes), *extra, 0.3))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +190,9 @@ def test_opcheck_and_strided_queries():
         ({"q_BNH": torch.zeros(2, 4, 6)}, "batch 2 and head dim 6"),
         ({"q_BNH": torch.zeros(2, 1, 4, 8)}, "pass .batch, heads, head dim"),
         ({"q_BNH": torch.zeros(2, 3, 8), "visibility": sees([1] * 3)}, "3 query heads do not share 2"),
-        ({"q_BNH": torch.zeros(2, 4, 8).half()}, "float16 and the cache torch.float32"),
+        ({"q_BNH": torch.zeros(2, 4, 8).half()}, "q_BNH is torch.float16 and the cache torch.float32"),
+        ({"v_BKH": torch.zeros(2, 2, 8).half()}, "v_BKH is torch.float16 and the cache torch.float32"),
+        ({"k_BKH": torch.zeros(2, 4, 8)}, r"both have to be \[2, 2, 8\]"),
         ({"visibility": sees([1] * 3)}, "one scope a query head, .4."),
         ({"document_starts_B": torch.zeros(2, 1).long()}, "one token index a row, .2."),
         ({"document_starts_B": torch.zeros(2)}, "pass an integer tensor"),
@@ -193,19 +206,18 @@ def test_refuses(change, message):
     cache = RollingCache([4, 4, 4, 4], 2, 10, 2, 8)
     cache.append(torch.zeros(2, 3, 2, 8), torch.zeros(2, 3, 2, 8))
     good = {"q_BNH": torch.zeros(2, 4, 8), "visibility": sees([4] * 4)}
+    good |= {"k_BKH": torch.zeros(2, 2, 8), "v_BKH": torch.zeros(2, 2, 8)}
     scoped_decode(cache=cache, **good)
     with pytest.raises(ValueError, match=message):
         scoped_decode(cache=cache, **(good | change))
 
 
-def test_what_the_cache_does_not_keep_is_refused():
-    cache = RollingCache([2, 3, 5, 4], 2, 10, 1, 8)
-    with pytest.raises(ValueError, match="the cache is empty"):
-        scoped_decode(torch.zeros(1, 4, 8), cache, sees([2, 3, 5, 4]))
-    cache.append(torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8))
-    scoped_decode(torch.zeros(1, 4, 8), cache, sees([3, 2, 1, 5]))
+def test_scopes_that_the_cache_does_not_keep_are_refused():
+    cache, token = RollingCache([2, 3, 5, 4], 2, 10, 1, 8), [torch.zeros(1, heads, 8) for heads in (4, 2, 2)]
+    scoped_decode(*token, cache, sees([3, 2, 1, 5]), backend="banded")
     with pytest.raises(ValueError, match="key-value head 1 has scope 6, of which the cache keeps 5 tokens"):
-        scoped_decode(torch.zeros(1, 4, 8), cache, sees([2, 3, 6, 4]))
+        scoped_decode(*token, cache, sees([2, 3, 6, 4]), backend="banded")
+    assert int(cache.tokens) == 1
 
 
 def test_the_cache_refuses():
@@ -238,8 +250,8 @@ class TestChoice:
         with torch.inference_mode():
             o = scoped_attention(q, k, v, sees(scopes))
             cache = cache_for(k, scopes.tolist(), 9)
-            cache.append(k, v)
-            last = scoped_decode(q[:, -1], cache, sees(scopes))
+            cache.append(k[:, :-1], v[:, :-1])
+            last = decoded(q, k, v, cache, sees(scopes))
         assert torch.equal(o, scoped_attention(q, k, v, sees(scopes), backend="triton"))
         torch.testing.assert_close(last, o[:, -1])
         said = [r.getMessage() for r in caplog.records]

@@ -13,7 +13,7 @@ from farsight.configs.schema import Llama3Rope, Rope, YarnRope
 from farsight.kernels import head_rotation
 from farsight.kernels.head_rotation import rotate_heads
 from farsight.model.position.garfa import head_scales
-from farsight.model.position.rope import rope_frequencies, rope_tables, rotate
+from farsight.model.position.rope import RopeFrequencies, rope_frequencies, rope_tables, rotate
 from tests.running import ROOT, environment
 
 
@@ -88,6 +88,19 @@ def test_triton_against_torch(dtype, H, L, shared):
     assert_close(found[2], expected[2], rtol=1e-4, atol=1e-5 * float(expected[2].abs().max()))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("H", "L", "shared"), [(8, 37, True), (24, 300, False), (128, 1, False)])
+def test_triton_by_tables_against_complex_numbers(dtype, H, L, shared):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, _, positions, frequencies, _ = draw(H=H, L=L, dtype=dtype, shared=shared)
+    x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    tables = rope_tables(positions, RopeFrequencies(frequencies[0], 1.3))
+    found = head_rotation.rotate_by_tables(x.to(device), *(table.to(device) for table in tables)).cpu()
+    exact = written_out(x, positions, frequencies[:1], torch.tensor(1.3)).to(dtype)
+    # Angles of up to 500 radians are rounded to fp32; the interpreter truncates bf16 instead of rounding it.
+    assert_close(found, exact, rtol=torch.finfo(dtype).eps if dtype == torch.bfloat16 else 1e-5, atol=3e-4)
+
+
 def test_heads_that_lie_far_apart(tmp_path):
     """The third head is 2^31 numbers behind the first: in a sparse file, of which only a few pages are read."""
     from farsight.kernels import triton_head_rotation as kernels
@@ -140,9 +153,13 @@ def test_a_gpu_that_computes_wrongly_is_refused(monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     assert head_rotation.try_triton(device, "torch.float32", 16)
 
+    assert head_rotation.try_triton(device, "torch.float32", 16, by_tables=True)
+
     monkeypatch.setattr(head_rotation, "_rotated", lambda x, cos, sin: x.to(cos.dtype) * cos)
     with pytest.raises(RuntimeError, match=r"are off by .* for torch\.float32, head dim 18"):
         head_rotation.try_triton(device, "torch.float32", 18)
+    with pytest.raises(RuntimeError, match=r"are off by .* for torch\.float32, head dim 18"):
+        head_rotation.try_triton(device, "torch.float32", 18, by_tables=True)
 
 
 def test_triton_under_compile_and_opcheck():
@@ -150,6 +167,7 @@ def test_triton_under_compile_and_opcheck():
 
     x, dy, positions, frequencies, factor = draw(dtype=torch.float32)
     torch.library.opcheck(kernels.triton_rotate_heads, (x, positions, frequencies, factor))
+    torch.library.opcheck(kernels.triton_rotate_by_tables, (x, *torch.rand(2, 1, 9, 8)))
     for saved in (x, None):
         torch.library.opcheck(kernels.triton_rotate_heads_backward, (dy, saved, positions, frequencies, factor))
     leaves = x.requires_grad_(), frequencies.requires_grad_()
@@ -185,7 +203,10 @@ def test_kernels_compile_for_gpus_without_spills():
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert {(row["kernel"], row["dtype"], row["sm"]) for row in rows} == {
-        (k, d, s) for k in ("rotate", "rotate_backward") for d in ("bfloat16", "float32") for s in (80, 90, 100)
+        (k, d, s)
+        for k in ("rotate", "rotate_by_tables", "rotate_backward")
+        for d in ("bfloat16", "float32")
+        for s in (80, 90, 100)
     }
     for row in rows:
         assert row["spills"] == 0, row

@@ -42,9 +42,10 @@ KERNELS = {
     "delta": triton_backward.delta_kernel,
     "combine": triton_decode.combine_kernel,
     "rotate": triton_head_rotation.rotate_kernel,
+    "rotate_by_tables": triton_head_rotation.rotate_by_tables_kernel,
     "rotate_backward": triton_head_rotation.rotate_backward_kernel,
 }
-TOGETHER = {"head_rotation": ("rotate", "rotate_backward")}
+TOGETHER = {"head_rotation": ("rotate", "rotate_by_tables", "rotate_backward")}
 GROUPS = {"decode": (4, 32)}  # query heads per key-value head, if they change the block; else 4
 OPTIONAL = {
     "forward": ("p_starts", "p_slopes"), "dq": ("p_starts", "p_slopes"), "dkv": ("p_starts", "p_until", "p_slopes"),
@@ -55,7 +56,9 @@ POINTERS = dict.fromkeys(
     ("p_scopes", "p_order", "p_positions"), "*i64"
 )  # of the others, those that are not of the inputs' type:
 POINTERS |= dict.fromkeys(("p_starts", "p_until", "p_tokens", "p_heads", "p_first_parts", "p_first_slots"), "*i32")
-POINTERS |= dict.fromkeys(("p_lse", "p_delta", "p_slopes", "p_parts", "p_inv_freq", "p_factor"), "*fp32")
+POINTERS |= dict.fromkeys(
+    ("p_lse", "p_delta", "p_slopes", "p_parts", "p_inv_freq", "p_factor", "p_cos", "p_sin"), "*fp32"
+)
 
 
 def compile_kernel(name: str, head_dim: int, dtype: torch.dtype, sm: int, group: int, given: bool = True):

@@ -18,6 +18,7 @@ from farsight.configs.schema import (
     Rope,
     YarnRope,
 )
+from farsight.model.position import rope as position_rope
 from farsight.model.position.rope import RopeFrequencies, rope_frequencies, rope_tables, rotate
 from farsight.model.position.sinusoidal import sinusoidal_embedding
 
@@ -228,6 +229,23 @@ def test_low_precision_rotates_in_fp32():
         rotated = rotate(x_BLNH, *tables)
         assert rotated.dtype == dtype
         assert torch.equal(rotated, rotate(x_BLNH.float(), *tables).to(dtype))
+
+
+def test_on_a_gpu_one_kernel_rotates_without_a_gradient(monkeypatch):
+    """The Triton kernel, interpreted here; what needs a gradient, or has tables for each head, takes PyTorch's operators."""
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(position_rope, "can_run_triton", lambda *_: True)
+    tables = [table.to(device) for table in rope_tables(torch.arange(40)[None], rope_frequencies(Rope(), 32, 40))]
+    x_BLNH, by_head = torch.randn(2, 40, 3, 32, device=device), [table[:, :, None] for table in tables]
+    found = []
+    for needs_gradient, given in ((True, tables), (False, tables), (False, by_head)):
+        with torch.set_grad_enabled(needs_gradient), torch.profiler.profile() as profile:
+            found.append(rotate(x_BLNH, *given))
+        names = {event.key for event in profile.key_averages()}
+        assert ("farsight::triton_rotate_by_tables" in names) == (not needs_gradient and given is tables)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(found[2], found[0])
 
 
 def test_scores_depend_on_distance_alone():
