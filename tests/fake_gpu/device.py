@@ -66,6 +66,8 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 aten = torch.ops.aten
 
 ALLOCATES = re.compile(r"::(new_)?empty|::detach|::alias")
+NUMBERS = 64
+"""Bytes."""
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send", "recv")
 
 H200 = types.SimpleNamespace(
@@ -122,6 +124,14 @@ class Event:
         return 1.0
 
 
+class CUDAGraph:
+    """Records nothing: a replay is one launch."""
+
+    def replay(self) -> None:
+        assert _running is not None
+        _running.launches["graph replay"] += 1
+
+
 @contextmanager
 def _nothing(*args: Any, **kwargs: Any) -> Iterator[Any]:
     yield args[0] if args else None
@@ -142,6 +152,7 @@ def _patch() -> None:
     for name, value in {
         "is_initialized": lambda: True, "init": lambda: None, "_lazy_init": lambda: None, "current_device": lambda: 0,
         "set_device": lambda device: None, "device": _nothing, "stream": _nothing, "Stream": Stream, "Event": Event,
+        "graph": lambda graph, **options: _nothing(), "CUDAGraph": CUDAGraph,
         "default_stream": lambda device=None: stream, "get_device_capability": lambda device=None: (9, 0),
         "get_device_name": lambda device=None: H200.name, "get_device_properties": lambda device=None: H200,
         "is_bf16_supported": lambda *args, **kwargs: True, "memory_stats": lambda device=None: {},
@@ -193,11 +204,12 @@ class FakeGpu(TorchDispatchMode):
     """Makes tensors of device "cuda" fake, and records what the program asks of the device.
 
     Attributes:
-        syncs: how often the host waits for the device, by (what, line of the project).
+        syncs: how often the host waits for the device, by what and line of the project.
         uploads: copies to the device from memory that is not pinned, by line: the driver copies these twice.
         dispatches: all operators on the device by name, views too; each takes the host some microseconds.
         launches: those of them that compute something; a custom operator counts once, however many kernels it launches.
-        collectives: by group and kind, their number and the bytes that this rank sends, if they are rings.
+        collectives: by group and kind, their number and the bytes that this rank sends, if they are rings; "numbers" are those
+            of a few scalars.
     """
 
     supports_higher_order_operators = True
@@ -205,7 +217,7 @@ class FakeGpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self.syncs: Counter[tuple[str, str]] = Counter()
+        self.syncs: Counter[str] = Counter()
         self.uploads: Counter[str] = Counter()
         self.dispatches: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
@@ -237,7 +249,7 @@ class FakeGpu(TorchDispatchMode):
 
     def sync(self, what: str) -> None:
         """Records that the host waits for the device."""
-        self.syncs[what, self.where()] += 1
+        self.syncs[f"{what} at {self.where()}"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -316,6 +328,8 @@ class FakeGpu(TorchDispatchMode):
             sent = _largest((args, out)) * (group.size() - 1) // group.size() * (2 if kind == "all_reduce" else 1)
             if kind == "all_to_all":
                 sent = _largest(out)  # what a rank keeps isn't in the buffers
+            elif _largest((args, out)) <= NUMBERS:
+                kind = "numbers"
             calls, size = self.collectives.get((group.group_name, kind), (0, 0))
             self.collectives[group.group_name, kind] = calls + 1, size + sent
 

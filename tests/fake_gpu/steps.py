@@ -1,6 +1,6 @@
-"""Training steps of real configs on GPUs that don't exist: host syncs, dispatches and collectives of one step, as JSON.
+"""Training steps of real configs on GPUs that don't exist: host syncs, dispatches and collectives of one step, as JSON lines.
 
-python -m tests.fake_gpu.steps LAYOUT …        all layouts without an argument
+    python -m tests.fake_gpu.steps LAYOUT …        all layouts without an argument
 """
 
 from tests.fake_gpu import device  # isort: skip  before torch is imported
@@ -10,94 +10,87 @@ import os
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Layout:
-    """A config on a number of GPUs."""
-
-    gpus: int = 1
-    options: dict[str, Any] = field(default_factory=dict)
-    config: str = "configs/tiny.toml"
-
-
-SIZE_8B = {
-    "model.flavor": "8b", "tokenizer.kind": "bytes", "parallelism.context_parallel_degree": 8, "training.seq_len": 131072,
-    "training.local_batch_size": 1, "training.global_batch_size": 1, "activation_checkpoint.mode": "full",
-}  # fmt: skip
-LAYOUTS = {
-    "one GPU": Layout(),
-    "FSDP 8": Layout(8),
-    "HSDP 2 × 4": Layout(8, {"parallelism.data_parallel_replicate_degree": 2}),
-    "DDP 2": Layout(2, {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 1}),
-    "TP 2 × FSDP 2": Layout(4, {"parallelism.tensor_parallel_degree": 2}),
-    "CP 4": Layout(4, {"parallelism.context_parallel_degree": 4}),
-    "8B, CP 8": Layout(8, SIZE_8B),
-}
-STEPS = 4
-TINY = {
-    "training.steps": STEPS, "lr_scheduler.warmup_steps": 1, "validation.enable": False, "tokenizer.kind": "bytes",
-    "training.mixed_precision_param": "bfloat16", "training.global_batch_size": 16, "training.local_batch_size": 2,
-    "checkpoint.enable": False, "metrics.enable_tensorboard": False, "metrics.log_freq": 100,
-}  # fmt: skip
+from tests.fake_gpu.layouts import DECODED, LAYOUTS, STEPS, Layout, config_of
 
 
 def trainer_of(layout: Layout, folder: Path) -> Any:
     """The trainer of a layout on rank 0."""
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(layout.gpus),
-        "MASTER_ADDR": "x",
-        "MASTER_PORT": "1",
-    }
-    from farsight.configs.load import load_config
+    from farsight.training.finetune.trainer import Finetuner
     from farsight.training.trainer import Trainer
 
-    options = {"job.config_file": layout.config, "job.dump_folder": str(folder), **TINY, **layout.options}
-    arguments = [
-        part
-        for name, value in options.items()
-        for part in (f"--{name}", str(value).lower() if isinstance(value, bool) else str(value))
-    ]
-    return Trainer(load_config(arguments))
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(layout.gpus)}
+    os.environ |= ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    config = config_of(layout, folder)
+    with device.FakeGpu() as gpu:
+        trainer = (Finetuner if layout.finetunes else Trainer)(config)
+    return trainer, gpu
 
 
 def step(name: str, layout: Layout) -> dict[str, Any]:
     """What a step that is not logged asks of the device on rank 0, from its start to the start of the next."""
     folder = Path(tempfile.mkdtemp())
-    with device.FakeGpu() as gpu:
-        trainer = trainer_of(layout, folder)
-        found: dict[str, Any] = {"layout": name, "syncs while building": sum(gpu.syncs.values())}
-        train_step, meshes = trainer.train_step, {}
-        for mesh in ("batch", "loss", "pp", "tp", "cp", "dp_replicate", "fsdp"):  # the last that has a group names it
-            if (ranks := trainer.dims.mesh(mesh)) is not None:
-                meshes[ranks.get_group().group_name] = mesh
+    trainer, gpu = trainer_of(layout, folder)
+    found: dict[str, Any] = {"layout": name, "syncs while building": sum(gpu.syncs.values())}
+    train_step, meshes = trainer.train_step, {}
+    for mesh in ("batch", "loss", "pp", "tp", "cp", "dp_replicate", "fsdp"):  # the last that has a group names it
+        if (ranks := trainer.dims.mesh(mesh)) is not None:
+            meshes[ranks.get_group().group_name] = mesh
 
-        def recorded(*args: Any) -> None:
-            if trainer.step == STEPS:
-                found.update(
-                    syncs={" ".join(key): count for key, count in gpu.syncs.items()},
-                    uploads=dict(gpu.uploads),
-                    dispatches=sum(gpu.dispatches.values()),
-                    launches=sum(gpu.launches.values()),
-                    collectives={
-                        f"{meshes.get(name, 'all')} {kind}": counts for (name, kind), counts in gpu.collectives.items()
-                    },
-                )
-            gpu.clear()
-            train_step(*args)
+    def recorded(*args: Any) -> None:
+        if trainer.step == STEPS:
+            found.update(
+                syncs=dict(gpu.syncs),
+                uploads=dict(gpu.uploads),
+                dispatches=gpu.dispatches.total(),
+                launches=gpu.launches.total(),
+                collectives={f"{meshes.get(name, 'all')} {kind}": n for (name, kind), n in gpu.collectives.items()},
+            )
+        gpu.clear()
+        train_step(*args)
 
-        trainer.train_step = recorded
-        try:
+    trainer.train_step = recorded
+    trainer._export = lambda: None
+    try:
+        with gpu:
             trainer.train()
-        finally:
-            trainer.close()
-            device.dist.destroy_process_group()
-            shutil.rmtree(folder)
+    finally:
+        trainer.close()
+        device.dist.destroy_process_group()
+        shutil.rmtree(folder)
+    return found
+
+
+def decoded() -> dict[str, Any]:
+    """What a token of generation asks of the device: one that warms up, and one that is replayed from a CUDA graph."""
+    import torch
+
+    from farsight.inference.decoder import Decoder
+    from farsight.inference.step import WARM_UP, Step
+    from farsight.model.build import ModelConfig, build_model
+
+    model_config = ModelConfig.from_job(config_of(Layout(), Path("unused")))
+    found: dict[str, Any] = {"layout": DECODED}
+    with device.FakeGpu() as gpu:
+        with torch.device("meta"):
+            model = build_model(model_config).bfloat16()
+        model.to_empty(device="cuda")
+        model.init_weights(buffer_device=torch.device("cuda"))
+        decoder = Decoder(model.eval(), model_config, chunk=128)
+        rows = decoder.start([200, 150], new_tokens=20)
+        gpu.clear()
+        for h_BLD in rows.chunks(torch.zeros(2, 200, dtype=torch.int64, device="cuda")):
+            logits_BLV = model.head(h_BLD).float()
+        found["syncs in the prompt"] = dict(gpu.syncs)
+        step = Step(rows, logits_BLV[:, -1], model_config.architecture.vocab_size)
+        for number in range(WARM_UP + 2):
+            gpu.clear()
+            step()
+            if number == WARM_UP - 1:
+                found |= {"syncs": dict(gpu.syncs), "dispatches": gpu.dispatches.total(), "launches": gpu.launches.total()}
+        found["replayed"] = dict(gpu.dispatches + gpu.launches)
     return found
 
 
@@ -108,6 +101,6 @@ if __name__ == "__main__":
     # Their trials need numbers.
     choice._pick = lambda kind, dtype, head_dim, decode: "banded" if kind == "cpu" else "triton" if decode else "hybrid"
     head_rotation._tried = lambda *args: True
-    for name in sys.argv[1:] or LAYOUTS:
-        print(json.dumps(step(name, LAYOUTS[name]), indent=1), flush=True)
+    for name in sys.argv[1:] or [*LAYOUTS, DECODED]:
+        print(json.dumps(decoded() if name == DECODED else step(name, LAYOUTS[name])), flush=True)
     os._exit(0)
