@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 """True where Triton interprets kernels on the CPU, as tests have it do with TRITON_INTERPRET=1."""
@@ -35,6 +36,18 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
+def described(x_BLNH: Tensor, rows: int) -> TensorDescriptor | Tensor:
+    """x as a tensor descriptor of blocks of a head's rows, or x itself if its address or a stride is no multiple of 16 bytes.
+
+    A GPU's tensor memory accelerator then copies a block at a time; the kernel spends no registers on addresses and masks.
+    """
+    strides = x_BLNH.stride()[:3]
+    if x_BLNH.data_ptr() % 16 or any(stride <= 0 or stride * x_BLNH.itemsize % 16 for stride in strides):
+        return x_BLNH
+    # The descriptor's order is [B, N, L, H], so that a block [1, 1, rows, H] is a matrix.
+    return TensorDescriptor.from_tensor(x_BLNH.transpose(1, 2), [1, 1, rows, padded(x_BLNH.shape[-1])])
+
+
 class Rows(NamedTuple):
     """The rows of one head, each contiguous: pointer to the first, elements from one to the next, and their count."""
 
@@ -43,10 +56,22 @@ class Rows(NamedTuple):
     count: Any
 
 
+class DescribedRows(NamedTuple):
+    """The rows of one head of a tensor descriptor, and their count."""
+
+    p: Any
+    batch: Any
+    head: Any
+    count: Any
+
+
 @triton.jit
 def rows_of(p, strides, batch, head, count):
-    """The rows of one head of x [B, L, heads, H], from the strides of B, L and heads."""
-    return Rows(p + (batch * strides[0] + head * strides[2]), strides[1], count)
+    """The rows of one head of x [B, L, heads, H], from the strides of B, L and heads; p points to x or describes it."""
+    if isinstance(p, tl.core.tensor_descriptor_base):
+        return DescribedRows(p, batch.to(tl.int32), head.to(tl.int32), count)
+    else:
+        return Rows(p + (batch * strides[0] + head * strides[2]), strides[1], count)
 
 
 @triton.jit
@@ -62,13 +87,16 @@ def _row_pointers(x, first, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr):
 @triton.jit
 def load_rows(x, first, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, WHOLE: tl.constexpr = False):
     """Rows `first` to `first + BLOCK` of a head, zero past the last and HEAD_DIM; WHOLE promises that none is past the last."""
-    p_block, m_row, m_dim = _row_pointers(x, first, BLOCK, HEAD_DIM)
-    if not WHOLE:
-        return tl.load(p_block, mask=m_row & m_dim, other=0.0)
-    elif padded(HEAD_DIM) == HEAD_DIM:
-        return tl.load(p_block)
+    if isinstance(x.p, tl.core.tensor_descriptor_base):
+        return x.p.load([x.batch, x.head, first, 0]).reshape(BLOCK, padded(HEAD_DIM))
     else:
-        return tl.load(p_block, mask=m_dim, other=0.0)
+        p_block, m_row, m_dim = _row_pointers(x, first, BLOCK, HEAD_DIM)
+        if not WHOLE:
+            return tl.load(p_block, mask=m_row & m_dim, other=0.0)
+        elif padded(HEAD_DIM) == HEAD_DIM:
+            return tl.load(p_block)
+        else:
+            return tl.load(p_block, mask=m_dim, other=0.0)
 
 
 @triton.jit

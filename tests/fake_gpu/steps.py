@@ -1,6 +1,6 @@
 """Training steps of real configs on GPUs that don't exist: host syncs, dispatches and collectives of one step, as JSON lines.
 
-    python -m tests.fake_gpu.steps LAYOUT …        all layouts without an argument
+python -m tests.fake_gpu.steps LAYOUT …        all layouts without an argument
 """
 
 from tests.fake_gpu import device  # isort: skip  before torch is imported
@@ -89,7 +89,11 @@ def decoded() -> dict[str, Any]:
             gpu.clear()
             step()
             if number == WARM_UP - 1:
-                found |= {"syncs": dict(gpu.syncs), "dispatches": gpu.dispatches.total(), "launches": gpu.launches.total()}
+                found |= {
+                    "syncs": dict(gpu.syncs),
+                    "dispatches": gpu.dispatches.total(),
+                    "launches": gpu.launches.total(),
+                }
         found["replayed"] = dict(gpu.dispatches + gpu.launches)
     return found
 

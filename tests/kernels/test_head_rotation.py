@@ -197,7 +197,7 @@ def test_what_does_not_fit_is_refused(change, message):
 
 def test_kernels_compile_for_gpus_without_spills():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_ahead_of_time", "head_rotation", "128"],
+        [sys.executable, "-m", "benchmarks.ahead_of_time", "rotate", "rotate_by_tables", "rotate_backward", "--head-dims", "128"],
         cwd=ROOT, env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -7,14 +7,20 @@ nor its compiler.
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from farsight.benchmarks import ahead_of_time
+from farsight.benchmarks.ahead_of_time import SHARED_MEMORY
 from farsight.kernels.scoped_attention import scoped_attention
 from farsight.kernels.scoped_attention.triton import attention as triton_attention
+from farsight.kernels.scoped_attention.triton.tiles import Tiles, tiles, use_tiles
+from farsight.kernels.triton_rows import described
 from tests.kernels.test_scoped_attention import (
     INT32_MAX,
     SCOPES,
@@ -70,7 +76,8 @@ def test_a_long_sequence():
     """Runs of blocks that all queries see, between blocks that only some see."""
     starts = documents(1, 1000, 0.003)
     qkv, do = draw(Lq=1000, N=2, K=1, H=16, dtype=torch.float32)
-    assert_no_worse_than_pytorch(qkv, do, [1000, 300], starts=starts)
+    with use_tiles(**dict.fromkeys(("forward", "dq", "dkv"), Tiles(64, 64, 4, 1))):
+        assert_no_worse_than_pytorch(qkv, do, [1000, 300], starts=starts)
 
 
 @pytest.mark.parametrize("ratio", [1, 3, 4, 8])
@@ -102,6 +109,32 @@ def test_dtypes_and_head_dims(dtype, H):
 def test_any_inputs(data):
     qkv, do, scopes, options = any_inputs(data, (2, 2, 2), 100, 16, torch.float32)
     assert_no_worse_than_pytorch(qkv, do, scopes, **options)
+
+
+DESCRIPTORS = {
+    "forward": Tiles(32, 32, 4, 2, descriptors=True),
+    "dq": Tiles(64, 16, 4, 2, descriptors=True),
+    "dkv": Tiles(16, 64, 4, 2, descriptors=True),
+}
+
+
+def test_tensor_descriptors():
+    """Rows past the last, and dims past H, are those of other heads in memory: no descriptor may read them."""
+    qkv, do = draw(B=2, Lq=70, N=2, K=2, H=24, q_offset=9, dtype=torch.bfloat16)
+    assert isinstance(described(qkv[1].detach(), 32), TensorDescriptor)
+    options = {"starts": documents(2, 79, 0.05, seed=1), "slopes": torch.tensor([0.5, 0.1]), "q_offset": 9}
+    with use_tiles(**DESCRIPTORS):
+        assert_no_worse_than_pytorch(qkv, do, [20, INT32_MAX], **options)
+
+
+def test_tensors_that_no_descriptor_takes():
+    """Rows of 40 bytes lie at no multiple of 16, and neither do those of a slice that starts 2 bytes in: pointers load them."""
+    qkv, do = draw(Lq=40, N=4, K=2, H=20, dtype=torch.bfloat16)
+    shifted = torch.zeros(1 * 8 * 2 * 16 + 1, dtype=torch.bfloat16)[1:].view(1, 8, 2, 16)
+    for x in (qkv[1].detach(), shifted, shifted[:, :, :1].expand(-1, -1, 2, -1)):
+        assert described(x, 16) is x
+    with use_tiles(**DESCRIPTORS):
+        assert_no_worse_than_pytorch(qkv, do, [3, 10, 30, 40])
 
 
 def test_strided_inputs_and_uninitialised_memory():
@@ -178,14 +211,10 @@ def test_a_cpu_is_told_what_to_use():
     assert 'needs a GPU: use "banded" on a CPU' in done.stderr
 
 
-SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Most bytes of shared memory per program; the compiler does not check."""
-
-
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv", "decode", "delta", "combine"])
 def test_every_tile_compiles_without_spills_and_fits(kernel):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_ahead_of_time", kernel, "64", "128"],
+        [sys.executable, "-m", "benchmarks.ahead_of_time", kernel],
         cwd=ROOT, env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -196,3 +225,45 @@ def test_every_tile_compiles_without_spills_and_fits(kernel):
     for row in rows:
         assert row["spills"] == 0, row
         assert 0 <= row["shared"] <= SHARED_MEMORY[row["sm"]], row
+        if kernel in ("forward", "dq", "dkv"):
+            wide_fp32 = (kernel, row["head_dim"], row["dtype"]) == ("dkv", 128, "float32")
+            assert row["tensor_work"] == ({80: 2.5, 90: 1.5, 100: 1.5}[row["sm"]] if wide_fp32 else 1), row
+
+
+def test_tensor_work_counts_what_warps_repeat():
+    """Eight warps lay over 128 rows of a block of 64, so that each warpgroup does the whole product of 64 × 64 × 32."""
+    product = "!ttg.memdesc<64x32xbf16, #shared> * !ttg.memdesc<32x64xbf16, #shared1> -> tensor<64x64xf32, #mma>"
+    ttgir = (
+        f"%0 = ttng.warp_group_dot %a, %b, %c : {product}\n%1 = ttng.warp_group_dot_wait %0 : tensor<64x64xf32, #mma>"
+    )
+    for instructions, expected in (
+        (["wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r1}"] * 2, 2),
+        (["wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%r1}"] * 2, 1),  # each does half the columns
+        (["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r1}"] * 8, 1),
+    ):
+        asm = {"ttgir": ttgir, "ptx": "\n".join(instructions)}
+        compiled = SimpleNamespace(asm=asm, metadata=SimpleNamespace(num_warps=8))
+        assert ahead_of_time.tensor_work(compiled) == expected
+    half = "ttng.tc_gen5_mma %a, %b, %c : !ttg.memdesc<64x32xbf16, #s>, !ttg.memdesc<32x64xbf16, #s>, !ttg.memdesc<64x64xf32, #t>"
+    compiled = SimpleNamespace(asm={"ttgir": half, "ptx": ""}, metadata=SimpleNamespace(num_warps=8))
+    assert ahead_of_time.tensor_work(compiled) == 2  # 64 of 128 rows
+
+
+def test_candidates_are_sound_and_the_shipped_tile_is_first(monkeypatch):
+    """Three programs of 4 warps fit a multiprocessor, and one of 8; steps of 128 spill, and three stages repeat work."""
+
+    def compiled(kernel, head_dim, dtype, sm, group, given, tile):
+        sound = {
+            "spills": 8 * (tile.block_n == 128),
+            "tensor_work": 1 if tile.stages == 2 else 1.5,
+            "shared": 0,
+            "sm": sm,
+        }
+        return {**sound, "programs": 3 if tile.warps == 4 else 1}
+
+    monkeypatch.setattr(ahead_of_time, "report", compiled)
+    found = ahead_of_time.candidates("dq", 128, 2, 9, processes=1)
+    assert found[0] == tiles("dq", 128, 2, 9) == Tiles(128, 64, 8, 2, descriptors=True)
+    assert [(tile.block_m, tile.block_n, tile.warps, tile.stages) for tile in found[1:]] == [
+        (128, 64, 4, 2), (64, 64, 4, 2), (128, 32, 4, 2), (64, 32, 4, 2), (128, 32, 8, 2),
+    ]  # fmt: skip

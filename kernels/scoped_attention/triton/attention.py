@@ -5,70 +5,21 @@ Nothing here reads a tensor on the host: scopes may change between calls without
 Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
 """
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from farsight.kernels import triton_rows
 from farsight.kernels.scoped_attention.autograd import register_backward
 from farsight.kernels.scoped_attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from farsight.kernels.scoped_attention.triton.blocks import LOG2_E
 from farsight.kernels.scoped_attention.triton.forward import forward_kernel
+from farsight.kernels.scoped_attention.triton.tiles import Tiles, tiles
 from farsight.kernels.scoped_attention.visibility import Visibility
-from farsight.kernels.triton_rows import contiguous_rows, padded
+from farsight.kernels.triton_rows import contiguous_rows, described, padded
 
 DELTA_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Block sizes and launch options of one kernel."""
-
-    block_m: int
-    """Queries per block."""
-    block_n: int
-    """Keys per block."""
-    narrow: int
-    """Step over keys (over queries in the dk/dv kernel) for heads whose scope is no wider than the usual step."""
-    warps: int
-    stages: int
-
-    def options(self) -> dict[str, Any]:
-        """The keyword arguments of a launch."""
-        return {
-            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_NARROW": self.narrow,
-            "num_warps": self.warps, "num_stages": self.stages,
-        }  # fmt: skip
-
-
-_TILES = {
-    # (kernel, largest padded head dim, bytes per element): tiles by the GPU's major architecture; 0 is for all others.
-    ("forward", 64, 2): {0: Tiles(128, 64, 32, 8, 3)},
-    ("forward", 128, 2): {8: Tiles(128, 32, 32, 8, 3), 0: Tiles(128, 64, 32, 8, 3)},
-    ("dq", 64, 2): {0: Tiles(128, 64, 32, 8, 2)},
-    ("dq", 128, 2): {0: Tiles(64, 64, 32, 8, 2)},
-    ("dkv", 64, 2): {10: Tiles(64, 64, 32, 8, 2), 0: Tiles(32, 128, 32, 8, 2)},
-    ("dkv", 128, 2): {8: Tiles(32, 64, 32, 8, 2), 10: Tiles(32, 128, 32, 8, 1), 0: Tiles(32, 128, 32, 8, 2)},
-    ("forward", 64, 4): {0: Tiles(32, 32, 32, 4, 2)},
-    ("forward", 128, 4): {0: Tiles(16, 32, 32, 4, 1)},
-    ("dq", 64, 4): {0: Tiles(32, 32, 32, 8, 1)},
-    ("dq", 128, 4): {0: Tiles(16, 16, 16, 4, 1)},
-    ("dkv", 64, 4): {0: Tiles(16, 32, 16, 4, 1)},
-    ("dkv", 128, 4): {0: Tiles(16, 16, 16, 8, 1)},
-}
-
-
-def tiles(kernel: str, head_dim: int, itemsize: int, major: int) -> Tiles:
-    """The tiles of "forward", "dq" or "dkv" for a padded head dim, bytes per element and a GPU's major architecture.
-
-    All compile for sm_80, sm_90 and sm_100 without register spills and within shared memory. They are not tuned on a GPU
-    yet.
-    """
-    by_architecture = _TILES[kernel, 64 if head_dim <= 64 else 128, itemsize]
-    return by_architecture.get(major, by_architecture[0])
 
 
 def check_runs(q: Tensor) -> None:
@@ -107,9 +58,9 @@ def triton_forward(
     lse_BNL = torch.empty((call.B, call.N, call.Lq), dtype=torch.float32, device=q_BLNH.device)
     tile = call.tiles("forward")
     forward_kernel[(triton.cdiv(call.Lq, tile.block_m), call.B, call.N)](
-        call.q, call.k, call.v, o_BLNH, lse_BNL, call.scopes, call.widest_first, call.starts, call.slopes,
-        *call.strides, o_BLNH.stride()[:3], call.Lq, q_offset, call.N, scale * LOG2_E.value, **call.constants,
-        **tile.options(),
+        call.q, *call.steps("forward", call.k, call.v), o_BLNH, lse_BNL, call.scopes, call.widest_first, call.starts,
+        call.slopes, *call.strides, o_BLNH.stride()[:3], call.Lq, q_offset, call.N, scale * LOG2_E.value,
+        **call.constants, **tile.options(),
     )  # fmt: skip
     return o_BLNH, lse_BNL
 
@@ -145,15 +96,16 @@ def triton_backward(
     strides = (*call.strides, do.stride()[:3])
     tile = call.tiles("dq")
     dq_kernel[(triton.cdiv(call.Lq, tile.block_m), call.B, call.N)](
-        call.q, call.k, call.v, do, dq_BLNH, lse_BNL, delta_BNL, call.scopes, call.widest_first, call.starts,
-        call.slopes, *strides, dq_BLNH.stride()[:3], call.Lq, q_offset, call.N, scale,
+        call.q, *call.steps("dq", call.k, call.v), do, dq_BLNH, lse_BNL, delta_BNL, call.scopes, call.widest_first,
+        call.starts, call.slopes, *strides, dq_BLNH.stride()[:3], call.Lq, q_offset, call.N, scale,
         **call.constants, **tile.options(),
     )  # fmt: skip
     tile = call.tiles("dkv")
+    q_steps, do_steps = call.steps("dkv", call.q, do)
     widest_group_first = call.scopes.view(call.K, -1).amax(1).argsort(descending=True)
     dkv_kernel[(triton.cdiv(call.Lk, tile.block_n), call.B, call.K)](
-        call.q, call.k, call.v, do, dk_BLKH, dv_BLKH, lse_BNL, delta_BNL, call.scopes, widest_group_first,
-        call.starts, call.document_ends(), call.slopes, *strides, dk_BLKH.stride()[:3], call.Lq, q_offset, call.N,
+        q_steps, call.k, call.v, do_steps, dk_BLKH, dv_BLKH, lse_BNL, delta_BNL, call.scopes, widest_group_first,
+        call.document_ends(), call.slopes, *strides, dk_BLKH.stride()[:3], call.Lq, q_offset, call.N,
         scale, **call.constants, **tile.options(),
     )  # fmt: skip
     return dq_BLNH, dk_BLKH, dv_BLKH
@@ -178,7 +130,7 @@ class _Call:
         self.q, self.k, self.v = (contiguous_rows(x) for x in (q_BLNH, k_BLKH, v_BLKH))
         self.B, self.Lq, self.N, self.H = q_BLNH.shape
         self.Lk, self.K = k_BLKH.shape[1:3]
-        self.scopes = scopes_N.to(device=q_BLNH.device, dtype=torch.int64)
+        self.scopes = scopes_N.to(device=q_BLNH.device, dtype=torch.int64).contiguous()
         self.widest_first = self.scopes.argsort(descending=True)
         self.starts = (
             None if document_starts_BL is None else document_starts_BL.to(q_BLNH.device, torch.int32).contiguous()
@@ -190,6 +142,11 @@ class _Call:
     def tiles(self, kernel: str) -> Tiles:
         major = torch.cuda.get_device_capability(self.q.device)[0] if self.q.is_cuda else 0
         return tiles(kernel, padded(self.H), self.q.itemsize, major)
+
+    def steps(self, kernel: str, *tensors: Tensor) -> list[Tensor | TensorDescriptor]:
+        """What a kernel's inner loop steps over, as the kernel's tiles would have it."""
+        tile = self.tiles(kernel)
+        return [described(x, tile.step(kernel)) if tile.descriptors else x for x in tensors]
 
     def document_ends(self) -> Tensor | None:
         """int32 [B, Lk]: one past the last token of each token's document; None without documents."""

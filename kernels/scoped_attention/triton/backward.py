@@ -13,8 +13,8 @@ from farsight.kernels.scoped_attention.triton.blocks import (
     key_runs,
     load_scope,
     load_slope,
-    load_starts,
     query_block,
+    query_scores,
     runs,
     scores,
 )
@@ -51,36 +51,6 @@ def _load_statistics(p_lse, p_delta, o_row, queries):
 
 
 @triton.jit
-def _dq_band(
-    b_q,
-    b_do,
-    b_lse,
-    b_delta,
-    seen,
-    b_start,
-    slope_log2,
-    k,
-    v,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """dq of a block of queries over all keys it sees, before the factor `scale`."""
-    bounds = key_runs(seen, k.count, BLOCK_N)
-    b_dq = tl.zeros(b_q.shape, dtype=tl.float32)
-    for run in tl.static_range(3):
-        for first in tl.range(bounds[run], bounds[run + 1], BLOCK_N):
-            o_i = (first + tl.arange(0, BLOCK_N))[None, :]
-            b_k = load_rows(k, first, BLOCK_N, HEAD_DIM, run == 1)
-            b_v = load_rows(v, first, BLOCK_N, HEAD_DIM, run == 1)
-            b_s = scores(b_q, b_k, seen.o_t[:, None], o_i, b_start, seen.scope, slope_log2, scale_log2, run != 1)
-            b_p = tl.exp2(b_s - b_lse[:, None])
-            b_ds = b_p * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])
-            b_dq += dot(b_ds.to(b_k.dtype), b_k)
-    return b_dq
-
-
-@triton.jit
 def dq_kernel(
     p_q,
     p_k,
@@ -106,7 +76,6 @@ def dq_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_NARROW: tl.constexpr,
 ):
     """dq of one block of queries of one head of one batch row; arguments and grid are the forward kernel's."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
@@ -116,7 +85,6 @@ def dq_kernel(
     o_row = first_row + tl.arange(0, BLOCK_M)
     p_start = None if p_starts is None else p_starts + batch * (queries + q_offset) + q_offset
     seen = query_block(p_scopes, p_start, head, first_row, queries, q_offset, BLOCK_M)
-    b_start = None if p_start is None else load_starts(p_start, o_row, queries)[:, None]
     slope_log2 = None if p_slopes is None else load_slope(p_slopes, head)
     b_q = load_rows(rows_of(p_q, q_strides, batch, head, queries), first_row, BLOCK_M, HEAD_DIM)
     b_do = load_rows(rows_of(p_do, do_strides, batch, head, queries), first_row, BLOCK_M, HEAD_DIM)
@@ -124,59 +92,17 @@ def dq_kernel(
     b_lse, b_delta = _load_statistics(p_lse + o_head, p_delta + o_head, o_row, queries)
     k = rows_of(p_k, k_strides, batch, head // GROUP, queries + q_offset)
     v = rows_of(p_v, v_strides, batch, head // GROUP, queries + q_offset)
-    if BLOCK_NARROW == BLOCK_N or seen.scope > BLOCK_N:
-        b_dq = _dq_band(b_q, b_do, b_lse, b_delta, seen, b_start, slope_log2, k, v, scale_log2, HEAD_DIM, BLOCK_N)
-    else:
-        b_dq = _dq_band(b_q, b_do, b_lse, b_delta, seen, b_start, slope_log2, k, v, scale_log2, HEAD_DIM, BLOCK_NARROW)
-    store_rows(rows_of(p_dq, dq_strides, batch, head, queries), b_dq * scale, first_row, BLOCK_M, HEAD_DIM)
-
-
-@triton.jit
-def _dkv_band(
-    b_dk,
-    b_dv,
-    b_k,
-    b_v,
-    bounds,
-    o_i,
-    q,
-    do,
-    p_lse,
-    p_delta,
-    p_start,
-    scope,
-    slope_log2,
-    scale_log2,
-    q_offset,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-):
-    """Adds the contribution of one head's queries to dv and dk (before the factor `scale`) of a block of keys.
-
-    `bounds`: first and last key of the block, and one past the last tokens of their documents.
-    """
-    first_key, last_key, first_until, last_until = bounds
-    # From the first key's own row to the last row that the scope or the document of the last key reaches; between them, the
-    # rows that see the whole block.
-    begin = tl.maximum(first_key - q_offset, 0) // BLOCK_M * BLOCK_M
-    seen_from = tl.cdiv(tl.maximum(last_key - q_offset, 0), BLOCK_M) * BLOCK_M
-    seen_to = tl.maximum(tl.minimum(first_key + scope, first_until) - q_offset, 0) // BLOCK_M * BLOCK_M
-    end = tl.maximum(tl.minimum(last_key + scope, last_until) - q_offset, 0)
-    rows = runs(tl.minimum(begin, end), seen_from, seen_to, end)
+    bounds = key_runs(seen, k.count, BLOCK_N)
+    b_dq = tl.zeros(b_q.shape, dtype=tl.float32)
     for run in tl.static_range(3):
-        for first in tl.range(rows[run], rows[run + 1], BLOCK_M):
-            o_row = first + tl.arange(0, BLOCK_M)
-            o_t = (o_row + q_offset)[None, :]
-            b_q = load_rows(q, first, BLOCK_M, HEAD_DIM, run == 1)
-            b_do = load_rows(do, first, BLOCK_M, HEAD_DIM, run == 1)
-            b_lse, b_delta = _load_statistics(p_lse, p_delta, o_row, q.count)
-            b_start = None if p_start is None else load_starts(p_start, o_row, q.count)[None, :]
-            b_s = scores(b_k, b_q, o_t, o_i[:, None], b_start, scope, slope_log2, scale_log2, run != 1)  # [N, M]
-            b_p = tl.exp2(b_s - b_lse[None, :])
-            b_dv += dot(b_p.to(b_do.dtype), b_do)
-            b_ds = b_p * (dot(b_v, tl.trans(b_do)) - b_delta[None, :])
-            b_dk += dot(b_ds.to(b_q.dtype), b_q)
-    return b_dk, b_dv
+        for first in tl.range(bounds[run], bounds[run + 1], BLOCK_N):
+            b_k = load_rows(k, first, BLOCK_N, HEAD_DIM, run == 1)
+            b_v = load_rows(v, first, BLOCK_N, HEAD_DIM, run == 1)
+            b_s = query_scores(b_q, b_k, seen, first + tl.arange(0, BLOCK_N), slope_log2, scale_log2, run == 1)
+            b_p = tl.exp2(b_s - b_lse[:, None])
+            b_ds = b_p * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])
+            b_dq += dot(b_ds.to(b_k.dtype), b_k)
+    store_rows(rows_of(p_dq, dq_strides, batch, head, queries), b_dq * scale, first_row, BLOCK_M, HEAD_DIM)
 
 
 @triton.jit
@@ -191,7 +117,6 @@ def dkv_kernel(
     p_delta,
     p_scopes,
     p_order,
-    p_starts,
     p_until,
     p_slopes,
     q_strides,
@@ -207,7 +132,6 @@ def dkv_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_NARROW: tl.constexpr,
 ):
     """dk and dv of one block of keys of one key-value head, over the query heads that share it.
 
@@ -224,11 +148,10 @@ def dkv_kernel(
     b_k = load_rows(rows_of(p_k, k_strides, batch, kv_head, keys), first_key, BLOCK_N, HEAD_DIM)
     b_v = load_rows(rows_of(p_v, v_strides, batch, kv_head, keys), first_key, BLOCK_N, HEAD_DIM)
     first_until, last_until = keys, keys
-    p_start = None if p_starts is None else p_starts + batch * keys + q_offset
-    if p_starts is not None:
-        first_until = tl.load(p_until + batch * keys + first_key).to(tl.int32)
-        last_until = tl.load(p_until + batch * keys + last_key).to(tl.int32)
-    bounds = first_key, last_key, first_until, last_until
+    if p_until is not None:
+        p_until += batch * keys
+        first_until, last_until = tl.load(p_until + first_key), tl.load(p_until + last_key)
+        b_until = tl.load(p_until + o_i, mask=o_i < keys, other=0)
 
     b_dk = tl.zeros(b_k.shape, dtype=tl.float32)
     b_dv = tl.zeros(b_k.shape, dtype=tl.float32)
@@ -239,15 +162,27 @@ def dkv_kernel(
         q = rows_of(p_q, q_strides, batch, head, queries)
         do = rows_of(p_do, do_strides, batch, head, queries)
         o_head = (batch * heads + head) * queries
-        if BLOCK_NARROW == BLOCK_M or scope > BLOCK_M:
-            b_dk, b_dv = _dkv_band(
-                b_dk, b_dv, b_k, b_v, bounds, o_i, q, do, p_lse + o_head, p_delta + o_head, p_start,
-                scope, slope_log2, scale_log2, q_offset, HEAD_DIM, BLOCK_M,
-            )  # fmt: skip
-        else:
-            b_dk, b_dv = _dkv_band(
-                b_dk, b_dv, b_k, b_v, bounds, o_i, q, do, p_lse + o_head, p_delta + o_head, p_start,
-                scope, slope_log2, scale_log2, q_offset, HEAD_DIM, BLOCK_NARROW,
-            )  # fmt: skip
+        # One past the last query that sees each key.
+        o_end = o_i + scope if p_until is None else tl.minimum(o_i + scope, b_until)
+        # From the first key's own row to the last row that the scope or the document of the last key reaches; between them,
+        # the rows that see the whole block.
+        begin = tl.maximum(first_key - q_offset, 0) // BLOCK_M * BLOCK_M
+        seen_from = tl.cdiv(tl.maximum(last_key - q_offset, 0), BLOCK_M) * BLOCK_M
+        seen_to = tl.maximum(tl.minimum(first_key + scope, first_until) - q_offset, 0) // BLOCK_M * BLOCK_M
+        end = tl.maximum(tl.minimum(last_key + scope, last_until) - q_offset, 0)
+        rows = runs(tl.minimum(begin, end), seen_from, seen_to, end)
+        for run in tl.static_range(3):
+            for first in tl.range(rows[run], rows[run + 1], BLOCK_M):
+                o_row = first + tl.arange(0, BLOCK_M)
+                o_t = (o_row + q_offset)[None, :]
+                b_q = load_rows(q, first, BLOCK_M, HEAD_DIM, run == 1)
+                b_do = load_rows(do, first, BLOCK_M, HEAD_DIM, run == 1)
+                b_lse, b_delta = _load_statistics(p_lse + o_head, p_delta + o_head, o_row, queries)
+                m_seen = None if run == 1 else (o_i[:, None] <= o_t) & (o_t < o_end[:, None])
+                b_s = scores(b_k, b_q, o_t, o_i[:, None], slope_log2, scale_log2, m_seen)  # [N, M]
+                b_p = tl.exp2(b_s - b_lse[None, :])
+                b_dv += dot(b_p.to(b_do.dtype), b_do)
+                b_ds = b_p * (dot(b_v, tl.trans(b_do)) - b_delta[None, :])
+                b_dk += dot(b_ds.to(b_q.dtype), b_q)
     store_rows(rows_of(p_dk, dk_strides, batch, kv_head, keys), b_dk * scale, first_key, BLOCK_N, HEAD_DIM)
     store_rows(rows_of(p_dv, dk_strides, batch, kv_head, keys), b_dv, first_key, BLOCK_N, HEAD_DIM)

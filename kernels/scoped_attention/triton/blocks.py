@@ -32,7 +32,8 @@ class Queries(NamedTuple):
     """A block of queries of one head: their positions, and what bounds the keys that they see."""
 
     o_t: Any
-    """[M]: positions of the queries."""
+    o_first: Any
+    """[M]: positions of the queries, and of the first key that each sees."""
     first_t: Any
     last_t: Any
     first_start: Any
@@ -45,19 +46,16 @@ class Queries(NamedTuple):
 def query_block(p_scopes, p_start, head, first_row, queries, q_offset, BLOCK_M: tl.constexpr):
     """The block of queries from `first_row` on: [BLOCK_M] rows, of which `queries` are there."""
     last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
+    o_row = first_row + tl.arange(0, BLOCK_M)
+    o_t = o_row + q_offset
+    scope = load_scope(p_scopes, head, queries + q_offset)
+    o_first = o_t - scope + 1
     first_start, last_start = 0, 0
     if p_start is not None:
-        first_start = tl.load(p_start + first_row).to(tl.int32)
-        last_start = tl.load(p_start + last_row).to(tl.int32)
-    o_t = first_row + tl.arange(0, BLOCK_M) + q_offset
-    scope = load_scope(p_scopes, head, queries + q_offset)
-    return Queries(o_t, first_row + q_offset, last_row + q_offset, first_start, last_start, scope)
-
-
-@triton.jit
-def load_starts(p_start, o_row, queries):
-    """First tokens of the documents of rows of queries."""
-    return tl.load(p_start + o_row, mask=o_row < queries, other=0).to(tl.int32)
+        first_start = tl.load(p_start + first_row)
+        last_start = tl.load(p_start + last_row)
+        o_first = tl.maximum(o_first, tl.load(p_start + o_row, mask=o_row < queries, other=0))
+    return Queries(o_t, o_first, first_row + q_offset, last_row + q_offset, first_start, last_start, scope)
 
 
 @triton.jit
@@ -93,20 +91,23 @@ def runs(begin, seen_from, seen_to, end):
 
 
 @triton.jit
-def scores(b_a, b_b, o_t, o_i, start, scope, slope_log2, scale_log2, MASKED: tl.constexpr):
+def scores(b_a, b_b, o_t, o_i, slope_log2, scale_log2, m_seen):
     """a @ bᵀ, of queries at o_t and keys at o_i in either order, times scale · log2(e), with ALiBi's penalty.
 
-    If MASKED, -inf where a query does not see the key. The arguments between b_b and scale_log2 broadcast to the scores.
+    -inf where the mask m_seen, if there is one, is false. o_t, o_i and the slope broadcast to the scores.
     """
     b_s = dot(b_a, tl.trans(b_b)) * scale_log2
     if slope_log2 is not None:
         b_s -= slope_log2 * (o_t - o_i).to(tl.float32)
-    if MASKED:
-        m_s = (o_i <= o_t) & (o_i > o_t - scope)
-        if start is not None:
-            m_s &= o_i >= start
-        b_s = tl.where(m_s, b_s, float("-inf"))
-    return b_s
+    return b_s if m_seen is None else tl.where(m_seen, b_s, float("-inf"))
+
+
+@triton.jit
+def query_scores(b_q, b_k, seen, o_i, slope_log2, scale_log2, WHOLE: tl.constexpr):
+    """The scores [M, N] of a block of queries for keys at o_i; WHOLE promises that all of them are seen."""
+    o_t, o_i = seen.o_t[:, None], o_i[None, :]
+    m_seen = None if WHOLE else (o_i >= seen.o_first[:, None]) & (o_i <= o_t)
+    return scores(b_q, b_k, o_t, o_i, slope_log2, scale_log2, m_seen)
 
 
 @triton.jit

@@ -89,7 +89,7 @@ def decode_kernel(
     o_head = (kv_head * GROUP + tl.minimum(o_g, GROUP - 1))[:, None]
     b_scope = load_scope(p_scopes, o_head, capacity)
     b_slope = None if p_slopes is None else load_slope(p_slopes, o_head)
-    start = None if p_starts is None else tl.load(p_starts + batch).to(tl.int32)
+    b_first = t - b_scope + 1 if p_starts is None else tl.maximum(t - b_scope + 1, tl.load(p_starts + batch))
 
     o_ring = batch * cache_by_batch + first_slot.to(tl.int64) * HEAD_DIM
     b_acc, b_sum, b_max = nothing_seen(b_q)
@@ -112,7 +112,7 @@ def decode_kernel(
         # overwritten, and past the end nothing is seen.
         o_i = tl.where((o_s < end) & (o_s != slot), t - (t - o_s) % capacity, t + 1)
         b_k = load_rows(k, first, BLOCK_N, HEAD_DIM)
-        b_s = scores(b_q, b_k, t, o_i, start, b_scope, b_slope, scale_log2, True)
+        b_s = scores(b_q, b_k, t, o_i, b_slope, scale_log2, (o_i >= b_first) & (o_i <= t))
         b_acc, b_sum, b_max = see(b_acc, b_sum, b_max, b_s, v, first, BLOCK_N, HEAD_DIM, False)
 
     b_some = tl.where(b_sum == 0.0, 1.0, b_sum)  # for a part of which a head sees nothing

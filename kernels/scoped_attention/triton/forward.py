@@ -2,8 +2,7 @@
 
 One program computes a block of queries of one head. Its keys fall into three runs of blocks: those that the scope or a
 document cuts, those that every query sees, and those on the diagonal. Only the first and the last run are masked, and
-blocks outside are never loaded. A narrow head steps over keys in smaller blocks, so that a band of three tokens does not
-cost as much as one of 128.
+blocks outside are never loaded.
 
 Names as in `blocks.py`.
 """
@@ -14,27 +13,12 @@ import triton.language as tl
 from farsight.kernels.scoped_attention.triton.blocks import (
     key_runs,
     load_slope,
-    load_starts,
     nothing_seen,
     query_block,
-    scores,
+    query_scores,
     see,
 )
 from farsight.kernels.triton_rows import load_rows, rows_of, store_rows
-
-
-@triton.jit
-def _band(b_q, seen, b_start, slope_log2, k, v, scale_log2, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Output, sum and maximum of a block of queries over all keys it sees, in steps of BLOCK_N keys."""
-    bounds = key_runs(seen, k.count, BLOCK_N)
-    b_acc, b_sum, b_max = nothing_seen(b_q)
-    for run in tl.static_range(3):
-        for first in tl.range(bounds[run], bounds[run + 1], BLOCK_N):
-            o_i = (first + tl.arange(0, BLOCK_N))[None, :]
-            b_k = load_rows(k, first, BLOCK_N, HEAD_DIM, run == 1)
-            b_s = scores(b_q, b_k, seen.o_t[:, None], o_i, b_start, seen.scope, slope_log2, scale_log2, run != 1)
-            b_acc, b_sum, b_max = see(b_acc, b_sum, b_max, b_s, v, first, BLOCK_N, HEAD_DIM, run == 1)
-    return b_acc, b_sum, b_max
 
 
 @triton.jit
@@ -60,7 +44,6 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_NARROW: tl.constexpr,
 ):
     """Output and log-sum-exp of one block of queries of one head of one batch row.
 
@@ -75,15 +58,17 @@ def forward_kernel(
     o_row = first_row + tl.arange(0, BLOCK_M)
     p_start = None if p_starts is None else p_starts + batch * (queries + q_offset) + q_offset
     seen = query_block(p_scopes, p_start, head, first_row, queries, q_offset, BLOCK_M)
-    b_start = None if p_start is None else load_starts(p_start, o_row, queries)[:, None]
     slope_log2 = None if p_slopes is None else load_slope(p_slopes, head)
     b_q = load_rows(rows_of(p_q, q_strides, batch, head, queries), first_row, BLOCK_M, HEAD_DIM)
     k = rows_of(p_k, k_strides, batch, head // GROUP, queries + q_offset)
     v = rows_of(p_v, v_strides, batch, head // GROUP, queries + q_offset)
-    if BLOCK_NARROW == BLOCK_N or seen.scope > BLOCK_N:
-        b_acc, b_sum, b_max = _band(b_q, seen, b_start, slope_log2, k, v, scale_log2, HEAD_DIM, BLOCK_N)
-    else:
-        b_acc, b_sum, b_max = _band(b_q, seen, b_start, slope_log2, k, v, scale_log2, HEAD_DIM, BLOCK_NARROW)
+    bounds = key_runs(seen, k.count, BLOCK_N)
+    b_acc, b_sum, b_max = nothing_seen(b_q)
+    for run in tl.static_range(3):
+        for first in tl.range(bounds[run], bounds[run + 1], BLOCK_N):
+            b_k = load_rows(k, first, BLOCK_N, HEAD_DIM, run == 1)
+            b_s = query_scores(b_q, b_k, seen, first + tl.arange(0, BLOCK_N), slope_log2, scale_log2, run == 1)
+            b_acc, b_sum, b_max = see(b_acc, b_sum, b_max, b_s, v, first, BLOCK_N, HEAD_DIM, run == 1)
 
     m_row = o_row < queries
     b_sum = tl.where(m_row, b_sum, 1.0)  # rows past the end may have seen nothing
