@@ -74,10 +74,12 @@ def forked(arguments: list[str], output: Path, ranks: int = 1, script: str = "tr
     return Forked(arguments, ranks, output, script).wait()
 
 
-def train(folder: Path, *options: str, ranks: int = 1, config: str = TINY, check: bool = True) -> Finished:
+def train(
+    folder: Path, *options: str, ranks: int = 1, config: str = TINY, check: bool = True, script: str = "train.py"
+) -> Finished:
     """Trains to the end; with `check`, a failure shows what it printed."""
     arguments = train_command(folder, *options, config=config)[2:]
-    done = forked(arguments, folder.with_suffix(".printed"), ranks)
+    done = forked(arguments, folder.with_suffix(".printed"), ranks, script)
     if check and done.returncode:
         raise AssertionError(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}")
     return done

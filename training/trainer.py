@@ -256,7 +256,7 @@ class Trainer:
         losses = []
         on_device = [self._to_device(batch) for batch in micro_batches]
         for number, (inputs, labels) in enumerate(on_device):
-            self._exchange_gradients(last=number == len(micro_batches) - 1)
+            self._expect_step(last=number == len(micro_batches) - 1)
             losses.append(self.forward_backward(inputs, labels, global_valid_tokens))
             self.flops += batch_flops(
                 self.config.architecture,
@@ -378,17 +378,19 @@ class Trainer:
             dist.all_reduce(value, group=mesh.get_group())
         return value
 
-    def _exchange_gradients(self, last: bool) -> None:
-        """Has copies of the weights exchange gradients only after the last micro-batch of a step."""
+    def _expect_step(self, last: bool) -> None:
+        """Leaves to the last micro-batch of a step what it needs once: the exchange of gradients between copies of the weights, and
+        freeing weights that were only cast."""
         if self.zero is not None:
             self.zero.expect_step(last)
-        elif self.dims.dp_replicate > 1:
-            parts: list[Any] = [*self.model_parts]
-            for part in parts:
-                if self.wrapper == "ddp":
-                    part.set_requires_gradient_sync(last)
-                else:
-                    part.set_requires_all_reduce(last)
+        parts: list[Any] = [*self.model_parts]
+        for part in parts:
+            if self.wrapper == "ddp":
+                part.set_requires_gradient_sync(last)
+            elif self.wrapper == "fsdp":
+                part.set_requires_all_reduce(last)
+                if self.dims.fsdp == 1 and self.config.parallelism.fsdp_reshard_after_forward != "always":
+                    part.set_reshard_after_backward(last)
 
     def _report_non_finite(self, figures: StepFigures) -> None:
         """Logs the step and the micro-batch, saves the batch for inspection, and stops every rank.

@@ -1,6 +1,7 @@
 """The layouts that run on GPUs that don't exist."""
 
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ class Layout:
 
 SIZE_8B = {
     "model.flavor": "8b", "tokenizer.kind": "bytes", "parallelism.context_parallel_degree": 8, "training.seq_len": 131072,
-    "training.local_batch_size": 1, "training.global_batch_size": 1, "activation_checkpoint.mode": "full",
+    "training.local_batch_size": 1, "training.global_batch_size": 1, "architecture.n_layers": 8,
+    "activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "attention",
 }  # fmt: skip
 LAYOUTS = {
     "one GPU": Layout(),
@@ -25,21 +27,24 @@ LAYOUTS = {
     "DDP 2": Layout(2, {"parallelism.data_parallel_replicate_degree": 2, "parallelism.data_parallel_shard_degree": 1}),
     "TP 2 × FSDP 2": Layout(4, {"parallelism.tensor_parallel_degree": 2}),
     "CP 4": Layout(4, {"parallelism.context_parallel_degree": 4}),
-    "8B, CP 8": Layout(8, SIZE_8B),
+    "8 layers of 8B, CP 8": Layout(8, SIZE_8B),
     "LoRA and GARFA, FSDP 2": Layout(2, {"base_model.quantization": "none"}, finetunes=True),
 }
 DECODED = "a decoded token"
 STEPS = 4
 TINY = {
     "training.steps": STEPS, "lr_scheduler.warmup_steps": 1, "validation.enable": False, "tokenizer.kind": "bytes",
-    "training.mixed_precision_param": "bfloat16", "training.global_batch_size": 16, "training.local_batch_size": 2,
+    "training.mixed_precision_param": "bfloat16", "training.local_batch_size": 2,
     "checkpoint.enable": False, "metrics.enable_tensorboard": False, "metrics.log_freq": 100,
 }  # fmt: skip
 
 
 def config_of(layout: Layout, folder: Path) -> Any:
     """The config of a layout, for a run folder."""
-    options = {"job.config_file": "configs/tiny.toml", "job.dump_folder": folder, **TINY, **layout.options}
+    degrees = (layout.options.get(f"parallelism.{kind}_parallel_degree", 1) for kind in ("tensor", "context"))
+    rows = 2 * TINY["training.local_batch_size"] * layout.gpus // prod(degrees)  # two micro-batches a step
+    named = {"job.config_file": "configs/tiny.toml", "job.dump_folder": folder, "training.global_batch_size": rows}
+    options = named | TINY | layout.options
     if layout.finetunes:
         from tests.finetuned import write_base
 

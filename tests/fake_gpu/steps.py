@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ def trainer_of(layout: Layout, folder: Path) -> Any:
     with device.FakeGpu() as gpu:
         trainer = (Finetuner if layout.finetunes else Trainer)(config)
     return trainer, gpu
+
+
+class Recorded(Exception):  # noqa: N818  no error
+    """Ends the training."""
 
 
 def step(name: str, layout: Layout) -> dict[str, Any]:
@@ -48,13 +53,13 @@ def step(name: str, layout: Layout) -> dict[str, Any]:
                 launches=gpu.launches.total(),
                 collectives={f"{meshes.get(name, 'all')} {kind}": n for (name, kind), n in gpu.collectives.items()},
             )
+            raise Recorded
         gpu.clear()
         train_step(*args)
 
     trainer.train_step = recorded
-    trainer._export = lambda: None
     try:
-        with gpu:
+        with gpu, suppress(Recorded):
             trainer.train()
     finally:
         trainer.close()

@@ -4,19 +4,33 @@ from pageable memory, and the collectives that the plan counts."""
 import json
 import subprocess
 import sys
-from itertools import accumulate
+from collections import defaultdict
 
 import pytest
 
 from farsight.launch.plan.costs import step_traffic
 from farsight.launch.plan.run import Run
+from farsight.parallel.context import reaches, sent
 from tests.fake_gpu.layouts import DECODED, LAYOUTS, config_of
 from tests.running import ROOT, environment
 
 LAUNCHES = {
-    "one GPU": 0,
+    "one GPU": 1320,
+    "FSDP 8": 1284,
+    "HSDP 2 × 4": 1251,
+    "DDP 2": 1287,
+    "TP 2 × FSDP 2": 1459,
+    "CP 4": 2050,
+    "8 layers of 8B, CP 8": 3289,
+    "LoRA and GARFA, FSDP 2": 3062,
 }
 """Operators of a step that compute something, PyTorch 2.13. A change that adds to them costs every step host time."""
+
+PLANNED = {
+    "dp_shard": ("fsdp all_gather", "fsdp reduce_scatter"),
+    "dp_replicate": ("dp_replicate all_reduce",),
+    "tp": ("tp all_gather", "tp reduce_scatter"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +47,35 @@ def steps():
 def test_a_step(steps, tmp_path, name):
     found, layout = steps[name], LAYOUTS[name]
     ((sync, times),) = found["syncs"].items()
-    assert sync.startswith("event.synchronize at training/figures.py")
+    assert sync.startswith("event.synchronize at farsight/training/figures.py")
     assert times == 1
     assert found["uploads"] == {}
     assert found["launches"] == LAUNCHES[name]
 
-    sent = found["collectives"]
-    traffic = step_traffic(Run.of(config_of(layout, tmp_path / "run"), layout.gpus), 0)
-    by_kind = {kind: sum(size for name, (_, size) in sent.items() if name.endswith(kind)) for kind in KINDS}
-    print(sent, traffic, by_kind, accumulate)
+    run = Run.of(config_of(layout, tmp_path / "run"), layout.gpus)
+    planned, found_bytes = step_traffic(run, 0), defaultdict(int)
+    for collective, (_, size) in found["collectives"].items():
+        mesh, kind = collective.split()
+        found_bytes["exchanged" if kind == "all_to_all" else f"{mesh} {kind}"] += size
+    for name, kinds in PLANNED.items():
+        assert sum(found_bytes[kind] for kind in kinds) == planned[name], name
+    assert found_bytes["exchanged"] == exchanged(run)
+
+
+def exchanged(run):
+    """Bytes that rank 0 receives in context parallelism's exchanges; the plan has those of the rank that receives most."""
+    t, p, a = run.config.training, run.config.parallelism, run.config.architecture
+    ranks, cut = p.context_parallel_degree, p.context_parallel_load_balancer
+    rows = 0
+    for position in run.positions:
+        reach = reaches(position.scopes, a.n_kv_heads, t.seq_len)
+        forward, backward = (
+            sum(len(rows) for other in range(1, ranks) for rows in sent(*pair(other), ranks, t.seq_len, reach, cut))
+            for pair in (lambda other: (other, 0), lambda other: (0, other))
+        )
+        rows += forward * (1 + run.recomputes(0)) + backward
+    micro_batches = run.layout.accumulation
+    return rows * micro_batches * run.layout.rows * 2 * a.head_dim * 2  # keys and values, bf16
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Optimizers by kind: against PyTorch's own on whole matrices, the same in every layout, and resumed under another one."""
 
 import math
+from functools import partial
 from typing import get_args
 
 import pytest
@@ -15,7 +16,8 @@ from farsight.training.optimizers.build import KINDS as BUILDERS
 from farsight.training.optimizers.build import build_optimizers
 from farsight.training.optimizers.muon import is_matrix
 from farsight.training.schedule import rate
-from tests.running import metrics, train
+from tests import running
+from tests.running import metrics
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 SHORT = ["--validation.enable=false", "--lr_scheduler.total_steps=6", "--lr_scheduler.warmup_steps=2"]
@@ -186,6 +188,7 @@ def losses(folder):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_losses_in_every_layout_and_resumed_in_another(tmp_path, kind):
     options = [*SHORT, "--optimizer.kind", kind, "--training.steps=4", "--checkpoint.interval=2"]
+    train = partial(running.train, script="tests/eager_train.py")
     train(tmp_path / "one", *options)
     expected = losses(tmp_path / "one")
     layouts = {
