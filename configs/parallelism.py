@@ -11,12 +11,12 @@ class Parallelism:
     """Division of the model, the sequences and the batch over ranks."""
 
     data_parallel_replicate_degree: Size = 1
-    """Copies of the model: more than 1 is DDP if data_parallel_shard_degree = 1, and HSDP if that is more too."""
+    """Copies of the model, which exchange gradients once a step; with data_parallel_shard_degree above 1 too it is HSDP."""
     data_parallel_shard_degree: SizeOrAuto = -1
     """Ranks over which FSDP shards the model; -1 takes all that the other degrees leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP frees gathered parameters after the forward pass: "default" does so except under pipeline
-    parallelism."""
+    parallelism and where FSDP has one rank and only casts them."""
     tensor_parallel_degree: Size = 1
     """Ranks over which each layer's matrices are divided; includes sequence parallelism."""
     enable_async_tensor_parallel: bool = False

@@ -54,7 +54,7 @@ class Training:
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Type of parameters, gradients and optimizer state. "bfloat16" keeps no fp32 copy of the weights."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type in which layers compute, through FSDP or autocast."""
+    """Type in which layers compute; FSDP casts the weights, on one rank too."""
     gc_freq: Size = 50
     """Steps between Python garbage collections, which all ranks run at the same step."""
     tokens: NonNegative = 0.0
@@ -115,7 +115,7 @@ class Loss:
     """Computation of the loss."""
 
     chunk_tokens: Count = 0
-    """Tokens whose logits exist at once; 0 picks a chunk of about 32M logits."""
+    """Tokens whose logits exist at once; 0 picks a chunk of about 32M logits, and at least 2,048 tokens where the head trains."""
 
 
 @dataclass
