@@ -16,6 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from farsight.configs.schema import Architecture, NoRotary
 from farsight.kernels.chunked_loss import chunked_cross_entropy
+from farsight.kernels.scoped_attention.choice import can_run_triton
 from farsight.model.attention import Attention
 from farsight.model.norm import RMSNorm
 from farsight.model.position.garfa import HeadRope
@@ -223,13 +224,21 @@ class Llama(nn.Module):
                 h_BLD = h_BLD + sinusoidal_embedding(own, h_BLD.shape[-1]).to(h_BLD.dtype)
 
         tables = self._token_tables(positions) if positions.shape[1] == 1 else {}
+        # With a gradient, tables would be kept until the backward pass, for each kind of rotation.
+        kind = h_BLD.device.type, str(h_BLD.dtype), self.architecture.head_dim
+        in_kernels = torch.is_grad_enabled() and can_run_triton(*kind)
+        shared: dict[int, HeadRope] = {}
         for name, block in self.layers.items():
-            row = self.rotary_of_layer[name]
-            if row is not None and row not in tables:
+            row, attention = self.rotary_of_layer[name], cast(Attention, block.attention)
+            head_rope = self._head_rope(attention, row, positions)
+            if row is not None and in_kernels and head_rope is None:
+                if row not in shared:
+                    shared[row] = self._shared_rope(attention, row, positions)
+                head_rope = shared[row]
+            elif row is not None and row not in tables:
                 frequencies = RopeFrequencies(self.rope_frequencies[row], self.attention_factors[row])
                 tables[row] = rope_tables(positions, frequencies)
-            head_rope = self._head_rope(cast(Attention, block.attention), row, positions)
-            h_BLD = block(h_BLD, None if row is None else tables[row], document_starts, head_rope)
+            h_BLD = block(h_BLD, None if row is None else tables.get(row), document_starts, head_rope)
 
         if self.norm is not None:
             h_BLD = self.norm(h_BLD)
@@ -251,9 +260,16 @@ class Llama(nn.Module):
         if attention.garfa is None:
             return None
         assert row is not None
-        attention_factor = self.rope_frequencies.new_full((), self.attention_factors[row])
         inv_freq_KF = attention.garfa(self.rope_frequencies[row])
-        return HeadRope(positions, inv_freq_KF, attention_factor, attention.garfa.queries)
+        return HeadRope(positions, inv_freq_KF, self._attention_factor(row), attention.garfa.queries)
+
+    def _shared_rope(self, attention: Attention, row: int, positions: Tensor) -> HeadRope:
+        """A rotation of all heads by the same frequencies, for kernels that compute angles where they are used."""
+        inv_freq_F, kv_heads = self.rope_frequencies[row], len(attention.scopes) // attention.group
+        return HeadRope(positions, inv_freq_F.repeat(kv_heads, 1), self._attention_factor(row), queries=True)
+
+    def _attention_factor(self, row: int) -> Tensor:
+        return self.rope_frequencies.new_full((), self.attention_factors[row])
 
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:

@@ -185,7 +185,9 @@ def _norm_inputs(run: Run, trains: bool) -> int:
 
 
 def rope_tables_bytes(run: Run, layers: Sequence[int]) -> int:
-    """Bytes of the RoPE tables: two in fp32 over all tokens for each distinct rotation of these layers."""
+    """Bytes of the RoPE tables: two in fp32 over all tokens for each distinct rotation of these layers. GPUs train without any."""
+    if not run.cpu:
+        return 0
     rotaries = {run.positions[number].rotary for number in layers} - {NoRotary()}
     return 8 * run.config.architecture.head_dim * run.tokens * len(rotaries)
 

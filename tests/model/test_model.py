@@ -32,6 +32,7 @@ from farsight.configs.schema import (
     YarnRope,
 )
 from farsight.errors import ConfigError
+from farsight.model import llama
 from farsight.model.build import ModelConfig, build_model, count_parameters, freeze_all_but, set_length
 from farsight.model.flops import batch_flops, matmul_flops_per_token
 from farsight.model.llama import FeedForward
@@ -355,3 +356,32 @@ def test_swiglu_equals_the_formula_and_keeps_two_tensors_of_the_hidden_width():
         assert_close(mine, other, rtol=1e-5, atol=1e-6)
     # silu's input, its factor, and w2's input.
     assert sum(t.numel() == 2 * 5 * ffn for t in kept) == 3
+
+
+def test_on_gpus_training_keeps_no_tables(monkeypatch):
+    """Kernels that compute angles where they are used give what tables give, and autograd then keeps no table of any layer."""
+    rules = [LayerRule("1", rotary=NoRotary())]
+    position = Position(rotary=YarnRope(factor=4.0), lasp=Lasp(s_max=2.0, anchor_layers=1), rules=rules)
+    config = ModelConfig(dataclasses.replace(SMALL, n_layers=4), position, 64)
+    tokens = torch.arange(128).view(2, 64) * 7 % 96
+    positions = torch.cat([torch.arange(40), torch.arange(24)])[None]
+    found = []
+    for in_kernels in (False, True):
+        monkeypatch.setattr(llama, "can_run_triton", lambda *kind, can=in_kernels: can)
+        model, tables = fresh_model(config), []
+
+        def pack(x, kept=tables):
+            if x.shape[:2] == (1, 64) and x.is_floating_point():
+                kept.append(x)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            loss = model(tokens, positions, labels=tokens.roll(-1, 1))
+        loss.backward()
+        found.append((loss, len(tables), [p.grad for p in model.parameters()]))
+    assert found[0][1] > 0 == found[1][1]
+    assert found[0][0] == found[1][0]
+    for ours, by_tables in zip(found[1][2], found[0][2], strict=True):
+        assert_close(
+            ours, by_tables, rtol=1e-5, atol=1e-6
+        )  # the gradient is a rotation back, where autograd adds up products
