@@ -56,7 +56,9 @@ def config_of(layout: Layout, folder: Path) -> Any:
         )
         options |= {"job.config_file": folder / "finetune.toml", "training.seq_len": 128}
         del options["training.mixed_precision_param"]
-    arguments = [part for name, value in options.items() for part in (f"--{name}", str(value).lower())]
+    arguments = [
+        part for name, value in options.items() for part in (f"--{name}", "false" if value is False else str(value))
+    ]
     if layout.finetunes:
         from farsight.training.finetune.model import load_finetune_config
 

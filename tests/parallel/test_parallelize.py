@@ -5,7 +5,7 @@ import torch
 
 import farsight.kernels.scoped_attention.banded.banded  # noqa: F401  registers the operator
 from farsight.configs.load import build_config
-from farsight.parallel.recompute import saved_ops
+from farsight.parallel.recompute import attention_ops
 
 
 @pytest.mark.parametrize(
@@ -17,16 +17,16 @@ from farsight.parallel.recompute import saved_ops
     ],
 )
 def test_selective_checkpointing_keeps_the_backends_operator(backend, op):
-    assert op in saved_ops(build_config({"attention": {"backend": backend}}))
+    assert op in attention_ops(build_config({"attention": {"backend": backend}}))
 
 
 @pytest.mark.parametrize("backend", ["auto", "hybrid", "triton"])
 def test_selective_checkpointing_keeps_the_operators_of_gpus(monkeypatch, backend):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    saved = saved_ops(build_config({"attention": {"backend": backend}}))
+    saved = attention_ops(build_config({"attention": {"backend": backend}}))
     assert {torch.ops.farsight.hybrid_attention.default, torch.ops.farsight.triton_attention.default} <= saved
 
 
 def test_a_missing_package_is_named():
     with pytest.raises(ValueError, match="pip install flash-attn"):
-        saved_ops(build_config({"attention": {"backend": "flash"}}))
+        attention_ops(build_config({"attention": {"backend": "flash"}}))
