@@ -149,7 +149,7 @@ def tensor_work(compiled: Any) -> float | None:
 def report(
     name: str, head_dim: int, dtype: torch.dtype, sm: int, group: int = 4, given: bool = True, tile: Tiles | None = None
 ) -> dict[str, Any]:
-    """What the compiler made of a kernel, with the shipped tile unless one is given.
+    """The compiler's report on a kernel, with the shipped tile unless one is given.
 
     `programs` is how many a multiprocessor holds, by registers and shared memory. Other arguments as in `compile_kernel`.
     """
@@ -213,7 +213,7 @@ def candidates(kernel: str, head_dim: int, itemsize: int, major: int, processes:
 
 
 def sound(row: dict[str, Any]) -> bool:
-    """Whether a row of `report` has no spills, does no needless tensor work, and fits the GPU's shared memory."""
+    """True if a row of `report` has no spills, does no needless tensor work, and fits the GPU's shared memory."""
     return not row["spills"] and row["tensor_work"] == 1 and row["shared"] <= SHARED_MEMORY[row["sm"]]
 
 

@@ -291,7 +291,7 @@ class RunCheckpoints:
             refuse_other_optimizer(start, self.config)
 
     def due(self, step: int, last_step: bool = False) -> bool:
-        """Whether a step is to be saved."""
+        """True if a step has to be saved."""
         o = self.options
         asked = last_step or step % o.interval == 0 or (step == 1 and o.enable_first_step_checkpoint)
         return o.enable and not o.load_only and asked

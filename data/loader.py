@@ -40,10 +40,10 @@ _NOT_IDENTITY = ("path", "data_dir", "data_files")
 
 @dataclass(frozen=True)
 class Place:
-    """Where a loader is after a complete step."""
+    """The position of a loader after a complete step."""
 
     state: dict[str, Any]
-    """What a checkpoint saves, besides the order."""
+    """The part of it that a checkpoint saves, besides the order."""
     epochs: Any
     """Passes over the data, as the loader's `epochs`."""
     skipped: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Place:
 
 @dataclass(frozen=True)
 class LoaderFacts:
-    """What each rank of a replica knows of its loader, whether it reads or not."""
+    """A loader's properties that every rank of a replica knows, including those that do not read."""
 
     order: dict[str, Any]
     """Everything that the order of batches depends on: a flat dict, keyed by the names of the settings."""
@@ -68,7 +68,6 @@ class ReadAheadLoader:
     """
 
     _running: Prefetch[tuple[Batch, Place | None]] | None = None
-
     replica: Replica = ALONE
 
     def __init__(self, facts: LoaderFacts):
@@ -76,7 +75,7 @@ class ReadAheadLoader:
 
     def _read(self, state: dict[str, Any]) -> Iterator[tuple[Rows, Place | None]]:
         """Micro-batches from a state on; the last of each step with the place after it, others with None. For the reading rank."""
-        raise NotImplementedError
+        raise NotImplementedError  # every loader that reads overrides it
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()

@@ -22,7 +22,7 @@ class Replica:
     """A rank that shares its rows with no other; `farsight.parallel.replica` has the replica of several ranks."""
 
     reads = True
-    """Whether this is the rank that reads."""
+    """True on the rank that reads."""
 
     def share(self, items: Callable[[], Iterator[T]]) -> Shared[T]:
         """The items of the rank that reads; the others never call `items`.
@@ -38,7 +38,7 @@ class Replica:
         return result
 
     def build(self, whole: Callable[[], W], facts: Callable[[W], F], other: Callable[[F], T]) -> W | T:
-        """What `whole` makes on the rank that reads; on the others what `other` makes of its facts. Errors as in `same`."""
+        """Returns `whole()` on the rank that reads, and `other(facts(whole()))` on the others. Errors as in `same`."""
         built: list[W] = []
 
         def made() -> F:

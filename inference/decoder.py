@@ -158,7 +158,7 @@ class Rows:
 
     @property
     def capturable(self) -> bool:
-        """Whether reading a token can be captured in a CUDA graph: every layer has a rolling cache that decodes with tensors
+        """True if reading a token can be captured in a CUDA graph: every layer has a rolling cache that decodes with tensors
         alone, and the weights are neither quantised, which may read values on the host, nor divided over processes."""
         model, device = self.decoder.model, self.batch.device
         return (

@@ -62,7 +62,7 @@ class RollingLayer:
 
     @property
     def capturable(self) -> bool:
-        """Whether decoding a token depends on tensors alone, as a CUDA graph requires."""
+        """True if decoding a token depends on tensors alone, as a CUDA graph requires."""
         cache = self.cache.keys_BSH
         picked = self.decode
         if picked == "auto":

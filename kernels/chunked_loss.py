@@ -172,7 +172,8 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor) -> None:
 
 @cache
 def _writes_fp32(device: torch.device, dtype: torch.dtype) -> tuple[bool, bool]:
-    """Whether products of this dtype can be written in fp32 here, and added to fp32: cuBLAS does, and not every PyTorch lets it."""
+    """Two flags: products of this dtype can be written in fp32 here, and added to fp32. cuBLAS can do both; some PyTorch versions
+    do not offer them."""
     if device.type != "cuda":
         return False, False
     a, into = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)

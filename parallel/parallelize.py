@@ -34,7 +34,7 @@ class Degrees(Protocol):
 
 
 def wrapper(config: JobConfig, dims: Degrees) -> Literal["fsdp", "ddp", "zero", ""]:
-    """What goes around the model to share it among data-parallel ranks and to cast its weights; "" is nothing.
+    """The wrapper that shares a model among data-parallel ranks and casts its weights; "" if there is none.
 
     Pre-training in mixed precision takes FSDP everywhere, so that one process, copies and shards compute in the same types.
     Fine-tuning, whose weights have their final types, takes DDP for copies: 4-bit weights can't always be sharded.

@@ -82,7 +82,7 @@ def attention_ops(config: JobConfig) -> set[Any]:
 
 
 def exchanges() -> set[Any]:
-    """What context parallelism sends: the halo of keys and values."""
+    """The operator with which context parallelism exchanges keys and values."""
     return {torch.ops._c10d_functional.all_to_all_single.default}
 
 

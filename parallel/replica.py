@@ -140,7 +140,7 @@ class SharingReplica(Replica):
 
 
 def _outcomes(items: Callable[[], Iterator[Any]]) -> Iterator[tuple[int, Any]]:
-    """What is sent: the items, and then their error or their end."""
+    """The messages for the other ranks: all items, and then their error or their end."""
     try:
         for item in items():
             yield _ITEM, item

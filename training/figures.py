@@ -59,7 +59,7 @@ class StepFigures:
 
     @property
     def stopping(self) -> bool:
-        """Whether any rank was told to stop before the step ended."""
+        """True if any rank was told to stop before the step ended."""
         return self.numbers[1] > 0
 
     @property

@@ -160,7 +160,7 @@ class Trainer:
             assert live_plasticity is not None
             self.plasticity = live_plasticity(config, dims, self.tokenizer, self.device, self.context, self.pipeline)
         self.stopping = False
-        """Whether a rank was told to stop, as far as figures have been read: the same on all ranks."""
+        """True once the figures of a step have said that a rank was told to stop; the same on all ranks."""
         self.stop_signal: int | None = None
         self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
@@ -572,7 +572,7 @@ class Trainer:
             raise KeyboardInterrupt
 
     def _told_to_stop(self) -> bool:
-        """Whether any rank was told to stop before the first step: a scheduler's signal may reach only some of them."""
+        """True if any rank was told to stop before the first step: a scheduler's signal may reach only some of them."""
         told = self._number(self.stop_signal is not None)
         if dist.get_world_size() > 1:
             dist.all_reduce(told, op=dist.ReduceOp.MAX)

@@ -2,8 +2,15 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.library import CustomOpDef
+
+
+def new_outputs(q_BLNH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Empty outputs of kernels whose log-sum-exp is fp32 [B, N, Lq], for the compiler."""
+    B, Lq, N, _H = q_BLNH.shape
+    return q_BLNH.new_empty(q_BLNH.shape), q_BLNH.new_empty((B, N, Lq), dtype=torch.float32)
 
 
 def register_backward(forward: CustomOpDef, backward: CustomOpDef) -> None:

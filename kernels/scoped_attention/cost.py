@@ -36,7 +36,7 @@ SPEEDS = Path(__file__).with_name("speeds.json")
 
 @dataclass(frozen=True)
 class Speed:
-    """What a kernel reaches in one pass, in FLOP/s of the visible pairs."""
+    """The speed of a kernel in one pass, in FLOP/s of the visible pairs."""
 
     dense: float
     """In causal attention over long sequences."""

@@ -46,7 +46,7 @@ def cached(x: Tensor, name: Hashable, compute: Callable[[Tensor], T]) -> T:
 
 
 def known(x: Tensor, name: Hashable) -> Any:
-    """What `cached` would return without computing it; None if it had to."""
+    """The result that `cached` has stored for x under a name; None if it has none."""
     return None if x.is_inference() else _results(x).get(name)
 
 
@@ -57,7 +57,7 @@ def remember(x: Tensor, name: Hashable, result: object) -> None:
 
 
 def _results(x: Tensor) -> dict[Hashable, Any]:
-    """What is known of x as it is now."""
+    """The results stored for the current version of x."""
     version, results = _memory.get(x, (None, {}))
     if version != x._version:
         version, results = _memory[x] = x._version, {}

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from farsight.kernels.scoped_attention import semantics
-from farsight.kernels.scoped_attention.autograd import register_backward
+from farsight.kernels.scoped_attention.autograd import new_outputs, register_backward
 from farsight.kernels.scoped_attention.cost import Pass, Shape, best_split, gpu_of
 from farsight.kernels.scoped_attention.documents import (
     MAX_DOCUMENTS,
@@ -97,10 +97,7 @@ def hybrid_forward(
     return o_BLNH, lse_BNL
 
 
-@hybrid_forward.register_fake
-def _(q, k, v, scopes, documents, slopes, q_offset, scale, wide_from):
-    B, Lq, N, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, N, Lq), dtype=torch.float32)
+hybrid_forward.register_fake(new_outputs)
 
 
 @torch.library.custom_op("farsight::hybrid_attention_backward", mutates_args=())
@@ -224,7 +221,7 @@ def dense_kernel(device: torch.device) -> str | None:
 
 @cache
 def _takes(option: str) -> bool:
-    """Whether this PyTorch's `varlen_attn` has an option: enable_gqa came after window_size, and groups needed none before."""
+    """True if this PyTorch's `varlen_attn` has an option: enable_gqa came after window_size, and groups needed none before."""
     return option in inspect.signature(varlen_attn).parameters
 
 

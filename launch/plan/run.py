@@ -46,7 +46,7 @@ class Run:
 
     @cached_property
     def sharded(self) -> bool:
-        """Whether FSDP wraps the model, or ZeRO stands in its place."""
+        """True if FSDP wraps the model, or ZeRO takes its place."""
         return self.layout.fsdp > 1 or wrapper(self.config, self.layout) == "fsdp"
 
     @property
@@ -133,7 +133,7 @@ class Run:
 
     @property
     def stays_gathered(self) -> bool:
-        """Whether FSDP keeps blocks gathered from the forward to the backward pass: if set so, and by default in pipelines and
+        """True if FSDP keeps blocks gathered from the forward to the backward pass: if set so, and by default in pipelines and
         where it only casts them."""
         p = self.config.parallelism
         policy = p.fsdp_reshard_after_forward
@@ -146,7 +146,7 @@ class Run:
 
     @property
     def keeps_attention(self) -> bool:
-        """Whether selective checkpointing keeps the results of attention and of the exchange before it."""
+        """True if selective checkpointing keeps the results of attention and of the exchange before it."""
         return self._selects("op") or self._selects("attention")
 
     def _selects(self, option: str) -> bool:

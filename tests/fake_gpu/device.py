@@ -347,5 +347,5 @@ def _pinned(x: Any) -> Any:
 
 
 def is_pinned(x: Any) -> bool:
-    """Whether a tensor was made pinned, or is a view of one that was."""
+    """True for a tensor that was made pinned, and for its views."""
     return x in _pins or (x._base is not None and x._base in _pins)

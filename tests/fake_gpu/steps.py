@@ -35,7 +35,7 @@ class Recorded(Exception):  # noqa: N818  no error
 
 
 def step(name: str, layout: Layout) -> dict[str, Any]:
-    """What a step that is not logged asks of the device on rank 0, from its start to the start of the next."""
+    """Records a step that is not logged on rank 0, from its start to the start of the next."""
     folder = Path(tempfile.mkdtemp())
     trainer, gpu = trainer_of(layout, folder)
     found: dict[str, Any] = {"layout": name, "syncs while building": sum(gpu.syncs.values())}
@@ -69,7 +69,7 @@ def step(name: str, layout: Layout) -> dict[str, Any]:
 
 
 def decoded() -> dict[str, Any]:
-    """What a token of generation asks of the device: one that warms up, and one that is replayed from a CUDA graph."""
+    """Records two decoded tokens: one that warms up, and one that is replayed from a CUDA graph."""
     import torch
 
     from farsight.inference.decoder import Decoder

@@ -29,7 +29,7 @@ class Kind(Protocol):
 
     @property
     def can_skip(self) -> bool:
-        """Whether a number on the device can keep their steps from changing anything: `found_inf`, as PyTorch's fused ones read it."""
+        """True if the optimizers skip a step when a flag on the device is set, the `found_inf` of PyTorch's fused ones."""
         ...
 
     def build(self, groups: Sequence[Group]) -> list[Optimizer]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from farsight.kernels import triton_rows
-from farsight.kernels.scoped_attention.autograd import register_backward
+from farsight.kernels.scoped_attention.autograd import new_outputs, register_backward
 from farsight.kernels.scoped_attention.triton.backward import delta_kernel, dkv_kernel, dq_kernel
 from farsight.kernels.scoped_attention.triton.blocks import LOG2_E
 from farsight.kernels.scoped_attention.triton.forward import forward_kernel
@@ -65,10 +65,7 @@ def triton_forward(
     return o_BLNH, lse_BNL
 
 
-@triton_forward.register_fake
-def _(q, k, v, scopes, documents, slopes, q_offset, scale):
-    B, Lq, N, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, N, Lq), dtype=torch.float32)
+triton_forward.register_fake(new_outputs)
 
 
 @torch.library.custom_op("farsight::triton_attention_backward", mutates_args=())
@@ -144,7 +141,7 @@ class _Call:
         return tiles(kernel, padded(self.H), self.q.itemsize, major)
 
     def steps(self, kernel: str, *tensors: Tensor) -> list[Tensor | TensorDescriptor]:
-        """What a kernel's inner loop steps over, as the kernel's tiles would have it."""
+        """The tensors of a kernel's inner loop, as descriptors if its tiles ask for them."""
         tile = self.tiles(kernel)
         return [described(x, tile.step(kernel)) if tile.descriptors else x for x in tensors]
 

@@ -246,7 +246,7 @@ def _part_slots(slots: int, device: torch.device) -> int:
 
 
 class _Parts(NamedTuple):
-    """How the rings of a cache are cut."""
+    """The division of a cache's rings into parts."""
 
     slots: int
     """Slots of a part."""

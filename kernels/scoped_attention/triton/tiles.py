@@ -17,7 +17,7 @@ class Tiles:
     warps: int
     stages: int
     descriptors: bool = False
-    """Whether the rows of the inner loop are loaded through tensor descriptors."""
+    """Load the rows of the inner loop through tensor descriptors."""
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of a launch."""
