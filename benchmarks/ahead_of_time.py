@@ -57,20 +57,23 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 POINTERS = dict.fromkeys(
     ("p_scopes", "p_order", "p_positions"), "*i64"
 )  # of the others, those that are not of the inputs' type:
-POINTERS |= dict.fromkeys(("p_starts", "p_until", "p_tokens", "p_heads", "p_first_parts", "p_first_slots"), "*i32")
+POINTERS |= dict.fromkeys(
+    ("p_starts", "p_until", "p_segments", "p_tokens", "p_heads", "p_first_parts", "p_first_slots"), "*i32"
+)
 POINTERS |= dict.fromkeys(
     ("p_lse", "p_delta", "p_slopes", "p_parts", "p_inv_freq", "p_factor", "p_cos", "p_sin"), "*fp32"
 )
 
 
 def compile_kernel(
-    name: str, head_dim: int, dtype: torch.dtype, sm: int, group: int, given: bool, tile: Tiles | None
+    name: str, head_dim: int, dtype: torch.dtype, sm: int, group: int, given: bool, segments: bool, tile: Tiles | None
 ) -> Any:
     """The compiled kernel.
 
     Args:
         sm: the GPU's compute capability, times 10.
         given: whether the inputs that may be absent are there.
+        segments: whether keys are in segments, for a kernel of attention's.
         tile: a kernel of attention's.
     """
     kernel, step = KERNELS[name], 0
@@ -89,6 +92,7 @@ def compile_kernel(
     launch = {key: options.pop(key) for key in ("num_warps", "num_stages")}
     constants: dict[str, Any] = {"GROUP": group, "HEAD_DIM": head_dim, **options}
     constants |= {} if given else dict.fromkeys(OPTIONAL[name])
+    constants |= {} if segments else {"p_segments": None}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature: dict[str, Any] = {}
     attributes = {}
@@ -147,7 +151,14 @@ def tensor_work(compiled: Any) -> float | None:
 
 
 def report(
-    name: str, head_dim: int, dtype: torch.dtype, sm: int, group: int = 4, given: bool = True, tile: Tiles | None = None
+    name: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    sm: int,
+    group: int = 4,
+    given: bool = True,
+    segments: bool = False,
+    tile: Tiles | None = None,
 ) -> dict[str, Any]:
     """The compiler's report on a kernel, with the shipped tile unless one is given.
 
@@ -155,26 +166,28 @@ def report(
     """
     if name in DESCRIBED:
         tile = tile or tiles(name, padded(head_dim), dtype.itemsize, sm // 10)
-    compiled = compile_kernel(name, head_dim, dtype, sm, group, given, tile)
+    compiled = compile_kernel(name, head_dim, dtype, sm, group, given, segments, tile)
     figures = registers_and_spills(compiled.asm["ptx"], sm)
     shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
     by_registers = REGISTERS // (triton.cdiv(figures["registers"], 8) * 8 * 32 * warps)
     return {
         "kernel": name, "head_dim": head_dim, "dtype": str(dtype).removeprefix("torch."), "sm": sm, "group": group,
-        "optional_inputs": given, "tile": tile and asdict(tile), "shared": shared, **figures,
+        "optional_inputs": given, "segments": segments, "tile": tile and asdict(tile), "shared": shared, **figures,
         "programs": min(by_registers, (SHARED_MEMORY[sm] + 1024) // (shared + 1024)), "tensor_work": tensor_work(compiled),
     }  # fmt: skip
 
 
-def variants(name: str, head_dim: int) -> Iterator[tuple[str, int, torch.dtype, int, int, bool]]:
+def variants(name: str, head_dim: int) -> Iterator[tuple[str, int, torch.dtype, int, int, bool, bool]]:
     """The arguments of `report` for every way in which a shipped kernel is compiled."""
     # float16 compiles like bfloat16: the same instructions and sizes.
     for dtype, sm in itertools.product((torch.bfloat16, torch.float32), GPUS):
         for group in GROUPS.get(name, (4,)):
-            yield name, head_dim, dtype, sm, group, True
+            yield name, head_dim, dtype, sm, group, True, False
+        if name in DESCRIBED:
+            yield name, head_dim, dtype, sm, 4, True, True
         # Documents and slopes take the most registers; without them, one GPU and type tell whether the kernels compile.
         if name in OPTIONAL and (dtype, sm) == (torch.bfloat16, 90):
-            yield name, head_dim, dtype, sm, 4, False
+            yield name, head_dim, dtype, sm, 4, False, False
 
 
 def _grid(kernel: str, itemsize: int, major: int) -> Iterator[Tiles]:
@@ -206,7 +219,7 @@ def candidates(kernel: str, head_dim: int, itemsize: int, major: int, processes:
     sm = max((sm for sm in GPUS if sm // 10 <= major), default=GPUS[0])
     shipped = tiles(kernel, padded(head_dim), itemsize, major)
     grid = [tile for tile in _grid(kernel, itemsize, major) if tile != shipped]
-    rows = reports([(kernel, head_dim, dtype, sm, 4, True, tile) for tile in grid], processes)
+    rows = reports([(kernel, head_dim, dtype, sm, 4, True, False, tile) for tile in grid], processes)
     found = [(tile, row) for tile, row in zip(grid, rows, strict=True) if sound(row)]
     found.sort(key=lambda x: (-x[1]["programs"] * x[0].warps, -x[0].block_m * x[0].block_n))
     return [shipped, *(tile for tile, _ in found)]

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -30,6 +29,7 @@ from farsight.benchmarks.attention_rows import (
     scoped_backends,
 )
 from farsight.benchmarks.layer_stack import StackShape
+from farsight.benchmarks.machine import device_name
 from farsight.cli import command, new_parser, positive
 from farsight.kernels.scoped_attention import BACKENDS
 from farsight.outputs import add_json_option, write_json
@@ -177,18 +177,6 @@ def main(argv: list[str] | None = None) -> int:
     for reason in left_out:
         print(f"left out: {reason}", file=sys.stderr)
     return 1 if any(not reason.startswith("sdpa") for reason in left_out) else 0
-
-
-def device_name(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    models = (
-        [line.split(":")[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        if cpuinfo.exists()
-        else []
-    )
-    return models[0] if models else "cpu"
 
 
 if __name__ == "__main__":

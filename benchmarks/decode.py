@@ -39,12 +39,12 @@ Write = Callable[[int], list[int]]
 """Writes the given number of tokens and returns them."""
 
 
-def make_decoder(position: dict[str, Any], length: int, layers: int) -> Decoder:
-    """`nano` with random weights, trained for `length` tokens."""
+def make_decoder(position: dict[str, Any], length: int, architecture: dict[str, int]) -> Decoder:
+    """`nano` with random weights, trained for `length` tokens; `architecture` replaces some of its shapes."""
     config = build_config(
         {
             "model": {"flavor": "nano"},
-            "architecture": {"n_layers": layers} if layers else {},
+            "architecture": architecture,
             "position": position,
             "training": {"seq_len": length},
         }
@@ -153,7 +153,7 @@ def rows_of(
 
 @torch.no_grad()
 def measure(
-    length: int, tokens: int, rounds: int, layers: int = 0, layouts: Sequence[str] = ("sorted",)
+    length: int, tokens: int, rounds: int, architecture: dict[str, int], layouts: Sequence[str] = ("sorted",)
 ) -> dict[str, Any]:
     """Medians of `rounds` turns of `tokens` tokens each.
 
@@ -164,7 +164,7 @@ def measure(
     with tqdm(total=(1 + len(layouts)) * (WARM_UP + rounds), unit="round", leave=False, disable=None) as bar:
         for layout in layouts:
             bar.set_description(f"SCOPE, {layout}")
-            decoder = make_decoder({"heads": {"kind": "scope", "layout": layout}}, length, layers)
+            decoder = make_decoder({"heads": {"kind": "scope", "layout": layout}}, length, architecture)
             both = {"rolling": start(decoder, length, most), "dense and mask": start(decoder, length, most, dense=True)}
             logits = [decoder.logits(rows.read(torch.tensor([[1]]))) for rows in both.values()]
             worst = max(worst, float((logits[0] - logits[1]).abs().max() / logits[1].abs().max()))
@@ -176,7 +176,7 @@ def measure(
             del both, decoder
             gc.collect()
         bar.set_description("RoPE")
-        decoder = make_decoder({"rotary": {"kind": "rope", "theta": 10000.0}}, length, layers)
+        decoder = make_decoder({"rotary": {"kind": "rope", "theta": 10000.0}}, length, architecture)
         rows = start(decoder, length, most)
         write, theirs = transformers_writer(decoder, length, 1)
         writers = {"rolling": writer(rows, 1), "transformers": write}
@@ -185,7 +185,13 @@ def measure(
             raise RuntimeError(f"tokens differ: {first['rolling']} and, of transformers, {first['transformers']}")
         speeds = time_in_turn(writers, tokens, rounds, bar)
         results += rows_of("RoPE", length, speeds, "transformers", {"rolling": rows.nbytes, "transformers": theirs()})
-    shape = {"length": length, "tokens": tokens, "rounds": rounds, "layers": layers or "all", "dtype": "float32"}
+    shape = {
+        "length": length,
+        "tokens": tokens,
+        "rounds": rounds,
+        "layers": architecture.get("n_layers", "all"),
+        "dtype": "float32",
+    }
     return {
         "rows": results, "logits_agree_to": worst, **shape,
         "torch": torch.__version__, "threads": torch.get_num_threads(),
@@ -204,7 +210,8 @@ def main(arguments: list[str] | None = None) -> None:
     if min(options.length, options.tokens, options.rounds) < 1:
         parser.error("--length, --tokens and --rounds take 1 or more")
     layouts = ("sorted", "interleaved", "group_balanced")
-    result = measure(options.length, options.tokens, options.rounds, options.layers, layouts)
+    fewer = {"n_layers": options.layers} if options.layers else {}
+    result = measure(options.length, options.tokens, options.rounds, fewer, layouts)
     print(f"{'':<24}{'cache':<16}{'MiB':>9}{'tokens/s':>11}{'spread':>9}{'ratio':>9}{'turn by turn':>15}")
     for row in result["rows"]:
         print(

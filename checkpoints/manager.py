@@ -55,6 +55,7 @@ from farsight.configs.schema import JobConfig
 from farsight.configs.typed import to_toml
 from farsight.errors import ConfigError, SaveError
 from farsight.model.build import ModelConfig
+from farsight.model.llama import unwrapped
 from farsight.parallel.ranks import file_group, new_file_group, on_every_rank, on_rank_zero
 from farsight.units import GIB
 
@@ -73,7 +74,7 @@ class ModelWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors by their names in the model as it was built; DTensors where they are sharded."""
-        return {name: tensor for part in self.parts for name, tensor in get_model_state_dict(part).items()}
+        return {unwrapped(name): tensor for part in self.parts for name, tensor in get_model_state_dict(part).items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Does nothing: the tensors were loaded in place."""

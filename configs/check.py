@@ -101,6 +101,11 @@ def _check_together(config: JobConfig) -> None:
         raise ConfigError(
             f'activation_checkpoint.selective_ac_option = {option!r} must be "op", "attention" or a number, as in "2".'
         )
+    if ac.mode == "selective" and option == "op" and config.compile.enable and c.context_parallel_degree > 1:
+        raise ConfigError(
+            'activation_checkpoint.selective_ac_option = "op" can\'t see matrix products that torch.compile has compiled between '
+            'the exchanges of context parallelism: set it to "attention", or compile.enable = false.'
+        )
     if ac.mode == "memory_budget" and not config.compile.enable:
         raise ConfigError(
             'activation_checkpoint.mode = "memory_budget" needs torch.compile: set compile.enable = true.'

@@ -92,7 +92,8 @@ class _RotateHeads(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[2] else None, positions, inv_freq, attention_factor)
         if in_triton:
             return torch.ops.farsight.triton_rotate_heads(x, positions, inv_freq, attention_factor)
-        return _rotated(x, *_tables(x, positions, inv_freq, attention_factor)).to(x.dtype)
+        y = _rotated(x, *_tables(x, positions, inv_freq, attention_factor))
+        return y if y.dtype == x.dtype else y.to(x.dtype)  # not `to` alone, see below
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -121,7 +122,8 @@ def _tables(x: Tensor, positions: Tensor, inv_freq: Tensor, attention_factor: Te
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The rotation, in the tables' dtype, by the operations of `model.position.rope.rotate` for bit-identical results."""
     x = x.to(cos.dtype)
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
+    # Not in place: compiled by PyTorch 2.11, a function loses its gradient if its last operator returns a tensor it was given.
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
 @torch.compiler.assume_constant_result

@@ -69,7 +69,7 @@ class DescribedRows(NamedTuple):
 def rows_of(p, strides, batch, head, count):
     """The rows of one head of x [B, L, heads, H], from the strides of B, L and heads; p points to x or describes it."""
     if isinstance(p, tl.core.tensor_descriptor_base):
-        return DescribedRows(p, batch.to(tl.int32), head.to(tl.int32), count)
+        return DescribedRows(p, batch.to(tl.int32), tl.cast(head, tl.int32), count)
     else:
         return Rows(p + (batch * strides[0] + head * strides[2]), strides[1], count)
 

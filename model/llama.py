@@ -31,7 +31,9 @@ class _SwiGlu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(a, b)
-        return F.silu(a).mul_(b)
+        gate = F.silu(a)
+        # Compiled by PyTorch 2.11, a function loses its gradient if its last operator returns a tensor it was given.
+        return gate * b if torch.compiler.is_compiling() else gate.mul_(b)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,8 @@
-"""Parallelises a model, in the required order: tensor parallelism, recomputation, compilation, data parallelism.
+"""Parallelises a model, in the required order: tensor parallelism, recomputation and compilation, data parallelism.
 
-Tensor parallelism shards the layers themselves. Recomputation then wraps each block, so that compilation sees it; FSDP or
-DDP comes last, around the result.
+Tensor parallelism shards the layers themselves. Recomputation then wraps each block, so that compilation sees it. Context
+parallelism swaps the two, because its exchange breaks a block's graph and the compiler leaves a recomputed block that has a
+break uncompiled. FSDP or DDP comes last, around the result.
 """
 
 from typing import Literal, Protocol, cast
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.schema import JobConfig
+from farsight.errors import ConfigError
 from farsight.model.attention import Attention
 from farsight.model.build import freeze_all_but, trained_layers
 from farsight.model.llama import Llama
@@ -60,13 +62,16 @@ def parallelize(model: Llama, dims: ParallelDims, config: JobConfig) -> nn.Modul
     for module in model.modules():
         if isinstance(module, Attention):
             module.context = context
-    recompute(model, config)
+    if context is None:
+        recompute(model, config)
     if compiled:
-        whole = context is None  # the exchange is not compiled, so it breaks a block's graph in two
+        whole = context is None
         for name, block in model.layers.named_children():
             model.layers.register_module(
                 name, cast(nn.Module, torch.compile(block, backend=config.compile.backend, fullgraph=whole))
             )
+    if context is not None:
+        recompute(model, config)
     match wrapper(config, dims):
         case "zero" if config.deepspeed.zero_stage == 3:
             partition(model, config)
@@ -83,6 +88,9 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
     """Shards the parameters block by block (FSDP2), or shards and replicates them on a two-dimensional mesh (HSDP).
 
     On a mesh of one it only casts them for each block.
+
+    Raises:
+        ConfigError: a quantised base, which PyTorch 2.11 can't shard.
     """
     finetuning = isinstance(config, FinetuneConfig)
     options: dict = {
@@ -114,7 +122,15 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
             # A separate group, in fp32: rounded to bf16, w = −ln 10 is not a factor of 1. It is called before its block.
             own = options | {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
             fully_shard(garfa, **own, reshard_after_forward=reshard)
-        fully_shard(block, **options, reshard_after_forward=reshard)
+        try:
+            fully_shard(block, **options, reshard_after_forward=reshard)
+        except RuntimeError as error:
+            if "floating point" not in str(error):
+                raise
+            raise ConfigError(
+                f"PyTorch {torch.__version__} can't shard a quantised base: use PyTorch 2.13, or copies of the model "
+                '(parallelism.data_parallel_replicate_degree), or base_model.quantization = "none".'
+            ) from error
     if model.norm is not None and model.output is not None and not tied:
         # The backward pass needs the last group again at once.
         fully_shard([model.norm, model.output], **options, reshard_after_forward=policy == "always")

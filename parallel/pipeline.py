@@ -6,7 +6,8 @@ document starts.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -49,6 +50,7 @@ class Pipeline:
     """A rank's stages and their schedule."""
 
     schedule: _PipelineSchedule
+    stages: Sequence[PipelineStage]
     has_first: bool
     has_last: bool
 
@@ -63,7 +65,12 @@ class Pipeline:
     def evaluate(self, inputs: dict[str, Any]) -> Tensor:
         """The loss of a batch, which must have the shape of the training batches."""
         with _forward_only(self.schedule):
-            return self._run(self.schedule.eval, inputs)
+            loss = self._run(self.schedule.eval, inputs)
+        # PyTorch 2.11 keeps the buffers of the first batch. Those made for an evaluation ask for no gradients.
+        for info in itertools.chain(*(infos for stage in self.stages for infos in stage.args_recv_info.values())):
+            if isinstance(buffer := getattr(info, "buffer", None), Tensor):
+                buffer.requires_grad_()
+        return loss
 
     def _run(self, run: Callable[..., Any], inputs: dict[str, Any]) -> Tensor:
         """Positional arguments reach only the first stage, keyword arguments every stage."""
@@ -106,9 +113,15 @@ def pipeline(
         model: the whole model, on the meta device.
 
     Raises:
-        ConfigError: a number of stages or micro-batches that the schedule does not support.
+        ConfigError: a number of stages or micro-batches that the schedule does not support, or a schedule that PyTorch does not.
     """
-    kind, mesh = get_schedule_class(config.parallelism.pipeline_parallel_schedule), dims.need("pp")
+    name = config.parallelism.pipeline_parallel_schedule
+    if name.endswith("ZeroBubble") and torch.__version__ < "2.13":
+        # It computes the gradients of weights by themselves, which fails in 2.11 below an autograd.Function, such as SwiGLU's.
+        raise ConfigError(
+            f'parallelism.pipeline_parallel_schedule = "{name}" needs PyTorch 2.13, and this is {torch.__version__}: use "Interleaved1F1B".'
+        )
+    kind, mesh = get_schedule_class(name), dims.need("pp")
     names = modules_of_stages(config)
     stages, parts = [], []
     for number in stages_of_rank(mesh.get_local_rank(), mesh.size(), len(names), folded=kind is ScheduleZBVZeroBubble):
@@ -126,7 +139,8 @@ def pipeline(
         )
     except ValueError as error:
         raise ConfigError(f"parallelism.pipeline_parallel_schedule: {error}") from error
-    return Pipeline(schedule, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)), parts
+    has_first, has_last = any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+    return Pipeline(schedule, stages, has_first, has_last), parts
 
 
 def stages_of_rank(rank: int, ranks: int, stages: int, folded: bool) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from farsight.model.llama import Llama
 
 
 def recompute(model: Llama, config: JobConfig) -> None:
-    """Wraps the blocks that `activation_checkpoint` asks for, in place, before they are compiled."""
+    """Wraps the blocks that `activation_checkpoint` asks for, in place."""
     options, compiled = config.activation_checkpoint, config.compile.enable
     if options.mode == "none":
         return
@@ -64,13 +64,12 @@ def attention_ops(config: JobConfig) -> set[Any]:
     attention: set[Any] = {torch.ops.farsight.banded_attention.default}
     match config.attention.backend:
         case "triton" | "hybrid" | "auto" if torch.cuda.is_available() and find_spec("triton"):
-            from farsight.kernels.scoped_attention import hybrid  # noqa: F401  registers its operator and Triton's
+            from farsight.kernels.scoped_attention import hybrid  # noqa: F401  registers its operators and Triton's
 
             ours = torch.ops.farsight
-            attention |= {ours.triton_attention.default, ours.hybrid_attention.default}
-        case (
-            "flex"
-        ):  # visible only if blocks are compiled; otherwise it is inside a compiled function and is recomputed
+            attention |= {ours.triton_attention.default, ours.triton_segmented_attention.default}
+            attention |= {ours.hybrid_attention.default, ours.hybrid_segmented_attention.default}
+        case "flex":  # visible only in a compiled block; elsewhere it is inside a compiled function and is recomputed
             attention.add(torch._higher_order_ops.flex_attention)
         case "flash":
             from farsight.kernels.scoped_attention import flash

@@ -1,8 +1,11 @@
 """Fixtures and marks for all tests. Without a GPU, Triton's kernels are interpreted: its variable is set before it is imported."""
 
+import gc
 import os
 import re
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,17 @@ import torch.distributed as dist
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton") and version("triton").startswith("3.6."):
+        # Its interpreter converts arrays of one number with int(), which NumPy refuses from 2.4 on.
+        from triton.runtime import interpreter
+
+        patch_tensors = interpreter._patch_lang_tensor
+
+        def patch_tensors_and_index(tensor, scope):
+            patch_tensors(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+        interpreter._patch_lang_tensor = patch_tensors_and_index
 
 
 def pytest_collection_modifyitems(items):
@@ -25,6 +39,11 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if starts_processes(item.path):
             item.add_marker("processes")
+
+
+def pytest_collection_finish():
+    """Spares collections the objects of all modules and tests: trainers and benchmarks collect often."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -248,7 +248,7 @@ def uncompiled(part: nn.Module) -> Iterator[None]:
 
     Only the blocks: `torch.compiler.set_stance` would affect everything, and FlexAttention refuses to run uncompiled.
     """
-    blocks: list[Any] = [block for block in cast(Llama, part).layers.values() if isinstance(block, OptimizedModule)]
+    blocks: list[Any] = [module for module in cast(Llama, part).layers.modules() if isinstance(module, OptimizedModule)]
     compiled = [block.forward for block in blocks]
     try:
         for block in blocks:

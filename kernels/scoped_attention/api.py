@@ -1,6 +1,7 @@
 """The entry points of the attention kernels: they check arguments, pick a backend and call it.
 
-Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim.
+Shape suffixes: B batch, L tokens (Lq queries, Lk keys), N query heads, K key-value heads, H head dim, R rows of segments,
+2 keys and values.
 """
 
 import importlib.util
@@ -15,6 +16,7 @@ from farsight.kernels.scoped_attention.decode import ring_attention
 from farsight.kernels.scoped_attention.prefill import chunk_attention
 from farsight.kernels.scoped_attention.reference import reference_attention
 from farsight.kernels.scoped_attention.rolling_cache import RollingCache
+from farsight.kernels.scoped_attention.segments import Segments, in_calls
 from farsight.kernels.scoped_attention.visibility import INTEGERS, Visibility, require
 
 BACKENDS = ("reference", "banded", "triton", "hybrid", "flex", "flash")
@@ -75,6 +77,50 @@ def scoped_attention(
         case _:
             raise ValueError(f'backend is "{backend}": set it to "auto" or one of {", ".join(BACKENDS)}')
     return attention(q_BLNH, k_BLKH, v_BLKH, visibility, scale)
+
+
+def segmented_attention(
+    q_BLNH: Tensor,
+    kv_R2BH: Tensor,
+    segments: Segments,
+    visibility: Visibility,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """`scoped_attention` of pieces of a sequence's queries, over the keys that each piece sees in each key-value head.
+
+    "triton" takes all segments in one launch a pass, "hybrid" besides them its wide heads, for each window in as many calls
+    as they have different keys. Other backends take a call for each piece and different keys.
+
+    Args:
+        q_BLNH: queries [B, L, N, H] of all pieces, one piece after the other.
+        kv_R2BH: keys and values [R, 2, B, H] of all segments, one segment after the other in the order of `segments`.
+        segments: the pieces, and the first key of each piece and key-value head. No query may see a key before it.
+        visibility: that of the whole sequence of T tokens, with document starts [B, T] if there are any, and no q_offset.
+        scale, backend: as in `scoped_attention`.
+
+    Returns:
+        o_BLNH: [B, L, N, H] in q's dtype. Gradients flow to q_BLNH and kv_R2BH.
+
+    Raises:
+        ValueError: invalid shapes, dtypes, devices or values; the message says what to set instead.
+    """
+    _check_segments(q_BLNH, kv_R2BH, segments, visibility)
+    scale = q_BLNH.shape[-1] ** -0.5 if scale is None else float(scale)
+    if backend == "auto":
+        backend = pick_backend(q_BLNH.device.type, str(q_BLNH.dtype), q_BLNH.shape[-1])
+    if backend == "triton":
+        _require_triton()
+        from farsight.kernels.scoped_attention.triton.attention import triton_segmented
+
+        return triton_segmented(q_BLNH, kv_R2BH, segments, visibility, scale)
+    if backend == "hybrid":
+        _require_triton("hybrid")
+        from farsight.kernels.scoped_attention.hybrid import hybrid_segmented
+
+        return hybrid_segmented(q_BLNH, kv_R2BH, segments, visibility, scale)
+    attend = partial(scoped_attention, scale=scale, backend=backend)
+    return in_calls(attend, q_BLNH, kv_R2BH, segments, visibility)
 
 
 def scoped_decode(
@@ -181,6 +227,30 @@ def _check(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> None:
     require(min(*q.shape, *k.shape) > 0, f"q_BLNH is {list(q.shape)}, k_BLKH {list(k.shape)}: no dimension may be 0")
     require(N % K == 0, f"{N} query heads do not share {K} key-value heads evenly: make N a multiple of K")
     visibility.check(B, Lq, Lk, N)
+
+
+def _check_segments(q: Tensor, kv: Tensor, segments: Segments, visibility: Visibility) -> None:
+    """As `_check`, for `segmented_attention`."""
+    require(q.dim() == 4, f"q_BLNH has shape {list(q.shape)}: pass [batch, tokens, heads, head dim]")
+    B, L, N, H = q.shape
+    queries, K, starts = segments.first_queries[-1], segments.kv_heads, visibility.document_starts_BL
+    require(queries == L, f"the pieces have {queries} queries and q_BLNH {L}: they have to be equal")
+    require(
+        list(kv.shape) == [segments.rows, 2, B, H],
+        f"kv_R2BH is {list(kv.shape)}: pass keys and values of all segments, {[segments.rows, 2, B, H]}",
+    )
+    require(kv.dtype == q.dtype, f"kv_R2BH is {kv.dtype} and q_BLNH is {q.dtype}: cast them to the same dtype")
+    require(kv.device == q.device, f"kv_R2BH is on {kv.device} and q_BLNH on {q.device}: move them together")
+    require(N % K == 0, f"{N} query heads do not share {K} key-value heads evenly: make N a multiple of K")
+    visibility.check_heads(N)
+    require(visibility.q_offset == 0, "a visibility of segments has no q_offset: pass that of the whole sequence")
+    tokens = max(end for _, end in segments.pieces)
+    if starts is not None:
+        require(
+            starts.dim() == 2 and starts.shape[0] == B and starts.shape[1] >= tokens and starts.dtype in INTEGERS,
+            f"document_starts_BL is {list(starts.shape)}, {starts.dtype}: pass integers for the whole sequence, [{B}, {tokens}] "
+            "or more tokens",
+        )
 
 
 def _check_decode(

@@ -76,10 +76,10 @@ def _can_run_triton(device_type: str, dtype: str, head_dim: int) -> bool:
 
 def _can_run_hybrid(device_type: str, dtype: str, head_dim: int) -> bool:
     """True where, besides Triton, this PyTorch's variable-length attention takes the heads."""
-    from farsight.kernels.scoped_attention import hybrid
+    from farsight.kernels.scoped_attention import varlen
 
-    kernel = hybrid.dense_kernel(torch.device(device_type))
-    return kernel is not None and getattr(torch, dtype.removeprefix("torch.")) in hybrid.DTYPES and head_dim % 8 == 0
+    kernel = varlen.dense_kernel(torch.device(device_type))
+    return kernel is not None and getattr(torch, dtype.removeprefix("torch.")) in varlen.DTYPES and head_dim % 8 == 0
 
 
 TRIAL_SCOPES = [3, 300, 100, 40]

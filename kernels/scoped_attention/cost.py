@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from farsight.kernels.scoped_attention.documents import Documents
+from farsight.kernels.scoped_attention.documents import Documents, Span
 from farsight.kernels.scoped_attention.semantics import visible_pairs
 
 Pass = Literal["forward", "backward"]
@@ -83,7 +83,11 @@ class Gpu:
 def gpu_of(major: int) -> Gpu:
     """The constants of a GPU's major architecture, or the next older one that is known."""
     tables = {int(number): table for number, table in json.loads(SPEEDS.read_text()).items()}
-    table = tables[max((number for number in tables if number <= major), default=min(tables))]
+    return read_gpu(tables[max((number for number in tables if number <= major), default=min(tables))])
+
+
+def read_gpu(table: Mapping[str, Any]) -> Gpu:
+    """The constants of one architecture's table in `speeds.json`."""
     return Gpu(
         table["gpu"],
         table["measured"],
@@ -106,7 +110,8 @@ class Shape:
 
     batch: int
     queries: int
-    q_offset: int = 0
+    pieces: tuple[Span, ...] = ()
+    """Tokens [begin, end) of a sequence whose queries these are; empty for a whole sequence."""
     group: int = 1
     """Query heads for each key-value head."""
     head_dim: int = 128
@@ -116,13 +121,14 @@ class Shape:
     @property
     def longest(self) -> int:
         """Tokens of the longest document."""
-        keys = self.queries + self.q_offset
+        keys = max((end for _, end in self.pieces), default=self.queries)
         return keys if self.documents is None else min(self.documents.longest, keys)
 
     def pairs(self, scope: int) -> float:
         """Query-key pairs that a head sees; with documents as if all were as long as a token's document is on average."""
         if self.documents is None:
-            return self.batch * visible_pairs([scope], self.queries + self.q_offset, self.q_offset)
+            spans = self.pieces or ((0, self.queries),)
+            return self.batch * sum(visible_pairs([scope], end, begin) for begin, end in spans)
         mean = max(1, round(self.documents.mean))
         return self.batch * self.queries * visible_pairs([scope], mean) / mean
 

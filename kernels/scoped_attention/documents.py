@@ -7,6 +7,7 @@ Shape suffixes: B batch, L tokens (Lq queries, Lk keys).
 """
 
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -77,43 +78,89 @@ def remember_part(whole_BL: Tensor, part_BL: Tensor) -> None:
         remember(part_BL, Documents, cut)
 
 
+Span = tuple[int, int]
+
+
 class Sequences(NamedTuple):
-    """The documents of all rows one after the other, as variable-length attention takes them."""
+    """Documents of all rows and pieces one after the other, as variable-length attention takes them.
+
+    A piece is a span of tokens [begin, end) whose queries a call has; its keys are the tokens from a first one to its end. A
+    plain call has one piece. In each batch row queries and keys of a piece follow those of the piece before it.
+    """
 
     cu_seqlens_q: Tensor
-    """int32 [documents + 1]: where each begins among the B * Lq queries. Documents before q_offset have no queries."""
+    """int32 [documents + 1]: where each begins among all queries. Documents that end before a piece have none."""
     cu_seqlens_k: Tensor
-    """int32 [documents + 1]: where each begins among the B * Lk keys."""
+    """int32 [documents + 1]: where each begins among all keys."""
     max_seqlen_q: int
     max_seqlen_k: int
 
 
-def sequences_of(document_starts_BL: Tensor, q_offset: int, device: torch.device) -> Sequences:
-    """Computed on the device; if there are fewer documents than the host knows of, empty ones follow."""
-    number, longest, _ = documents_of(document_starts_BL)
+def sequences_of(
+    document_starts_BL: Tensor, pieces: tuple[Span, ...], first_keys: tuple[int, ...], device: torch.device
+) -> Sequences:
+    """Computed on the device; if there are fewer documents than the host knows of, empty ones follow.
+
+    Args:
+        document_starts_BL: of the whole sequence.
+        first_keys: token, by piece.
+    """
+    documents, longest, _ = documents_of(document_starts_BL)
+    number = documents * len(pieces)
 
     def build(starts_BL: Tensor) -> Sequences:
-        B, Lk = starts_BL.shape
-        Lq = Lk - q_offset
-        tokens_L = torch.arange(Lk, device=device)
-        begins = (starts_BL.to(device) == tokens_L).flatten()
+        tokens_K, begins_K, queries_K = _keys(pieces, first_keys, device)
+        B, L = len(starts_BL), _queries(pieces)
+        begins = ((starts_BL.to(device)[:, tokens_K] == tokens_K) | begins_K).flatten()
         place = torch.where(begins, begins.cumsum(0) - 1, number)
         rows_B1 = torch.arange(B, device=device)[:, None]
 
-        def cumulative(tokens: int, first_L: Tensor) -> Tensor:
+        def cumulative(tokens: int, first_K: Tensor) -> Tensor:
             ends = torch.full((number + 1,), B * tokens, dtype=torch.int32, device=device)
-            firsts = (rows_B1 * tokens + first_L).flatten().int()
+            firsts = (rows_B1 * tokens + first_K).flatten().int()
             return ends.scatter_(0, place, torch.where(begins, firsts, B * tokens))
 
-        queries, keys = cumulative(Lq, (tokens_L - q_offset).clamp_min(0)), cumulative(Lk, tokens_L)
-        return Sequences(queries, keys, min(longest, Lq), longest)
+        keys_K = torch.arange(len(tokens_K), device=device)
+        most_queries, most_keys = _longest(pieces, first_keys)
+        return Sequences(
+            cumulative(L, queries_K),
+            cumulative(len(tokens_K), keys_K),
+            min(longest, most_queries),
+            min(longest, most_keys),
+        )
 
-    return cached(document_starts_BL, ("sequences", q_offset, number, device), build)
+    return cached(document_starts_BL, ("sequences", pieces, first_keys, number, device), build)
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def whole_rows(batch: int, queries: int, keys: int, device: torch.device) -> Sequences:
-    """Every row as one document."""
-    rows = torch.arange(batch + 1, dtype=torch.int32, device=device)
-    return Sequences(rows * queries, rows * keys, queries, keys)
+def whole_rows(batch: int, pieces: tuple[Span, ...], first_keys: tuple[int, ...], device: torch.device) -> Sequences:
+    """Each piece of each row as one document."""
+    queries = [end - begin for begin, end in pieces] * batch
+    keys = [end - first for (_, end), first in zip(pieces, first_keys, strict=True)] * batch
+    cu_q, cu_k = (torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device) for x in (queries, keys))
+    return Sequences(cu_q, cu_k, *_longest(pieces, first_keys))
+
+
+def _queries(pieces: tuple[Span, ...]) -> int:
+    return sum(end - begin for begin, end in pieces)
+
+
+def _longest(pieces: tuple[Span, ...], first_keys: tuple[int, ...]) -> tuple[int, int]:
+    """Most queries and most keys of a piece."""
+    keys = (end - first for (_, end), first in zip(pieces, first_keys, strict=True))
+    return max(end - begin for begin, end in pieces), max(keys)
+
+
+@lru_cache(maxsize=64)
+@torch.inference_mode(False)
+def _keys(pieces: tuple[Span, ...], first_keys: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """For each key of a batch row: its token, whether it is its piece's first, and the first query that is not before it."""
+    tokens, begins, queries, first_query = [], [], [], 0
+    for (begin, end), first in zip(pieces, first_keys, strict=True):
+        tokens.append(torch.arange(first, end))
+        begins.append(tokens[-1] == first)
+        queries.append((tokens[-1] - begin).clamp_min(0) + first_query)
+        first_query += end - begin
+    tokens_K, begins_K, queries_K = (torch.cat(x).to(device) for x in (tokens, begins, queries))
+    return tokens_K, begins_K, queries_K

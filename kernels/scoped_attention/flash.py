@@ -52,7 +52,7 @@ def flash_attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, visibility: 
     else:
         if (documents := documents_of(document_starts_BL).number) > MAX_DOCUMENTS:
             raise ValueError(f'backend "flash" takes {MAX_DOCUMENTS} documents a batch, not {documents}: use "triton"')
-        sequences = sequences_of(document_starts_BL, visibility.q_offset, device)
+        sequences = sequences_of(document_starts_BL, ((visibility.q_offset, k.shape[1]),), (0,), device)
         longest = sequences.max_seqlen_k
         attend = partial(flash_attn.flash_attn_varlen_func, **sequences._asdict(), **options)
         q, k, v = (x.flatten(0, 1) for x in (q, k, v))
@@ -60,7 +60,7 @@ def flash_attention(q_BLNH: Tensor, k_BLKH: Tensor, v_BLKH: Tensor, visibility: 
 
     # The right end is 0, not the equivalent -1: with both ends -1 and no document of more than one query, the package assumes
     # exactly one query in each document (Dao-AILab/flash-attention#1537).
-    groups = by_window(scopes, longest, k.shape[-2], device)
+    groups = by_window(scopes, longest, tuple(range(k.shape[-2])), device)
     if len(groups) == 1:
         o = attend(q, k, v, window_size=(groups[0].window, 0), alibi_slopes=slopes_N)
     else:

@@ -25,29 +25,32 @@ class Group(NamedTuple):
     """Each of these serves equally many of the heads, in order."""
 
 
-def by_window(scopes: tuple[int, ...], longest: int, kv_heads: int, device: torch.device) -> tuple[Group, ...]:
+def by_window(
+    scopes: tuple[int, ...], longest: int, kv_places: tuple[int, ...], device: torch.device
+) -> tuple[Group, ...]:
     """Query heads by window.
 
     Args:
         scopes: of all heads, in tokens; 0 leaves a head out.
         longest: tokens of the longest document: a scope of this or more has no limit.
+        kv_places: index of each key-value head in the tensors of keys and values; that of a head left out does not matter.
     """
     windows = (-1 if scope >= longest else scope - 1 if scope else None for scope in scopes)
-    return _groups(tuple(windows), kv_heads, device)
+    return _groups(tuple(windows), kv_places, device)
 
 
 @lru_cache(maxsize=1024)
 @torch.inference_mode(False)
-def _groups(windows_N: tuple[int | None, ...], kv_heads: int, device: torch.device) -> tuple[Group, ...]:
+def _groups(windows_N: tuple[int | None, ...], kv_places: tuple[int, ...], device: torch.device) -> tuple[Group, ...]:
     """Cached, because copying a list of heads to the GPU waits for it."""
-    ratio = len(windows_N) // kv_heads
+    ratio = len(windows_N) // len(kv_places)
     groups = []
     for window in sorted({window for window in windows_N if window is not None}):
         heads = [n for n, other in enumerate(windows_N) if other == window]
         served = [(kv_head, len(list(same))) for kv_head, same in groupby(n // ratio for n in heads)]
         # A key-value head that serves more heads than others is repeated until all serve equally many.
         share = math.gcd(*(count for _, count in served))
-        repeated = [kv_head for kv_head, count in served for _ in range(count // share)]
+        repeated = [kv_places[kv_head] for kv_head, count in served for _ in range(count // share)]
         groups.append(Group(window, _indexes(heads, device), _indexes(repeated, device)))
     return tuple(groups)
 

@@ -106,11 +106,11 @@ def quantize(weight: Tensor, base: Base) -> tuple[Tensor, Any]:
 
 def dequantize(weight: Tensor, base: Base) -> Tensor:
     """A weight [out, in] quantised and read back, in `base_model.dtype`: the base that the adapter is trained on."""
-    import bitsandbytes as bnb
-
     dtype = getattr(torch, base.dtype)
     if base.quantization == "none":
         return weight.to(dtype)
+    import bitsandbytes as bnb
+
     kept, state = quantize(weight, base)
     if base.quantization == "int8":
         return (kept.float() * (state.float() / 127)[:, None]).to(dtype)

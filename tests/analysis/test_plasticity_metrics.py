@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from farsight.analysis.capture.recorder import recording
 from farsight.analysis.capture.sampling import CaptureSettings, capture
@@ -122,7 +123,8 @@ def test_sequences_are_shared_out():
         assert all(len(batch) == most if whole else len(batch) <= most for batches in of_rank for batch in batches)
 
 
-def test_compiled_blocks_stay_as_they_were():
+@pytest.mark.parametrize("wrap", [lambda block: block, checkpoint_wrapper], ids=["plain", "recomputed"])
+def test_compiled_blocks_stay_as_they_were(wrap):
     """Nothing is compiled while recording, or recompiled afterwards."""
     model = fresh_model(ModelConfig(SMALL, Position(), trained_length=32))
     compiled = []
@@ -132,7 +134,7 @@ def test_compiled_blocks_stay_as_they_were():
         return graph
 
     for name, block in model.layers.named_children():
-        model.layers.register_module(name, torch.compile(block, backend=backend, fullgraph=True))
+        model.layers.register_module(name, wrap(torch.compile(block, backend=backend, fullgraph=True)))
     tokens = torch.arange(32)[None]
     before, graphs = model(tokens), len(compiled)
     assert graphs > 0

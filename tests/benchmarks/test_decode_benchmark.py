@@ -6,9 +6,11 @@ from farsight.benchmarks import decode
 
 pytestmark = pytest.mark.slow
 
+SMALL = {"n_layers": 1, "vocab_size": 512}
+
 
 def test_both_sides_agree(monkeypatch):
-    result = decode.measure(length=96, tokens=2, rounds=1, layers=1)
+    result = decode.measure(length=96, tokens=2, rounds=1, architecture=SMALL)
     assert result["logits_agree_to"] <= decode.TOLERANCE
     found = {(row["what"], row["cache"]): row for row in result["rows"]}
     rolling, dense = found["SCOPE, sorted", "rolling"], found["SCOPE, sorted", "dense and mask"]
@@ -20,4 +22,4 @@ def test_both_sides_agree(monkeypatch):
 
     monkeypatch.setattr(decode, "TOLERANCE", -1.0)
     with pytest.raises(RuntimeError, match="logits with the rolling and the dense cache differ"):
-        decode.measure(length=96, tokens=2, rounds=1, layers=1)
+        decode.measure(length=96, tokens=2, rounds=1, architecture=SMALL)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -285,9 +286,11 @@ class TestLongTexts:
         assert list(tokenizer._slices(text)) == [text]
 
     def test_progress_is_shown_after_two_seconds(self, trained, monkeypatch, capsys):
-        monkeypatch.setattr("farsight.data.tokenizers.base._SLICE", 1000)
+        monkeypatch.setattr("farsight.data.tokenizers.base._SLICE", 20_000)
         monkeypatch.setattr("farsight.progress.DELAY", 0.0)
         monkeypatch.setattr("farsight.progress.INTERVAL", 0.01)
+        encode = type(trained).encode
+        monkeypatch.setattr(trained, "encode", lambda text: time.sleep(1.5e-3) or encode(trained, text))
         text = "some words\n" * 200_000
         trained.encode_array(text)
         lines = capsys.readouterr().err.splitlines()

@@ -29,7 +29,7 @@ HERE = Path(__file__).resolve().parent
 PROJECT = HERE.parent.parent
 
 
-def _load_guard() -> None:
+def _load_guard() -> ctypes.CDLL:
     """Compiles `guard.cpp`, once for each version of PyTorch, and loads it."""
     spec = find_spec("torch")
     assert spec is not None
@@ -47,11 +47,11 @@ def _load_guard() -> None:
         compiler = [os.environ.get("CXX", "g++"), "-O0", "-std=c++20", "-fPIC", "-shared"]
         subprocess.run([*compiler, *includes, str(source), "-o", str(part), *libraries], check=True)
         part.rename(library)
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
 assert "torch" not in sys.modules, "import tests.fake_gpu.device before torch: autograd looks for devices as it loads"
-_load_guard()
+_guard = _load_guard()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -63,6 +63,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
+_guard.replace_guard()
 aten = torch.ops.aten
 
 ALLOCATES = re.compile(r"::(new_)?empty|::detach|::alias")
@@ -161,6 +162,7 @@ def _patch() -> None:
         "is_current_stream_capturing": lambda: False, "mem_get_info": lambda device=None: (140 * 10**9, 141 * 10**9),
     }.items():  # fmt: skip
         setattr(torch.cuda, name, value)
+    torch._subclasses.fake_tensor.init_gpu_context = lambda device: None  # makes a real tensor: PyTorch before 2.13
     torch.Event = Event  # type: ignore[assignment, misc]  # a stand-in
     torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")  # type: ignore[assignment]  # a stand-in
     torch.accelerator.current_device_index = lambda: 0  # type: ignore[assignment]  # a stand-in

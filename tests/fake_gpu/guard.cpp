@@ -1,4 +1,5 @@
-// A CUDA device without hardware: what PyTorch's wheel for CPUs lacks to run autograd over fake tensors of device "cuda".
+// A CUDA device without hardware, to run autograd over fake tensors of device "cuda": PyTorch's wheel for CPUs lacks one, and
+// the one of a wheel for GPUs is replaced.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -40,6 +41,9 @@ c10::impl::DeviceGuardImplRegistrar guard(c10::DeviceType::CUDA, new Guard());
 
 }  // namespace
 
+// A wheel for GPUs registers its own guard as torch is imported.
+extern "C" void replace_guard() { c10::impl::registerDeviceGuard(c10::DeviceType::CUDA, new Guard()); }
+
 namespace at {
 
 struct CUDAHooks final : CUDAHooksInterface {
@@ -56,6 +60,6 @@ struct CUDAHooks final : CUDAHooksInterface {
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return current; }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks);
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks);
 
 }  // namespace at

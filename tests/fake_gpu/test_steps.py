@@ -7,6 +7,7 @@ import sys
 from collections import defaultdict
 
 import pytest
+import torch
 
 from farsight.launch.plan.costs import step_traffic
 from farsight.launch.plan.run import Run
@@ -20,11 +21,13 @@ LAUNCHES = {
     "HSDP 2 × 4": 1043,
     "DDP 2": 1079,
     "TP 2 × FSDP 2": 1251,
-    "CP 4": 1842,
-    "8 layers of 8B, CP 8": 3025,
+    "CP 4": 1162,
+    "8 layers of 8B, CP 8": 1409,
     "LoRA and GARFA, FSDP 2": 3062,
 }
-"""Operators of a step that compute something, PyTorch 2.13. A change that adds to them costs every step host time."""
+"""Operators of a step that compute something, PyTorch 2.13 for CPUs. A change that adds to them costs every step host time."""
+COUNTED = torch.__version__.startswith("2.13.") and torch.version.cuda is None
+"""Other versions take operators apart in other ways, and PyTorch for GPUs has fused ones, such as RMSNorm's."""
 
 PLANNED = {
     "dp_shard": ("fsdp all_gather", "fsdp reduce_scatter"),
@@ -50,7 +53,7 @@ def test_a_step(steps, tmp_path, name):
     assert sync.startswith("event.synchronize at farsight/training/figures.py")
     assert times == 1
     assert found["uploads"] == {}
-    assert found["launches"] == LAUNCHES[name]
+    assert found["launches"] == LAUNCHES[name] or not COUNTED
 
     run = Run.of(config_of(layout, tmp_path / "run"), layout.gpus)
     planned, found_bytes = step_traffic(run, 0), defaultdict(int)

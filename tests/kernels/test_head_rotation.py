@@ -38,11 +38,12 @@ def written_out(x, positions, frequencies, factor):
 def test_rotation_and_gradients_against_complex_numbers(shared):
     x, dy, positions, frequencies, factor = draw(shared=shared)
     leaves = x.requires_grad_(), frequencies.requires_grad_()
-    y = rotate_heads(leaves[0], positions, leaves[1], factor)
     exact = written_out(*leaves[:1], positions, leaves[1], factor)
-    found, expected = (torch.autograd.grad(z, leaves, dy) for z in (y, exact))
-    for a, b in zip((y, *found), (exact, *expected), strict=True):
-        assert_close(a, b, rtol=1e-12, atol=1e-10)
+    expected = torch.autograd.grad(exact, leaves, dy)
+    for function in (rotate_heads, torch.compile(rotate_heads, backend="eager", fullgraph=True)):
+        y = function(leaves[0], positions, leaves[1], factor)
+        for a, b in zip((y, *torch.autograd.grad(y, leaves, dy)), (exact, *expected), strict=True):
+            assert_close(a, b, rtol=1e-12, atol=1e-10)
     assert torch.autograd.gradcheck(lambda x, f: rotate_heads(x, positions, f, factor), leaves)
 
 

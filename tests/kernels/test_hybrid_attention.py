@@ -12,12 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.nn.attention import varlen
+from torch.nn.attention import varlen as pytorchs
 
-from farsight.kernels.scoped_attention import choice, documents, host, hybrid, scoped_attention
+from farsight.kernels.scoped_attention import choice, documents, host, hybrid, scoped_attention, varlen
 from farsight.kernels.scoped_attention.cost import Split
 from tests.kernels import test_scoped_attention as cases
 from tests.kernels.test_scoped_attention import INT32_MAX, any_inputs, draw, sees, with_grads
+from tests.kernels.test_segments import ODD, ONE, TWO, any_segments, assert_equals_the_whole, packed, segments_of
 from tests.kernels.test_triton_attention import DEVICE, assert_no_worse_than_pytorch, on_device
 
 DTYPE = torch.float16 if DEVICE == "cuda" else torch.float32
@@ -173,6 +174,52 @@ def test_heads_first_inputs(split):
     assert_no_worse_than_pytorch(strided, do, [3, 9, 3, 40], "hybrid", starts=cases.documents(2, 40))
 
 
+# Over segments
+
+
+CLOSE = {"dtype": DTYPE, "tolerance": 4e-3 if DEVICE == "cuda" else 1e-5}
+
+
+@pytest.mark.parametrize("pieces", [ONE, TWO, ODD], ids=["one", "two", "odd"])
+@pytest.mark.parametrize("wide_from", [1, 30, 60])  # all heads, some, those that see the most
+@pytest.mark.parametrize("with_documents", [False, True])
+def test_segments(split, flash, pieces, wide_from, with_documents):
+    """Pieces share calls: one for each window and different keys."""
+    split(wide_from)
+    starts = cases.documents(2, 112, 0.1, seed=1).int() if with_documents else None
+    scopes = [1, 60, 60, 60, 35, 35, INT32_MAX, 1]
+    assert_equals_the_whole(112, pieces, scopes, 4, "hybrid", B=2, starts=starts, **CLOSE)
+    wide = {scope for scope in scopes if scope >= wide_from}
+    assert DEVICE == "cuda" or 0 < len(flash.calls) <= len(wide) + (1 in wide)  # heads of one token in two parts
+
+
+def test_another_split_of_segments_in_the_backward_pass(split):
+    for passes in ((9, 60), (1, 1000), (INT32_MAX, 1)):
+        split(*passes)
+        assert_equals_the_whole(112, TWO, [3, 9, 30, 60], 2, "hybrid", starts=cases.documents(1, 112), **CLOSE)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_segments(split, data):
+    T, pieces, scopes, K, options = any_segments(data)
+    split(data.draw(st.sampled_from(scopes)), data.draw(st.sampled_from(scopes)))
+    assert_equals_the_whole(T, pieces, scopes, K, "hybrid", **options, **CLOSE)
+
+
+def test_opcheck_of_segments(split):
+    split(20)
+    segments = segments_of(TWO, [7, 50], 1)
+    shapes = (1, 64, 2, 16), (segments.rows, 2, 1, 16)
+    q, kv = (torch.randn(*shape, dtype=DTYPE, device=DEVICE).requires_grad_() for shape in shapes)
+    scopes, starts = torch.tensor([7, 50], device=DEVICE), cases.documents(1, 112).int().to(DEVICE)
+    rest = scopes, starts, None, segments.numbers, 0.3, 0
+    torch.library.opcheck(hybrid.hybrid_segmented_forward, (q, kv, *rest))
+    with torch.no_grad():
+        o, lse = hybrid.hybrid_segmented_forward(q, kv, *rest)
+        torch.library.opcheck(hybrid.hybrid_segmented_backward, (o, q, kv, o, lse, *rest))
+
+
 # As an operator
 
 
@@ -206,11 +253,11 @@ def test_opcheck_and_whole_compilation(split):
 def test_pytorchs_own_shapes_and_dtypes(window):
     """The two calls on the meta device, where PyTorch checks arguments and gives outputs without data."""
     q, k = (torch.empty(60, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
-    sequences = documents.whole_rows(2, 30, 30, torch.device("meta"))
-    o, lse = hybrid.varlen_forward(q, k, k, sequences, window, 0.3)
+    sequences = documents.whole_rows(2, ((0, 30),), (0,), torch.device("meta"))
+    o, lse = varlen.varlen_forward(q, k, k, sequences, window, 0.3)
     assert (o.shape, o.dtype) == (q.shape, q.dtype)
     assert (lse.shape, lse.dtype) == ((4, 60), torch.float32)
-    found = hybrid.varlen_backward(q, q, k, k, o, lse, sequences, window, 0.3)
+    found = varlen.varlen_backward(q, q, k, k, o, lse, sequences, window, 0.3)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in (q, k, k)]
 
 
@@ -218,18 +265,19 @@ def test_varlen_attn_of_other_versions(split, flash, monkeypatch):
     """Before enable_gqa kernels took groups without it; without windows Triton takes all heads."""
     split(1)
     qkv, do = draw(Lq=40, N=4, K=2, H=16, dtype=DTYPE)
+    signature = inspect.signature(pytorchs.varlen_attn)
+    grouped = {"enable_gqa": True} if "enable_gqa" in signature.parameters else {}
 
     def without(*missing):
         def varlen_attn(*arguments, **options):
             assert not options.keys() & set(missing)
-            return varlen.varlen_attn(*arguments, **options, enable_gqa=True)
+            return pytorchs.varlen_attn(*arguments, **options, **grouped)
 
-        signature = inspect.signature(varlen.varlen_attn)
         kept = [p for name, p in signature.parameters.items() if name not in missing]
         varlen_attn.__signature__ = signature.replace(parameters=kept)
-        monkeypatch.setattr(hybrid, "varlen_attn", varlen_attn)
-        hybrid._takes.cache_clear()
-        hybrid.dense_kernel.cache_clear()
+        monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+        varlen._takes.cache_clear()
+        varlen.dense_kernel.cache_clear()
         flash.calls.clear()
 
     try:
@@ -240,8 +288,8 @@ def test_varlen_attn_of_other_versions(split, flash, monkeypatch):
         assert_no_worse_than_pytorch(qkv, do, [3, 9, 40, 99], "hybrid")
         assert not flash.calls
     finally:
-        hybrid._takes.cache_clear()
-        hybrid.dense_kernel.cache_clear()
+        varlen._takes.cache_clear()
+        varlen.dense_kernel.cache_clear()
 
 
 # What the host reads
@@ -264,7 +312,7 @@ def reads(monkeypatch):
 def test_nothing_is_read_that_the_host_was_told(split, flash, monkeypatch, reads):
     split(9)
     monkeypatch.setattr(FlashAttention, "documents", lambda *_: ())
-    monkeypatch.setattr(hybrid, "triton_forward", lambda q, *_: (q, q[..., 0].transpose(1, 2).float()))
+    monkeypatch.setattr(hybrid.Call, "forward", lambda *_: None)
     (q, k, v), _ = draw(Lq=60, N=4, K=2, H=16, dtype=DTYPE)
     scopes, starts = torch.tensor([3, 9, 60, 20]), cases.documents(1, 60).int()
     batch, kept = torch.cat((starts, starts)), torch.tensor([0, 2])
@@ -280,8 +328,11 @@ def test_nothing_is_read_that_the_host_was_told(split, flash, monkeypatch, reads
         hybrid.hybrid_attention(*on_device((q, k, v)), whole, 0.3)
         hybrid.hybrid_attention(*on_device((q[:, 15:, ::2], k[:, 10:], v[:, 10:])), part, 0.3)
         hybrid.hybrid_attention(*on_device((q[:, :, [0, 2]], k, v)), chosen, 0.3)
+        segments = segments_of([(10, 20), (50, 60)], [3, 9, 60, 20], 2)
+        hybrid.hybrid_segmented(*on_device((q[:, :20], packed(k, v, segments))), segments, whole, 0.3)
     assert reads == []
-    assert DEVICE == "cuda" or [call.documents for call in flash.calls] == [found.number] * len(flash.calls)
+    expected = [found.number] * (len(flash.calls) - 2) + [2 * found.number] * 2  # two windows in documents this short
+    assert DEVICE == "cuda" or [call.documents for call in flash.calls] == expected
 
 
 @pytest.mark.parametrize("new_document", [1.0, 0.2, 0.01])
@@ -295,7 +346,7 @@ def test_sequences_are_the_documents(new_document, q_offset, more):
     assert found[:2] == (len(lengths), max(lengths))
     assert found.mean == pytest.approx(sum(int(x) ** 2 for x in lengths) / starts.numel())
     host.remember(starts, documents.Documents, found._replace(number=found.number + more))
-    cu_q, cu_k, max_q, max_k = documents.sequences_of(starts, q_offset, starts.device)
+    cu_q, cu_k, max_q, max_k = documents.sequences_of(starts, ((q_offset, 50 + q_offset),), (0,), starts.device)
     assert (max_q, max_k) == (min(Lq, max(lengths)), max(lengths))
     assert cu_k.diff().tolist() == lengths + [0] * more
     own = [((row == i) & (torch.arange(50 + q_offset) >= q_offset)).sum() for row in starts for i in row.unique()]

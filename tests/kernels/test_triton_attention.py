@@ -219,8 +219,12 @@ def test_every_tile_compiles_without_spills_and_fits(kernel):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {(row["head_dim"], row["dtype"], row["sm"]) for row in rows} == {
-        (h, d, s) for h in (64, 128) for d in ("bfloat16", "float32") for s in SHARED_MEMORY
+    assert {(row["head_dim"], row["dtype"], row["sm"], row["segments"]) for row in rows} == {
+        (h, d, s, segments)
+        for h in (64, 128)
+        for d in ("bfloat16", "float32")
+        for s in SHARED_MEMORY
+        for segments in ((False, True) if kernel in ("forward", "dq", "dkv") else (False,))
     }
     for row in rows:
         assert row["spills"] == 0, row
@@ -252,7 +256,7 @@ def test_tensor_work_counts_what_warps_repeat():
 def test_candidates_are_sound_and_the_shipped_tile_is_first(monkeypatch):
     """Three programs of 4 warps fit a multiprocessor, and one of 8; steps of 128 spill, and three stages repeat work."""
 
-    def compiled(kernel, head_dim, dtype, sm, group, given, tile):
+    def compiled(kernel, head_dim, dtype, sm, group, given, segments, tile):
         sound = {
             "spills": 8 * (tile.block_n == 128),
             "tensor_work": 1 if tile.stages == 2 else 1.5,

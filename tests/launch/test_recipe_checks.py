@@ -1,5 +1,6 @@
 """Checks of recipes before they run: the plan, refusals, missing files, and what stages inherit from one another."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,14 @@ from farsight.configs.load import parse_options
 from farsight.configs.schema import Architecture, Position, Rope
 from farsight.configs.shipped import shipped_configs
 from farsight.errors import ConfigError
+from farsight.launch.plan.memory import memory_of
+from farsight.launch.plan.run import Run
 from farsight.launch.recipe import run as recipes
 from farsight.launch.recipe.__main__ import main
 from farsight.launch.recipe.run import run_recipe
 from farsight.model.build import ModelConfig, build_model
 from farsight.training.stages import load_recipe
+from farsight.units import GIB
 
 CONFIGS = shipped_configs()
 
@@ -53,6 +57,26 @@ def test_a_plan_states_tokens_steps_and_gpus(capsys):
     assert "0:99" in started(capsys, path, *layers)[2]
     batch = ["--training.tokens", "0", "--training.steps", "100", "--training.global_batch_size", "-1"]
     assert f"{2 * 96384 * 100:.3g} tokens" in started(capsys, path, "--dry-run", *batch)[1]
+
+
+def test_attention_is_recomputed_only_where_keeping_it_fills_the_gpu():
+    """Stages of the large models keep it if the plan leaves 10 % of 80 GiB free."""
+    kept, modes = parse_options(["--activation_checkpoint.mode", "selective"]), Counter()
+
+    def full(config, gpus):
+        return max(memory.peak for memory in memory_of(Run.of(config, gpus))) > 0.9 * 80 * GIB
+
+    for path in CONFIGS.values():
+        if path.parent.name not in ("llama3_8b", "qwen3_2b", "recipes"):
+            continue
+        (recipe, stages), (_, keeping) = load_recipe(path, {}), load_recipe(path, kept)
+        for stage, other in zip(stages, keeping, strict=True):
+            mode = stage.config.activation_checkpoint.mode
+            assert other.config.activation_checkpoint.selective_ac_option == "attention"
+            assert not full(stage.config, recipe.gpus), (path, stage.name)
+            assert mode == "selective" or full(other.config, recipe.gpus), (path, stage.name)
+            modes[mode] += 1
+    assert modes == {"selective": 24, "full": 7}
 
 
 STAGES = """

@@ -214,6 +214,7 @@ def test_scopes_past_the_trained_length():
         ("nano", 212),
         ("2b", 2010),
         ("8b", 8030),
+        ("llama3.2-1b", 1236),
         ("llama3.1-8b", 8030),
         ("70b", 70554),
         ("smollm3-3b", 3075),
@@ -235,7 +236,8 @@ def test_sizes_have_their_papers_parameters(size, millions):
 
 
 def test_every_size_is_tested():
-    assert {p.stem for p in SIZES.glob("*.toml")} == {"tiny", "nano", "2b", "8b", "llama3.1-8b", "70b", "smollm3-3b"}
+    sizes = {"tiny", "nano", "2b", "8b", "llama3.2-1b", "llama3.1-8b", "70b", "smollm3-3b"}
+    assert {p.stem for p in SIZES.glob("*.toml")} == sizes
 
 
 def test_flops_by_counting():
@@ -352,8 +354,10 @@ def test_swiglu_equals_the_formula_and_keeps_two_tensors_of_the_hidden_width():
     expected = hidden @ module.w2.weight.T
     assert_close(out, expected, rtol=1e-5, atol=1e-6)
     theirs = torch.autograd.grad(expected, [x, module.w1.weight, module.w2.weight, module.w3.weight], grad)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    compiled = torch.autograd.grad(torch.compile(module, backend="eager")(x), [x, *module.parameters()], grad)
+    for found in (ours, compiled):
+        for mine, other in zip(found, theirs, strict=True):
+            assert_close(mine, other, rtol=1e-5, atol=1e-6)
     # silu's input, its factor, and w2's input.
     assert sum(t.numel() == 2 * 5 * ffn for t in kept) == 3
 

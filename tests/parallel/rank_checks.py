@@ -1,4 +1,5 @@
-"""Halo attention, the sharded loss and a sharded model on gloo ranks, against one process; run by `test_context_parallel.py`.
+"""Halo attention, the sharded loss and a sharded model on gloo ranks, against one process, and what recomputation repeats; run by
+`test_context_parallel.py`.
 
     torchrun --nproc_per_node 4 -m tests.parallel.rank_checks
 
@@ -11,6 +12,7 @@ import itertools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._dynamo import register_backend
 
 from farsight.configs.load import build_config
 from farsight.configs.schema import Scope
@@ -25,6 +27,7 @@ from farsight.parallel.halo import Context
 from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.parallelize import parallelize
 from tests.kernels.test_scoped_attention import documents, draw, sees
+from tests.parallel.counting import Count
 
 T, N, K = 96, 6, 3
 SCOPES = {
@@ -116,6 +119,56 @@ def check_logits() -> None:
     torch.testing.assert_close(found.full_tensor(), exact, rtol=1e-4, atol=0)
 
 
+LINEAR = {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
+"""Linear layers of a block."""
+
+
+def check_recomputation() -> None:
+    """Two blocks over four context-parallel ranks, plain and compiled: what is compiled, what runs again, and the gradients."""
+    attention = torch.ops.farsight.banded_attention.default
+    exchange = torch.ops._c10d_functional.all_to_all_single.default
+    compiled: set[str] = set()
+
+    def backend(graph, inputs):
+        compiled.update(name for node in graph.graph.nodes for name in LINEAR if f"_{name}_" in str(node.target))
+        return graph
+
+    register_backend(backend, name="names_of_layers")
+    dims, exact = ParallelDims(4, cp=4), None
+    for mode, compiles in (("none", False), ("full", True), ("selective", True)):
+        config = build_config(
+            {
+                "architecture": {"vocab_size": 64, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 64},
+                "position": {"heads": {"kind": "scope"}},
+                "training": {"seq_len": 64, "mixed_precision_param": "float32"},
+                "parallelism": {"context_parallel_degree": 4},
+                "activation_checkpoint": {"mode": mode, "selective_ac_option": "attention"},
+                "compile": {"enable": compiles, "backend": "names_of_layers"},
+            }
+        )  # fmt: skip
+        model = build_model(ModelConfig.from_job(config))
+        parallelize(model, dims, config)
+        model.init_weights()
+        tokens, positions = torch.arange(64)[None] * 7 % 64, torch.arange(64)[None]
+        own = Context.of(dims, config).own
+        with Count() as forward:
+            loss = model(own(tokens), own(positions), labels=own(tokens.roll(-1)))
+        with Count() as backward:
+            loss.backward()
+        once, again = forward.ran, backward.ran
+        assert compiled == (LINEAR if compiles else set()), (mode, compiled)
+        assert once[attention] > 0
+        assert again[attention] == once[attention] * (mode == "full"), mode
+        assert once[exchange] == 2
+        assert again[exchange] == 2 + 2 * (mode == "full"), mode  # the gradients' own, and the forward pass's
+        gradients = [p.grad.full_tensor() for p in model.parameters()]
+        exact = exact or gradients
+        for a, b in zip(gradients, exact, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        torch.compiler.reset()
+        compiled.clear()
+
+
 def main() -> None:
     prepare_device()
     dist.init_process_group("gloo")
@@ -134,6 +187,7 @@ def main() -> None:
     check_loss(world)
     check_loss(halves[dist.get_rank() // 2])
     check_logits()
+    check_recomputation()
     print(f"rank {dist.get_rank()}: equal")
     dist.destroy_process_group()
 

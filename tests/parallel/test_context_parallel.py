@@ -3,10 +3,12 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farsight.parallel.context import pieces, reaches, received_bytes, received_rows, sent
+from farsight.parallel.halo import _Rows, _Take
 from tests.running import forked
 
 LAYOUTS = ["contiguous", "zigzag"]
@@ -85,6 +87,19 @@ def test_traffic_at_4k(layout, rows):
     assert reach == (8, 64, 512, 4096)
     assert tuple(received_rows(rank, 4, 4096, reach, layout) for rank in range(4)) == rows
     assert round(sum(rows) / (4 * 3 * 4096), 3) == {"contiguous": 0.160, "zigzag": 0.258}[layout]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("index", [[3, 0, 3, 3, 5, 1, 0, 3], []])
+def test_rows_taken_more_than_once_are_summed_exactly(dtype, index):
+    x = torch.randn(6, 2, 3, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    taken = _Take.apply(x, _Rows.of(torch.tensor(index, dtype=torch.int64), len(x), x.device))
+    assert torch.equal(taken, x[index])
+    grad = torch.randn(taken.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    (found,) = torch.autograd.grad(taken, x, grad)
+    exact = [sum((grad[i].double() for i, row in enumerate(index) if row == n), torch.zeros(2, 3)) for n in range(6)]
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, torch.stack(exact).to(dtype), rtol=0, atol=1e-15)
 
 
 def test_ranks_equal_the_reference(tmp_path):

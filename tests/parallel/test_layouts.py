@@ -14,6 +14,8 @@ from farsight.parallel.pipeline import modules_of_stages
 from tests.running import TINY, metrics, train
 
 LAYOUTS = {layout.name: layout for layout in parity.LAYOUTS}
+ZERO_BUBBLE = torch.__version__ >= "2.13"
+"""PyTorch 2.11 can't compute the gradients of weights by themselves."""
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,10 @@ def folder(tmp_path_factory):
     ],
 )
 def test_a_layout_equals_one_process(folder, name, model):
+    if "zero-bubble" in name and not ZERO_BUBBLE:
+        with pytest.raises(SystemExit, match=r"needs PyTorch 2\.13"):
+            parity.run(LAYOUTS[name], model, folder)
+        return
     parity.run(LAYOUTS[name], model, folder)
     for key in ("loss", "grad_norm"):
         found, expected = (parity.series(folder / layout / model, key) for layout in (name, parity.ONE.name))
@@ -65,7 +71,10 @@ ALL_KINDS = [
             [*ALL_KINDS, "--architecture.tie_embeddings", "--training.layers", "1:"],
             [TENSOR, "--training.enable_cpu_offload"],
         ),
-        (ALL_KINDS, [PIPELINE, "--parallelism.pipeline_parallel_schedule=ZBVZeroBubble"]),
+        (
+            ALL_KINDS,
+            [PIPELINE, f"--parallelism.pipeline_parallel_schedule={'ZBVZeroBubble' if ZERO_BUBBLE else '1F1B'}"],
+        ),
         ([], [TENSOR, PIPELINE, "--compile.enable", "--compile.backend", "aot_eager"]),
     ],
     ids=["tp", "pp", "tp-pp-compiled"],
@@ -93,7 +102,10 @@ def test_mixed_precision_needs_no_fsdp(tmp_path):
         train(tmp_path / name, *short, *bf16, layout, ranks=2)
         for exact, fsdp, row in zip(*(metrics(tmp_path / run) for run in ("exact", "fsdp", name)), strict=True):
             assert row["loss"] == pytest.approx(fsdp["loss"], rel=1e-3)
-            assert row["loss"] != pytest.approx(exact["loss"], rel=1e-5)
+            figures, in_fp32 = (
+                (x["loss"], x["grad_norm"]) for x in (row, exact)
+            )  # a loss may come out the same by chance
+            assert figures != pytest.approx(in_fp32, rel=1e-5)
 
 
 def test_float8_layers_train(tmp_path):

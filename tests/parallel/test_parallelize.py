@@ -24,7 +24,9 @@ def test_selective_checkpointing_keeps_the_backends_operator(backend, op):
 def test_selective_checkpointing_keeps_the_operators_of_gpus(monkeypatch, backend):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     saved = attention_ops(build_config({"attention": {"backend": backend}}))
-    assert {torch.ops.farsight.hybrid_attention.default, torch.ops.farsight.triton_attention.default} <= saved
+    ours = torch.ops.farsight
+    assert {ours.hybrid_attention.default, ours.triton_attention.default} <= saved
+    assert {ours.hybrid_segmented_attention.default, ours.triton_segmented_attention.default} <= saved
 
 
 def test_a_missing_package_is_named():

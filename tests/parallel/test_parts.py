@@ -1,7 +1,6 @@
 """Meshes against the numbering of ranks written out, and recomputation against torchtitan's."""
 
 import itertools
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.config.job_config import ActivationCheckpoint
 from torchtitan.distributed.activation_checkpoint import apply_ac
 
@@ -21,6 +19,7 @@ from farsight.parallel.float8 import convert_to_float8
 from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.pipeline import stages_of_rank
 from farsight.parallel.recompute import attention_ops, expensive_ops, recompute
+from tests.parallel.counting import Count
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first."""
@@ -123,25 +122,16 @@ def test_recomputation_keeps_what_torchtitans_keeps(mode, option):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-class Count(TorchDispatchMode):
-    """Counts the operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.ran = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.ran[func] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_attention_is_spared():
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_attention_is_spared(compiled):
     config, full = small("selective", "attention"), small("full", "2")
     model, whole = (build_model(ModelConfig.from_job(config)) for _ in range(2))
     ran, gradients = [], []
     for each, settings in ((model, config), (whole, full)):
         each.init_weights()
         recompute(each, settings)
+        for name, block in [*each.layers.named_children()] * compiled:
+            each.layers.register_module(name, torch.compile(block, backend="aot_eager", fullgraph=True))
         with Count() as count:
             gradients.append(kept_and_gradients(each)[1])
         ran.append(count.ran)

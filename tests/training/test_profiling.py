@@ -38,6 +38,14 @@ def test_traces_of_the_steps_that_were_asked_for(tmp_path):
         ({"profiling": {"profile_freq": 3}}, "profile_freq = 3 is less than the 3 steps"),
         ({"activation_checkpoint": {"mode": "memory_budget"}}, "set compile.enable = true"),
         ({"activation_checkpoint": {"selective_ac_option": "all"}}, 'must be "op", "attention" or a number'),
+        (
+            {
+                "activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"},
+                "compile": {"enable": True},
+                "parallelism": {"context_parallel_degree": 2},
+            },
+            'set it to "attention", or compile.enable = false',
+        ),
     ],
 )
 def test_what_can_not_be(values, says):

@@ -12,9 +12,12 @@ from farsight.kernels.scoped_attention.triton.blocks import (
     dot,
     key_runs,
     load_scope,
+    load_segment,
     load_slope,
+    positions_of,
     query_block,
     query_scores,
+    query_segment,
     runs,
     scores,
 )
@@ -63,6 +66,7 @@ def dq_kernel(
     p_order,
     p_starts,
     p_slopes,
+    p_segments,
     q_strides,
     k_strides,
     v_strides,
@@ -70,6 +74,8 @@ def dq_kernel(
     dq_strides,
     queries,
     q_offset,
+    tokens,
+    pieces,
     heads,
     scale,
     GROUP: tl.constexpr,
@@ -78,21 +84,24 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
 ):
     """dq of one block of queries of one head of one batch row; arguments and grid are the forward kernel's."""
-    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     batch = tl.program_id(1).to(tl.int64)
     head = tl.load(p_order + tl.program_id(2)).to(tl.int64)
+    segment, first_row = query_segment(p_segments, pieces, head // GROUP, heads // GROUP, queries, q_offset, BLOCK_M)
+    if p_segments is not None:  # noqa: SIM102  known when the kernel is compiled
+        if first_row >= segment.end_query:
+            return
     scale_log2 = scale * LOG2_E
     o_row = first_row + tl.arange(0, BLOCK_M)
-    p_start = None if p_starts is None else p_starts + batch * (queries + q_offset) + q_offset
-    seen = query_block(p_scopes, p_start, head, first_row, queries, q_offset, BLOCK_M)
+    p_starts = None if p_starts is None else p_starts + batch * tokens
+    seen = query_block(p_scopes, p_starts, head, first_row, segment, BLOCK_M)
     slope_log2 = None if p_slopes is None else load_slope(p_slopes, head)
-    b_q = load_rows(rows_of(p_q, q_strides, batch, head, queries), first_row, BLOCK_M, HEAD_DIM)
-    b_do = load_rows(rows_of(p_do, do_strides, batch, head, queries), first_row, BLOCK_M, HEAD_DIM)
+    b_q = load_rows(rows_of(p_q, q_strides, batch, head, segment.end_query), first_row, BLOCK_M, HEAD_DIM)
+    b_do = load_rows(rows_of(p_do, do_strides, batch, head, segment.end_query), first_row, BLOCK_M, HEAD_DIM)
     o_head = (batch * heads + head) * queries
-    b_lse, b_delta = _load_statistics(p_lse + o_head, p_delta + o_head, o_row, queries)
-    k = rows_of(p_k, k_strides, batch, head // GROUP, queries + q_offset)
-    v = rows_of(p_v, v_strides, batch, head // GROUP, queries + q_offset)
-    bounds = key_runs(seen, k.count, BLOCK_N)
+    b_lse, b_delta = _load_statistics(p_lse + o_head, p_delta + o_head, o_row, segment.end_query)
+    k = rows_of(p_k, k_strides, batch, segment.kv_head, segment.end_key)
+    v = rows_of(p_v, v_strides, batch, segment.kv_head, segment.end_key)
+    bounds = key_runs(seen, segment, BLOCK_N)
     b_dq = tl.zeros(b_q.shape, dtype=tl.float32)
     for run in tl.static_range(3):
         for first in tl.range(bounds[run], bounds[run + 1], BLOCK_N):
@@ -102,7 +111,10 @@ def dq_kernel(
             b_p = tl.exp2(b_s - b_lse[:, None])
             b_ds = b_p * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])
             b_dq += dot(b_ds.to(b_k.dtype), b_k)
-    store_rows(rows_of(p_dq, dq_strides, batch, head, queries), b_dq * scale, first_row, BLOCK_M, HEAD_DIM)
+    # Again: kept over the loops it would take registers that they need.
+    segment, first_row = query_segment(p_segments, pieces, head // GROUP, heads // GROUP, queries, q_offset, BLOCK_M)
+    dq = rows_of(p_dq, dq_strides, batch, head, segment.end_query)
+    store_rows(dq, b_dq * scale, first_row, BLOCK_M, HEAD_DIM)
 
 
 @triton.jit
@@ -119,6 +131,7 @@ def dkv_kernel(
     p_order,
     p_until,
     p_slopes,
+    p_segments,
     q_strides,
     k_strides,
     v_strides,
@@ -126,6 +139,8 @@ def dkv_kernel(
     dk_strides,
     queries,
     q_offset,
+    tokens,
+    pieces,
     heads,
     scale,
     GROUP: tl.constexpr,
@@ -135,54 +150,72 @@ def dkv_kernel(
 ):
     """dk and dv of one block of keys of one key-value head, over the query heads that share it.
 
-    Arguments beyond the forward kernel's: until [B, Lk], one past the last token of each token's document; order [K],
-    key-value heads from wide to narrow; dk and dv share their strides. Grid: (blocks of keys, B, K).
+    Arguments beyond the forward kernel's: until [B, tokens], one past the last token of each token's document; order,
+    key-value heads from wide to narrow, or rows of the table of segments; dk and dv share their strides. Grid: (blocks of
+    keys of the longest segment, B, entries of the order).
     """
-    first_key = tl.program_id(0) * BLOCK_N  # the first keys are seen by the most queries
     batch = tl.program_id(1).to(tl.int64)
-    kv_head = tl.load(p_order + tl.program_id(2)).to(tl.int64)
-    keys = queries + q_offset
+    number = tl.load(p_order + tl.program_id(2))
+    kv_head = number.to(tl.int64)
+    if p_segments is not None:
+        kv_head = (number.to(tl.int32) % (heads // GROUP)).to(tl.int64)
+    segment = load_segment(p_segments, number, kv_head, queries, q_offset)
+    first_key = segment.first_key + tl.program_id(0) * BLOCK_N  # the first keys are seen by the most queries
+    end_key, shift = segment.end_key, segment.shift
+    if p_segments is not None:  # noqa: SIM102  known when the kernel is compiled
+        if first_key >= end_key:
+            return
     scale_log2 = scale * LOG2_E
-    last_key = tl.minimum(first_key + BLOCK_N, keys) - 1
+    last_key = tl.minimum(first_key + BLOCK_N, end_key) - 1
     o_i = first_key + tl.arange(0, BLOCK_N)
-    b_k = load_rows(rows_of(p_k, k_strides, batch, kv_head, keys), first_key, BLOCK_N, HEAD_DIM)
-    b_v = load_rows(rows_of(p_v, v_strides, batch, kv_head, keys), first_key, BLOCK_N, HEAD_DIM)
-    first_until, last_until = keys, keys
+    b_k = load_rows(rows_of(p_k, k_strides, batch, segment.kv_head, end_key), first_key, BLOCK_N, HEAD_DIM)
+    b_v = load_rows(rows_of(p_v, v_strides, batch, segment.kv_head, end_key), first_key, BLOCK_N, HEAD_DIM)
+    first_until, last_until = end_key, end_key
     if p_until is not None:
-        p_until += batch * keys
-        first_until, last_until = tl.load(p_until + first_key), tl.load(p_until + last_key)
-        b_until = tl.load(p_until + o_i, mask=o_i < keys, other=0)
+        p_until += batch * tokens
+        if segment.first_token is not None:
+            p_until += segment.first_token
+        first_until = positions_of(tl.load(p_until + first_key), segment)
+        last_until = positions_of(tl.load(p_until + last_key), segment)
+        b_until = positions_of(tl.load(p_until + o_i, mask=o_i < end_key, other=0), segment)
+        if p_segments is not None:  # a document may go on after the segment
+            first_until, last_until = tl.minimum(first_until, end_key), tl.minimum(last_until, end_key)
 
     b_dk = tl.zeros(b_k.shape, dtype=tl.float32)
     b_dv = tl.zeros(b_k.shape, dtype=tl.float32)
     for member in range(GROUP):
         head = kv_head * GROUP + member
-        scope = load_scope(p_scopes, head, keys)
+        scope = load_scope(p_scopes, head, end_key - segment.first_key)
         slope_log2 = None if p_slopes is None else load_slope(p_slopes, head)
-        q = rows_of(p_q, q_strides, batch, head, queries)
-        do = rows_of(p_do, do_strides, batch, head, queries)
+        q = rows_of(p_q, q_strides, batch, head, segment.end_query)
+        do = rows_of(p_do, do_strides, batch, head, segment.end_query)
         o_head = (batch * heads + head) * queries
         # One past the last query that sees each key.
         o_end = o_i + scope if p_until is None else tl.minimum(o_i + scope, b_until)
         # From the first key's own row to the last row that the scope or the document of the last key reaches; between them,
         # the rows that see the whole block.
-        begin = tl.maximum(first_key - q_offset, 0) // BLOCK_M * BLOCK_M
-        seen_from = tl.cdiv(tl.maximum(last_key - q_offset, 0), BLOCK_M) * BLOCK_M
-        seen_to = tl.maximum(tl.minimum(first_key + scope, first_until) - q_offset, 0) // BLOCK_M * BLOCK_M
-        end = tl.maximum(tl.minimum(last_key + scope, last_until) - q_offset, 0)
-        rows = runs(tl.minimum(begin, end), seen_from, seen_to, end)
+        zero = segment.first_query  # blocks begin there
+        begin = tl.maximum(first_key - shift - zero, 0) // BLOCK_M * BLOCK_M
+        seen_from = tl.cdiv(tl.maximum(last_key - shift - zero, 0), BLOCK_M) * BLOCK_M
+        seen_to = tl.maximum(tl.minimum(first_key + scope, first_until) - shift - zero, 0) // BLOCK_M * BLOCK_M
+        end = tl.maximum(tl.minimum(last_key + scope, last_until) - shift - zero, 0)
+        rows = runs(zero + tl.minimum(begin, end), zero + seen_from, zero + seen_to, zero + end)
         for run in tl.static_range(3):
             for first in tl.range(rows[run], rows[run + 1], BLOCK_M):
                 o_row = first + tl.arange(0, BLOCK_M)
-                o_t = (o_row + q_offset)[None, :]
+                o_t = (o_row + shift)[None, :]
                 b_q = load_rows(q, first, BLOCK_M, HEAD_DIM, run == 1)
                 b_do = load_rows(do, first, BLOCK_M, HEAD_DIM, run == 1)
-                b_lse, b_delta = _load_statistics(p_lse + o_head, p_delta + o_head, o_row, queries)
+                b_lse, b_delta = _load_statistics(p_lse + o_head, p_delta + o_head, o_row, segment.end_query)
                 m_seen = None if run == 1 else (o_i[:, None] <= o_t) & (o_t < o_end[:, None])
                 b_s = scores(b_k, b_q, o_t, o_i[:, None], slope_log2, scale_log2, m_seen)  # [N, M]
                 b_p = tl.exp2(b_s - b_lse[None, :])
                 b_dv += dot(b_p.to(b_do.dtype), b_do)
                 b_ds = b_p * (dot(b_v, tl.trans(b_do)) - b_delta[None, :])
                 b_dk += dot(b_ds.to(b_q.dtype), b_q)
-    store_rows(rows_of(p_dk, dk_strides, batch, kv_head, keys), b_dk * scale, first_key, BLOCK_N, HEAD_DIM)
-    store_rows(rows_of(p_dv, dk_strides, batch, kv_head, keys), b_dv, first_key, BLOCK_N, HEAD_DIM)
+    # Again: kept over the loops it would take registers that they need.
+    segment = load_segment(p_segments, number, kv_head, queries, q_offset)
+    dk = rows_of(p_dk, dk_strides, batch, segment.kv_head, segment.end_key)
+    dv = rows_of(p_dv, dk_strides, batch, segment.kv_head, segment.end_key)
+    store_rows(dk, b_dk * scale, first_key, BLOCK_N, HEAD_DIM)
+    store_rows(dv, b_dv, first_key, BLOCK_N, HEAD_DIM)

@@ -1,5 +1,7 @@
 """Parts shared by the attention kernels: the keys that a block of queries sees, its scores, and the online softmax.
 
+Keys lie in rows of k, and their positions are the numbers of those rows; a query's position is that of its own token's key.
+
 Names, here and in the kernels: b_ block, p_ pointer, o_ offset, m_ mask. Shape suffixes in upper case as in `api.py`;
 [M] queries of a block, [N] keys of a block, [H] head dim. A pointer to document starts or slopes is None if there are none.
 """
@@ -28,6 +30,59 @@ def dot(a, b):
         return tl.dot(a, b)
 
 
+class Segment(NamedTuple):
+    """The queries of a piece of a sequence, and the keys that they see in one key-value head.
+
+    In a plain call these are all queries and keys, and what is always 0 is a constant, which costs nothing.
+    """
+
+    first_query: Any
+    end_query: Any
+    """Rows of q, from the first to one past the last."""
+    kv_head: Any
+    first_key: Any
+    end_key: Any
+    """Rows of k and v in that head. The last key is the last query's own."""
+    shift: Any
+    """Query row r is at position r + shift."""
+    first_token: Any
+    """Of the sequence, at position 0, which may be negative; None in a plain call."""
+
+
+SEGMENT_COLUMNS = tl.constexpr(5)
+"""Of a table of segments: first_query, end_query, first_key, shift and first_token, int32."""
+
+
+@triton.jit
+def load_segment(p_segments, number, kv_head, queries, q_offset):
+    """A row of the table of segments, or, if there is none, all queries and keys of a head."""
+    if p_segments is None:
+        return Segment(0, queries, kv_head, 0, queries + q_offset, q_offset, None)
+    else:
+        p = p_segments + number * SEGMENT_COLUMNS
+        end_query, shift = tl.load(p + 1), tl.load(p + 3)
+        # The heads' keys follow one another as rows of a single head.
+        return Segment(tl.load(p), end_query, 0, tl.load(p + 2), end_query + shift, shift, tl.load(p + 4))
+
+
+@triton.jit
+def query_segment(p_segments, pieces, kv_head, kv_heads, queries, q_offset, BLOCK_M: tl.constexpr):
+    """The segment of this program's queries and the first of their rows. The last rows, which have most keys, come first."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    if p_segments is None:
+        return load_segment(None, 0, kv_head, queries, q_offset), block * BLOCK_M
+    else:
+        blocks = tl.num_programs(0) // pieces
+        segment = load_segment(p_segments, block // blocks * kv_heads + kv_head, kv_head, queries, q_offset)
+        return segment, segment.first_query + block % blocks * BLOCK_M
+
+
+@triton.jit
+def positions_of(tokens, segment):
+    """Positions of tokens of the sequence, from their indexes."""
+    return tokens if segment.first_token is None else tokens - segment.first_token
+
+
 class Queries(NamedTuple):
     """A block of queries of one head: their positions, and what bounds the keys that they see."""
 
@@ -38,24 +93,27 @@ class Queries(NamedTuple):
     last_t: Any
     first_start: Any
     last_start: Any
-    """Position, and first token of the document, of the block's first and last query."""
+    """Position, and that of the document's first token, of the block's first and last query."""
     scope: Any
 
 
 @triton.jit
-def query_block(p_scopes, p_start, head, first_row, queries, q_offset, BLOCK_M: tl.constexpr):
-    """The block of queries from `first_row` on: [BLOCK_M] rows, of which `queries` are there."""
-    last_row = tl.minimum(first_row + BLOCK_M, queries) - 1
+def query_block(p_scopes, p_starts, head, first_row, segment, BLOCK_M: tl.constexpr):
+    """The block of a segment's queries from `first_row` on: [BLOCK_M] rows. p_starts points to the batch row's starts."""
+    shift = segment.shift
+    last_row = tl.minimum(first_row + BLOCK_M, segment.end_query) - 1
     o_row = first_row + tl.arange(0, BLOCK_M)
-    o_t = o_row + q_offset
-    scope = load_scope(p_scopes, head, queries + q_offset)
+    o_t = o_row + shift
+    scope = load_scope(p_scopes, head, segment.end_key - segment.first_key)
     o_first = o_t - scope + 1
-    first_start, last_start = 0, 0
-    if p_start is not None:
-        first_start = tl.load(p_start + first_row)
-        last_start = tl.load(p_start + last_row)
-        o_first = tl.maximum(o_first, tl.load(p_start + o_row, mask=o_row < queries, other=0))
-    return Queries(o_t, o_first, first_row + q_offset, last_row + q_offset, first_start, last_start, scope)
+    first_start, last_start = segment.first_key, segment.first_key
+    if p_starts is not None:
+        p_start = p_starts + (shift if segment.first_token is None else shift + segment.first_token)
+        first_start = positions_of(tl.load(p_start + first_row), segment)
+        last_start = positions_of(tl.load(p_start + last_row), segment)
+        b_start = tl.load(p_start + o_row, mask=o_row < segment.end_query, other=0)
+        o_first = tl.maximum(o_first, positions_of(b_start, segment))
+    return Queries(o_t, o_first, first_row + shift, last_row + shift, first_start, last_start, scope)
 
 
 @triton.jit
@@ -71,16 +129,17 @@ def load_scope(p_scopes, head, longest):
 
 
 @triton.jit
-def key_runs(seen, keys, BLOCK_N: tl.constexpr):
+def key_runs(seen, segment, BLOCK_N: tl.constexpr):
     """The range of keys for a block of queries, and within it the full blocks that every query sees.
 
     Bounds of three runs: in the first and the last some queries see some keys. If there is no full block, the middle run
     is empty and its keys are in one of the others.
     """
-    begin = tl.maximum(seen.first_t - seen.scope + 1, seen.first_start) // BLOCK_N * BLOCK_N
-    seen_from = tl.cdiv(tl.maximum(seen.last_t - seen.scope + 1, seen.last_start), BLOCK_N) * BLOCK_N
-    seen_to = (seen.first_t + 1) // BLOCK_N * BLOCK_N
-    return runs(begin, seen_from, seen_to, tl.minimum(seen.last_t + 1, keys))
+    zero = segment.first_key  # blocks begin there
+    begin = (tl.maximum(seen.first_t - seen.scope + 1, seen.first_start) - zero) // BLOCK_N * BLOCK_N
+    seen_from = tl.cdiv(tl.maximum(seen.last_t - seen.scope + 1, seen.last_start) - zero, BLOCK_N) * BLOCK_N
+    seen_to = (seen.first_t + 1 - zero) // BLOCK_N * BLOCK_N
+    return runs(zero + begin, zero + seen_from, zero + seen_to, tl.minimum(seen.last_t + 1, segment.end_key))
 
 
 @triton.jit
