@@ -1,4 +1,4 @@
-# make quickstart | test | test-quick | lint | setup | pictures: each installs what it needs in .venv, once.
+# make quickstart | test | test-quick | lint | setup | pictures: each installs what it needs in .venv, once. make gpu installs nothing.
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -6,7 +6,7 @@ BIN := .venv/bin
 CONSTRAINTS ?= constraints.txt
 export OMP_NUM_THREADS ?= 2
 
-.PHONY: quickstart test test-quick lint lint-imports setup constraints pictures clean
+.PHONY: quickstart test test-quick lint lint-imports setup constraints pictures gpu clean
 
 quickstart: .venv/installed
 	$(BIN)/python train.py
@@ -39,6 +39,10 @@ pictures: setup
 	done
 	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/pictures/garfa.png > /dev/null
 	$(BIN)/python docs/pictures/scopes.py
+
+# Everything to check and to measure on a GPU (docs/performance/gpu.md). It installs nothing: this Python needs torch for its GPU.
+gpu:
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu
 
 setup: .venv/installed-dev
 
