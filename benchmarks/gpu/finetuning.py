@@ -52,7 +52,7 @@ def settings(folder: Path, rows: Rows, length: int) -> dict[str, Any]:
     (folder / "rows.jsonl").write_text(f"{line}\n" * 32)
     own: dict[str, Any] = {
         "base_model.path": folder / "base", "tokenizer.kind": "bytes", "training.seq_len": length, "training.local_batch_size": 1,
-        "training.global_batch_size": 1, "training.steps": 4 if rows.small else 8, "validation.enable": False,
+        "training.global_batch_size": 1, "training.steps": 8, "validation.enable": False,
         "checkpoint.enable": False, "metrics.log_freq": 1, "metrics.enable_tensorboard": False, "data.held_out": 0.0,
     }  # fmt: skip
     return own | ({"model.flavor": "tiny", "lora.layers": "0", "garfa.layers": "0"} if rows.small else {})

@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
     rows = Rows(options, "pretraining")
     T = 128 if rows.small else options.length
     for name, scope in MODELS[rows.small :]:
-        settings = pretraining_options(T, scope, rows, steps=4 if rows.small else 8)
+        settings = pretraining_options(T, scope, rows, steps=16 if rows.small else 8)
         measure = partial(measured_beside_plan, PRETRAINING, settings)
         if (found := rows.attempt(f"{name}, T = {T:,}", measure)) is not None:
             recomputes = settings["activation_checkpoint.mode"] != "none"
