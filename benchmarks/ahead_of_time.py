@@ -231,20 +231,26 @@ def sound(row: dict[str, Any]) -> bool:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line for each kernel, head dim, type and GPU, as every optional input is given."""
+    """Markdown: a line for each kernel, head dim, type and GPU, as every optional input is given.
+
+    Registers and programs are those for a whole sequence, then those for keys in segments.
+    """
     lines = [
         "| kernel | head dim | type | GPU | queries × keys, warps, stages | registers | spills | shared, KiB | programs | work |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        if row["optional_inputs"]:
-            tile = row["tile"]
-            sizes = f"{tile['block_m']} × {tile['block_n']}, {tile['warps']}, {tile['stages']}{', descriptors' * tile['descriptors']}"
-            cells = (
-                row["kernel"], row["head_dim"], row["dtype"], f"sm_{row['sm']}", sizes, row["registers"], row["spills"],
-                f"{row['shared'] / 1024:.0f}", row["programs"], f"{row['tensor_work']:.2f}",
-            )  # fmt: skip
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+    given = [row for row in rows if row["optional_inputs"]]
+    whole, in_segments = ([row for row in given if row["segments"] is segments] for segments in (False, True))
+    for row, other in zip(whole, in_segments, strict=True):
+        tile = row["tile"]
+        sizes = f"{tile['block_m']} × {tile['block_n']}, {tile['warps']}, {tile['stages']}{', descriptors' * tile['descriptors']}"
+        registers, programs = (f"{row[name]} / {other[name]}" for name in ("registers", "programs"))
+        spills, shared, work = (max(row[name], other[name]) for name in ("spills", "shared", "tensor_work"))
+        cells = (
+            row["kernel"], row["head_dim"], row["dtype"], f"sm_{row['sm']}", sizes, registers, spills,
+            f"{shared / 1024:.0f}", programs, f"{work:.2f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
