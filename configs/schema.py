@@ -353,7 +353,16 @@ class HubSource(SourceShare):
     """Column that holds the text."""
 
 
-Source = StdlibSource | TextSource | JsonlSource | ParquetSource | HubSource
+@dataclass(frozen=True, kw_only=True)
+class ShardsSource(SourceShare):
+    """Token shards: documents that `farsight prepare` has tokenised."""
+
+    kind: Literal["shards"] = "shards"
+    path: str = ""
+    """A folder that `farsight prepare` wrote."""
+
+
+Source = StdlibSource | TextSource | JsonlSource | ParquetSource | HubSource | ShardsSource
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ import numpy as np
 from farsight.configs import schema
 from farsight.data.order import hash64
 from farsight.data.sources.build import open_sources
-from farsight.data.sources.documents import Document, DocumentLane, DocumentSource, Split
+from farsight.data.sources.documents import AnyDocument, DocumentLane, DocumentSource, Split, TokenDocument
+from farsight.data.sources.shards import ShardSource
 from farsight.data.sources.shared import SharedDocuments
 from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.errors import DataError
@@ -35,6 +36,8 @@ class MixedSource:
         self._config = config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        if isinstance(source, ShardSource):
+            source.check_tokenizer(tokenizer)
         tokens_a_byte = len(tokenizer.encode(_TYPICAL_TEXT)) / len(_TYPICAL_TEXT)
         self._document_tokens = max(source.mean_size * tokens_a_byte, config.min_tokens)
         self._shared: SharedDocuments | None = None
@@ -53,7 +56,7 @@ class MixedSource:
             self._shared = SharedDocuments(self.source, rows, lanes, seed, self._passes)
         return self._shared.lane(lane)
 
-    def tokens(self, document: Document) -> np.ndarray | None:
+    def tokens(self, document: AnyDocument) -> np.ndarray | None:
         """[bos] text [eos] of a document, int64 [n]; None if the length filters exclude it.
 
         A piece of a document has bos and eos only where the document begins and ends, and is not filtered again.
@@ -65,24 +68,27 @@ class MixedSource:
             return None
         bos = [] if self._tokenizer.bos_id is None or not document.begins else [self._tokenizer.bos_id]
         eos = [] if self._tokenizer.eos_id is None or not document.ends else [self._tokenizer.eos_id]
-        ids = np.concatenate([np.array(bos, np.int64), text, np.array(eos, np.int64)])
+        ids = np.concatenate([np.array(bos, np.int64), text, np.array(eos, np.int64)], dtype=np.int64)
         check_vocabulary(ids, self._vocab_size, self._tokenizer, document.key)
         return ids
 
-    def _text_tokens(self, document: Document) -> np.ndarray | None:
+    def _text_tokens(self, document: AnyDocument) -> np.ndarray | None:
         """Tokens of a document's text; None if it is a whole document that the filters exclude."""
         least, most = self._config.min_tokens, self._config.max_tokens
-        if document.whole and self._tokenizer.one_token_a_byte and document.size < least:
+        if isinstance(document, TokenDocument):
+            text = document.ids
+        elif document.whole and self._tokenizer.one_token_a_byte and document.size < least:
             return None
-        try:
-            text = self._tokenizer.encode_array(document.text)
-        except ValueError as error:
-            raise DataError(f"{document.key}: {error}") from error
+        else:
+            try:
+                text = self._tokenizer.encode_array(document.text)
+            except ValueError as error:
+                raise DataError(f"{document.key}: {error}") from error
         if document.whole and (len(text) < least or (most and len(text) > most)):
             return None
         return text
 
-    def _passes(self, document: Document) -> bool:
+    def _passes(self, document: AnyDocument) -> bool:
         """Whether a whole document passes the filters; only tokenised if there are any."""
         filtered = self._config.min_tokens or self._config.max_tokens
         return not filtered or self._text_tokens(document) is not None

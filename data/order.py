@@ -40,6 +40,25 @@ def shuffled(index: int, size: int, seed: int) -> int:
             return index
 
 
+def shuffled_all(indices: np.ndarray, sizes: np.ndarray | int, seeds: np.ndarray | int) -> np.ndarray:
+    """`shuffled` of many indices, int64 [n], with one size and seed or one of each for every index."""
+    image = indices.astype(np.uint64)
+    sizes, seeds = (np.broadcast_to(np.asarray(x, dtype=np.uint64), image.shape) for x in (sizes, seeds))
+    # frexp's exponent is bit_length, exact below 2^53, which no number of rows reaches.
+    bits = np.frexp((sizes - np.uint64(1)).astype(np.float64))[1].astype(np.uint64)
+    half_bits = np.maximum((bits + np.uint64(1)) >> np.uint64(1), np.uint64(1))
+    masks = (np.uint64(1) << half_bits) - np.uint64(1)
+    left_over = np.arange(len(image))
+    while left_over.size:
+        index, half, mask, seed = (x[left_over] for x in (image, half_bits, masks, seeds))
+        left, right = index >> half, index & mask
+        for turn in range(_FEISTEL_ROUNDS):
+            left, right = right, left ^ (_mix_array(seed ^ (right << np.uint64(8) | np.uint64(turn))) & mask)
+        image[left_over] = left << half | right
+        left_over = left_over[image[left_over] >= sizes[left_over]]
+    return image.astype(np.int64)
+
+
 def permutation(size: int, seed: int) -> np.ndarray:
     """The numbers 0 … size-1 in the order of their hashes, int64 [size]: a whole seeded shuffle at once."""
     keys = _mix_array(np.arange(size, dtype=np.uint64) ^ np.uint64(hash64(seed)))
@@ -57,8 +76,8 @@ class EpochOrder:
     def __init__(self, block_sizes: Sequence[int], seed: int):
         """`block_sizes`: rows of each block, none of them 0."""
         assert min(block_sizes, default=0) > 0
-        self._sizes = np.asarray(block_sizes, dtype=np.int64)
-        self._first_rows = np.concatenate([[0], np.cumsum(self._sizes)])
+        self.block_sizes = np.asarray(block_sizes, dtype=np.int64)
+        self._first_rows = np.concatenate([[0], np.cumsum(self.block_sizes)])
         self._seed = seed
         self._block_orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self.rows = int(self._first_rows[-1])
@@ -67,20 +86,31 @@ class EpochOrder:
         """The (epoch, row) at a position of the sequence; both count from 0."""
         epoch, place = divmod(position, self.rows)
         epoch_seed = hash64(self._seed, epoch)
-        if len(self._sizes) == 1:
+        if len(self.block_sizes) == 1:
             return epoch, shuffled(place, self.rows, epoch_seed)
         blocks, starts = self._block_order(epoch, epoch_seed)
         at = int(np.searchsorted(starts, place, side="right")) - 1
         block = int(blocks[at])
-        within = shuffled(place - int(starts[at]), int(self._sizes[block]), hash64(epoch_seed, block))
+        within = shuffled(place - int(starts[at]), int(self.block_sizes[block]), hash64(epoch_seed, block))
         return epoch, int(self._first_rows[block]) + within
+
+    def rows_of_epoch(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """The rows at some places within an epoch, int64 [n]: `row` of many positions at once."""
+        epoch_seed = hash64(self._seed, epoch)
+        if len(self.block_sizes) == 1:
+            return shuffled_all(places, self.rows, epoch_seed)
+        blocks, starts = self._block_order(epoch, epoch_seed)
+        at = np.searchsorted(starts, places, side="right") - 1
+        block = blocks[at]
+        seeds = np.array([hash64(epoch_seed, int(one)) for one in block], dtype=np.uint64)
+        return self._first_rows[block] + shuffled_all(places - starts[at], self.block_sizes[block], seeds)
 
     def _block_order(self, epoch: int, epoch_seed: int) -> tuple[np.ndarray, np.ndarray]:
         """Blocks in the order of this epoch, and the place within the epoch at which each starts."""
         if epoch not in self._block_orders:
-            count = len(self._sizes)
-            blocks = np.array([shuffled(i, count, epoch_seed) for i in range(count)])
-            starts = np.concatenate([[0], np.cumsum(self._sizes[blocks])[:-1]])
+            count = len(self.block_sizes)
+            blocks = shuffled_all(np.arange(count), count, epoch_seed)
+            starts = np.concatenate([[0], np.cumsum(self.block_sizes[blocks])[:-1]])
             while len(self._block_orders) >= _EPOCHS_KEPT:
                 self._block_orders.pop(next(iter(self._block_orders)))
             self._block_orders[epoch] = (blocks, starts)

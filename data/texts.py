@@ -1,16 +1,13 @@
 """Texts from files, with errors that name the file and the line."""
 
-import bz2
-import gzip
 import json
-import lzma
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from farsight.data.compressed import COMPRESSED, DAMAGE, open_unpacked
 from farsight.data.sources.rows import is_utf16
 from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.errors import ConfigError
@@ -43,7 +40,7 @@ def has_fields(path: Path) -> bool:
 
 def _kind(path: Path) -> str:
     """A file's suffix, not counting that of its compression."""
-    return Path(path.stem).suffix if path.suffix in _UNPACK else path.suffix
+    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
 
 
 def encode_file(path: Path, tokenizer: Tokenizer, field: str = "text") -> list[Tensor]:
@@ -59,39 +56,12 @@ def encode_file(path: Path, tokenizer: Tokenizer, field: str = "text") -> list[T
     return found
 
 
-def _unpack_zst(raw: bytes) -> bytes:
-    import zstandard
-
-    parts = []
-    while raw:  # frame by frame: the library takes a truncated frame for the end of the file
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        try:
-            parts.append(frame.decompress(raw))
-        except zstandard.ZstdError as error:
-            raise ValueError(error) from error
-        if not frame.eof:
-            raise EOFError("it ends in the middle of a frame")
-        raw = frame.unused_data
-    return b"".join(parts)
-
-
-_UNPACK: dict[str, Callable[[bytes], bytes]] = {
-    ".gz": gzip.decompress,
-    ".bz2": bz2.decompress,
-    ".xz": lzma.decompress,
-    ".zst": _unpack_zst,
-}
-_DAMAGE = (OSError, EOFError, ValueError, zlib.error, lzma.LZMAError)
-
-
 def _read(path: Path) -> bytes:
-    raw = path.read_bytes()
-    if path.suffix not in _UNPACK:
-        return raw
-    try:
-        return _UNPACK[path.suffix](raw)
-    except _DAMAGE as error:
-        raise _damaged(path, error) from error
+    with open_unpacked(path) as (file, _):
+        try:
+            return file.read()
+        except DAMAGE as error:
+            raise _damaged(path, error) from error
 
 
 def _decode(path: Path, raw: bytes) -> str:

@@ -7,6 +7,7 @@ from farsight.configs import schema
 from farsight.data.order import hash64
 from farsight.data.sources.documents import DocumentSource, Split
 from farsight.data.sources.files import open_files
+from farsight.data.sources.shards import ShardSource
 from farsight.data.sources.streamed import StreamedDataset, place_of
 from farsight.errors import DataError
 
@@ -59,6 +60,8 @@ def open_source(
     try:
         if isinstance(config, schema.HubSource):
             return StreamedDataset(config, seed, **(shared | {"name": f"huggingface source '{place_of(config)}'"}))
+        if isinstance(config, schema.ShardsSource):
+            return ShardSource(config, seed, **shared)
         return open_files(config, name, seed, shared)
     except OSError as error:
         raise DataError(f"{name}: {error}. Correct the source's path, or its permissions.") from error

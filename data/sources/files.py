@@ -17,7 +17,7 @@ from farsight.configs import schema
 from farsight.data.order import EpochOrder
 from farsight.data.sources.documents import Document, DocumentSource, text_of
 from farsight.data.sources.identity import identify
-from farsight.data.sources.rows import JsonRows, ParquetTables, changed_while_read, no_rows, why_not_utf8
+from farsight.data.sources.rows import EMPTY_FILE, JsonRows, ParquetTables, changed_while_read, no_rows, why_not_utf8
 from farsight.errors import DataError
 
 
@@ -31,6 +31,16 @@ class LocalSource(DocumentSource):
     @property
     def mean_size(self) -> float:
         return self._bytes / self._order.rows
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of both splits."""
+        return self._order.rows
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Rows of each block that the order keeps together."""
+        return self._order.block_sizes.tolist()
 
     @abstractmethod
     def _read(self, row: int) -> Document | None: ...
@@ -84,7 +94,7 @@ class TextFiles(LocalSource):
         self._files = []
         for key, path in files:
             if (size := path.stat().st_size) == 0:
-                self.bad_row(key, key, "empty file", "it has 0 bytes", "remove the file")
+                self.bad_row(key, key, *EMPTY_FILE)
                 continue
             self._files.append((key, path, size))
         if not self._files:

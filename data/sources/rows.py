@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from farsight.data.compressed import COMPRESSED
 from farsight.data.sources.documents import BadRows, missing_field
 from farsight.errors import DataError
 from farsight.progress import progress
 
 _SCAN_BYTES = 16 << 20
 _KEPT_BYTES = 256 << 20
-_COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+EMPTY_FILE = ("empty file", "it has 0 bytes", "remove the file")
+"""Reason, detail and remedy for `BadRows.bad_row`."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,13 @@ class JsonRows:
         """(path, byte offset of each line, then the file's size)"""
         with progress(desc="Indexing JSON lines", total=self.bytes, unit="B", unit_scale=True) as shown:
             for path in paths:
-                if path.endswith(_COMPRESSED):
+                if path.endswith(COMPRESSED):
                     raise DataError(
                         f"{path}: a compressed file allows no random access to lines. Decompress it, or stream it with "
                         f'kind = "huggingface", name = "json", data_files = "{path}".'
                     )
                 if os.path.getsize(path) == 0:
-                    report.bad_row(path, path, "empty file", "it has 0 bytes", "remove the file")
+                    report.bad_row(path, path, *EMPTY_FILE)
                 else:
                     self._files.append((path, _line_starts(path, shown)))
                     self.paths.append(path)
@@ -74,19 +76,24 @@ class JsonRows:
             raise changed_while_read(
                 path, f"line {number + 1} had {size:,} bytes at the start of the run, {len(line):,} now"
             )
-        if not line.strip():
-            return None
         key = f"{path}:{number + 1}"
-        try:
-            value = json.loads(line.decode("utf-8-sig" if number == 0 else "utf-8"))
-        except (ValueError, RecursionError) as error:
-            self._report.bad_row(key, path, *_why_not_json(path, error))
-        else:
-            if isinstance(value, dict):
-                return Row(key, path, value)
-            found = f"a JSON object was expected, found {type(value).__name__}"
-            self._report.bad_row(key, path, "not an object", found, _remedy_of_an_array(path))
+        return parse_line(line, path, key, self._report, first=number == 0)
+
+
+def parse_line(line: bytes, path: str, key: str, report: BadRows, first: bool) -> Row | None:
+    """The row of a line of JSON; None for a blank line, and for a bad one that is skipped. The first may begin with a BOM."""
+    if not line.strip():
         return None
+    try:
+        value = json.loads(line.decode("utf-8-sig" if first else "utf-8"))
+    except (ValueError, RecursionError) as error:
+        report.bad_row(key, path, *_why_not_json(path, error))
+        return None
+    if not isinstance(value, dict):
+        found = f"a JSON object was expected, found {type(value).__name__}"
+        report.bad_row(key, path, "not an object", found, _remedy_of_an_array(path))
+        return None
+    return Row(key, path, value)
 
 
 class ParquetTables:

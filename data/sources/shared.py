@@ -12,32 +12,29 @@ No token is lost or read twice. A cut only costs context: the first token after 
 reach back across it.
 """
 
-import re
 from collections.abc import Callable
 from functools import cached_property
 from itertools import accumulate
 
 from farsight.data.order import hash64, shuffled
-from farsight.data.sources.documents import Document, DocumentSource
+from farsight.data.sources.documents import AnyDocument, DocumentSource
 from farsight.progress import progress
 
 Piece = tuple[int, int, int]
-"""Row, and the characters begin … end-1 of its text, before both ends move to better places for a cut."""
+"""Row, and the characters (or tokens) begin … end-1 of its document, before both ends move to better places for a cut."""
 
 _NEAR = 4096
-"""Characters before a nominal cut that are searched for a better place."""
-_CUTS = (re.compile(r"(?<=\S)\n(?=\S)"), re.compile(r"\n"), re.compile(r"(?<=\S)(?= \S)"))
-"""Places for a cut, best first: a line end without empty lines around it, any line end, before a word."""
+"""Characters or tokens before a nominal cut that are searched for a better place."""
 
 
 class SharedDocuments:
     """A source's documents, divided into one part per lane; `lane` gives a lane's reader."""
 
-    def __init__(self, source: DocumentSource, rows: int, lanes: int, seed: int, wanted: Callable[[Document], bool]):
+    def __init__(self, source: DocumentSource, rows: int, lanes: int, seed: int, wanted: Callable[[AnyDocument], bool]):
         """`rows`: number of rows in the source. `seed`: deals out the parts. `wanted`: whether a whole document passes the filters."""
         self.lanes = lanes
         self._source, self._rows, self._seed, self._wanted = source, rows, seed, wanted
-        self._last: tuple[int, Document | None] = (-1, None)
+        self._last: tuple[int, AnyDocument | None] = (-1, None)
 
     def lane(self, lane: int) -> "SharingLane":
         """A new reading position for a lane."""
@@ -56,7 +53,7 @@ class SharedDocuments:
                 found.append((row, max(begin, before) - before, min(end, after) - before))
         return found
 
-    def read(self, piece: Piece) -> Document | None:
+    def read(self, piece: Piece) -> AnyDocument | None:
         """Reads a piece of a document; None if moving its ends to better places left nothing."""
         row, begin, end = piece
         if self._last[0] != row:  # the lanes of a rank read the same few documents
@@ -64,37 +61,28 @@ class SharedDocuments:
         document = self._last[1]
         if document is None:
             return None
-        begin, end = self._cut(document.text, begin), self._cut(document.text, end)
-        text = document.text[begin:end]
-        if not text:
-            return None
-        key = f"{document.key}, characters {begin:,} to {end:,}"
-        return Document(key, text, len(text.encode()), begins=begin == 0, ends=end == len(document.text))
+        begin, end = self._cut(document, begin), self._cut(document, end)
+        return document.piece(begin, end) if begin < end else None
 
     @cached_property
     def _lengths(self) -> dict[int, int]:
-        """Number of characters of each row that is in the split and passes the filters."""
+        """Length of each row that is in the split and passes the filters."""
         found = {}
         with progress(
             desc=f"{self._source.name}: measuring documents", total=self._rows, unit="document", unit_scale=True
         ) as shown:
             for row, document in enumerate(self._source.read_rows()):
                 if document is not None and self._wanted(document):
-                    found[row] = len(document.text)
+                    found[row] = document.length
                 shown.update()
         return found
 
-    def _cut(self, text: str, place: int) -> int:
+    def _cut(self, document: AnyDocument, place: int) -> int:
         """The best place for a cut shortly before `place`; never so far that parts change order."""
-        if place in (0, len(text)):
+        if place in (0, document.length):
             return place
         part = sum(self._lengths.values()) // self.lanes
-        start = max(0, place - min(_NEAR, part // 2))
-        for cut in _CUTS:
-            # Look-aheads see the end of the search as the end of the text, hence one more character.
-            if found := [m.end() for m in cut.finditer(text, start, place + 1) if m.end() <= place]:
-                return found[-1]
-        return place
+        return document.place_to_cut(max(0, place - min(_NEAR, part // 2)), place)
 
 
 class SharingLane:
@@ -111,7 +99,7 @@ class SharingLane:
     def state(self) -> list[int]:
         return [self.epoch, self._read]
 
-    def read(self) -> Document | None:
+    def read(self) -> AnyDocument | None:
         if self._pieces is None:
             self._pieces = self._shared.pieces(self._lane, self.epoch)
         if self._read == len(self._pieces):

@@ -61,6 +61,12 @@ class HuggingFaceTokenizer(Tokenizer):
         # `encode` would hold the GIL throughout and block the thread that launches kernels.
         return self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
+    def encode_arrays(self, texts: Sequence[str], dtype: np.dtype) -> list[np.ndarray]:
+        parts = [list(self._slices(text)) for text in texts]
+        flat = [part for text in parts for part in text]
+        encoded = iter(self._fast.encode_batch_fast(flat, add_special_tokens=False))
+        return [np.concatenate([np.array(next(encoded).ids, dtype) for _ in text]) for text in parts]
+
     def _decode(self, ids: list[int]) -> str:
         return self._fast.decode(ids, skip_special_tokens=True)
 

@@ -6,6 +6,7 @@
 `load_tokenizer` loads what a config names, `load_tokenizer_dir` what a directory has.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -33,7 +34,10 @@ class BytesTokenizer(Tokenizer):
         return list(text.encode("utf-8", "surrogatepass"))
 
     def encode_array(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8).astype(np.int64)
+        return self.encode_arrays([text], np.dtype(np.int64))[0]
+
+    def encode_arrays(self, texts: Sequence[str], dtype: np.dtype) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8).astype(dtype) for text in texts]
 
     def _decode(self, ids: list[int]) -> str:
         raw = bytes(i for i in ids if i < 256)
