@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import IO, Any
 import numpy as np
 
 from farsight.configs import schema
+from farsight.data.prepare.parts import Part, identity_of, parts_of
 from farsight.data.shards.layout import (
     INDEX,
     MANIFEST,
@@ -33,12 +35,11 @@ from farsight.data.shards.layout import (
     read_manifest,
     token_type,
 )
-from farsight.data.prepare.parts import Part, identity_of, parts_of
 from farsight.data.sources.documents import AnyDocument, OnBadRow, text_hash
 from farsight.data.sources.rows import no_rows
 from farsight.data.tokenizers.base import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
-from farsight.errors import DataError
+from farsight.errors import DataError, UserError
 from farsight.files import check_new_folder, write_text, written_whole
 from farsight.json_files import read_object
 from farsight.progress import progress
@@ -72,12 +73,13 @@ class Job:
 def prepare(job: Job, tokenizer: Tokenizer, processes: int) -> Manifest:
     """Writes the shards of a source into `job.out`, or goes on with them; returns the manifest.
 
-    Raises `DataError` for data that can't be read, and for a folder with anything else in it.
+    Raises `DataError` for data that can't be read, for a folder with anything else in it, and for one that was begun with other
+    data or settings.
     """
     blocks, content = identity_of(job.source, job.on_bad_row)
-    settings = _begin(job, tokenizer, content)
+    source = _begin(job, tokenizer, content)
     if (job.out / MANIFEST).is_file():
-        _tidy(job.out)
+        shutil.rmtree(job.out / PARTS, ignore_errors=True)
         return read_manifest(job.out)
     parts, unusable = parts_of(job.source, job.on_bad_row, job.shard_bytes)
     with _progress(parts) as report:
@@ -86,7 +88,7 @@ def prepare(job: Job, tokenizer: Tokenizer, processes: int) -> Manifest:
                 write_part(job, number, part, tokenizer, report)
         else:
             _write_parallel(job, parts, processes, report)
-    return _finish(job, settings, tokenizer, len(parts), blocks, Counter(unusable.skipped), content.get("bytes", 0))
+    return _finish(job, source, tokenizer, len(parts), blocks, Counter(unusable.skipped), content.get("bytes", 0))
 
 
 def write_part(job: Job, number: int, part: Part, tokenizer: Tokenizer, report: Report) -> None:
@@ -193,19 +195,22 @@ def _begin(job: Job, tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str,
             }
         )
     )
+    for leftover in job.out.rglob("*.part"):
+        leftover.unlink()
     place = job.out / JOB
     if place.is_file():
         before = read_object(place)
         if changed := [name for name in settings if before.get(name) != settings[name]]:
+            shown = "; ".join(f"{name} was {before.get(name)}, is {settings[name]}" for name in changed)
             raise DataError(
-                f"{job.out} was begun with another {' and '.join(changed)}. Put that back to go on, or name a new folder."
+                f"{job.out} was begun with other data or settings: {shown}. Put them back, or name a new folder."
             )
     else:
         check_new_folder(job.out)
-        (job.out / TOKENS).mkdir(parents=True)
-        (job.out / PARTS).mkdir()
-        tokenizer.save(job.out / TOKENIZER)
         write_text(place, json.dumps(settings, indent=1))
+    for name in (TOKENS, PARTS):
+        (job.out / name).mkdir(exist_ok=True)
+    tokenizer.save(job.out / TOKENIZER)
     return source
 
 
@@ -238,8 +243,13 @@ def _write_parallel(job: Job, parts: Sequence[Part], processes: int, report: Rep
                 show()
                 for one in ended:
                     one.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException as error:
+            for child in multiprocessing.active_children():  # or they would finish their parts first
+                child.terminate()
+            if isinstance(error, BrokenProcessPool):
+                raise UserError(
+                    "a process was killed, perhaps because memory ran out: start again with fewer --processes. What is written is kept."
+                ) from error
             raise
 
 
@@ -304,7 +314,7 @@ def _finish(
         shards=shards,
     )
     write_text(job.out / MANIFEST, json.dumps(asdict(manifest), indent=1))
-    _tidy(job.out)
+    shutil.rmtree(job.out / PARTS)
     return manifest
 
 
@@ -331,12 +341,6 @@ def _lengths(index: np.ndarray) -> tuple[dict[str, dict[str, int]], int, int]:
             counts[1] += int(tokens[exponent])
     found = {str(1 << e): {"documents": n, "tokens": t} for e, (n, t) in sorted(bins.items())}
     return found, sum(n for n, _ in bins.values()), sum(t for _, t in bins.values())
-
-
-def _tidy(out: Path) -> None:
-    """Removes what only an unfinished preparation needs."""
-    shutil.rmtree(out / PARTS, ignore_errors=True)
-    (out / JOB).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -9,8 +9,7 @@ Arrays are plain `.npy` files without pickles, so that any program can map them.
 duplicate, has a record of 0 tokens; so rows keep their numbers, and shards are read in the order of their source.
 """
 
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -75,9 +74,6 @@ class Manifest:
     shards: list[Shard]
     format: int = FORMAT
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a folder of shards. Raises `DataError` if there is none, or one of another format."""
@@ -121,9 +117,8 @@ def map_array(path: Path) -> np.ndarray:
         raise DataError(f"{path}: can't be read ({error}). Copy the folder of shards again.") from error
 
 
-def folders_of(place: Path) -> Iterator[Path]:
+def folders_of(place: Path) -> list[Path]:
     """The folders of shards that a path names: itself, or those in it."""
     if (place / MANIFEST).is_file():
-        yield place
-    else:
-        yield from sorted(path.parent for path in place.glob(f"*/{MANIFEST}"))
+        return [place]
+    return sorted(path.parent for path in place.glob(f"*/{MANIFEST}"))
