@@ -39,7 +39,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "positions": Command("analysis.positions.__main__", "show each layer's rotation, scopes and which tokens see which"),
     },
     "data": {
-        "prepare": Command("launch.prepare", "tokenise a config's data once, into shards that training maps into memory", process.BETWEEN_STEPS),
+        "prepare": Command("launch.prepare", "tokenise a config's data once, into shards that training reads in place", process.BETWEEN_STEPS),
         "tokenizer": Command("data.tokenizer", "train a tokenizer, or show how one splits a text"),
         "needles": Command("data.needles", "write training documents with hidden facts"),
     },

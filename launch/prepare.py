@@ -1,4 +1,4 @@
-"""Tokenises a config's data once, into shards that training maps into memory.
+"""Tokenises a config's data once, into shards that training reads in place.
 
     farsight prepare configs/X.toml --out shards/X          tokenise every source, or go on where it was stopped
     farsight prepare scope_llama3_8b --out shards/scope     a recipe: the sources of all its stages, each of them once

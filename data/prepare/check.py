@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from farsight.data.shards.layout import INDEX, RECORD, TOKENS, checksum, map_array, read_manifest
+from farsight.data.shards.layout import INDEX, TOKENS, checksum, read_manifest
 from farsight.data.shards.reader import Shards
 from farsight.progress import progress
 
@@ -37,10 +37,8 @@ def damage_of(folder: Path) -> Iterator[str]:
 
 
 def _wrong_records(folder: Path) -> Iterator[str]:
-    manifest, index = read_manifest(folder), map_array(folder / INDEX)
-    if index.dtype != RECORD or len(index) != manifest.rows:
-        yield f"{folder / INDEX} has {len(index)} records for {manifest.rows} rows"
-        return
+    shards = Shards(folder)
+    manifest, index = shards.manifest, shards.index
     sizes = np.array([shard.tokens for shard in manifest.shards], np.uint64)
     with_tokens = index[index["tokens"] > 0]
     if len(with_tokens) != manifest.documents:
@@ -72,9 +70,8 @@ def summary_of(folder: Path) -> str:
 def first_documents(folder: Path, count: int) -> Iterator[str]:
     """The first documents, each with its row, its length and the beginning of its text."""
     shards = Shards(folder)
-    rows = (row for row in range(len(shards.index)) if shards.index["tokens"][row])
-    for row, _ in zip(rows, range(count), strict=False):
-        _, start, shard, length = shards.index[row].tolist()
+    for row in np.flatnonzero(shards.index["tokens"])[:count]:
+        _, start, shard, length = shards.records(np.array([row]))[0].tolist()
         ids = shards.tokens(shard, start, length)
         text = textwrap.shorten(shards.text(ids[:_SHOWN_TOKENS]), _SHOWN_CHARACTERS, placeholder=" …")
         yield f"── row {row}, {length:,} tokens: {' '.join(map(str, ids[:8]))} … ──\n{text}"

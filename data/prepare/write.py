@@ -49,7 +49,6 @@ SHARD_BYTES = 256 << 20
 PARTS, JOB = "parts", "prepare.json"
 
 _BATCH_BYTES, _BATCH_ROWS = 1 << 20, 512
-_REPORTED_BYTES = 1 << 20
 _COUNTED_ROWS = 1 << 20
 
 Report = Callable[[int, int], None]
@@ -109,11 +108,10 @@ def write_part(job: Job, number: int, part: Part, tokenizer: Tokenizer, report: 
         if shard.bytes >= job.shard_bytes:
             report(0, shard.write(job.out, number, at, counted, last=False))
             at, shard = at + 1, _NewShard(part.name, tokenizer, counted)
-        shard.add(document)
         if document is None:
             counted = Counter(counter.skipped)
-        if after - place >= _REPORTED_BYTES:
-            report(after - place, 0)
+        if new := shard.add(document):
+            report(after - place, new)
             place = after
     report(part.size - place, shard.write(job.out, number, at, counted, last=True))
 
@@ -131,15 +129,17 @@ class _NewShard:
         self._waiting: list[AnyDocument | None] = []
         self._waiting_bytes = 0
 
-    def add(self, document: AnyDocument | None) -> None:
+    def add(self, document: AnyDocument | None) -> int:
+        """Takes the next row; returns the number of tokens made of the rows that were waiting."""
         self._waiting.append(document)
         if document is not None:
             self.bytes += document.size
             self._waiting_bytes += document.size
         if self._waiting_bytes >= _BATCH_BYTES or len(self._waiting) >= _BATCH_ROWS:
-            self._tokenise()
+            return self._tokenise()
+        return 0
 
-    def _tokenise(self) -> None:
+    def _tokenise(self) -> int:
         documents = [document for document in self._waiting if document is not None]
         try:
             encoded = self._tokenizer.encode_arrays([document.text for document in documents], self._dtype)
@@ -151,10 +151,11 @@ class _NewShard:
             self._lengths.append(0 if document is None else next(lengths))
             self._hashes.append(0 if document is None else text_hash(document.text.encode()))
         self._waiting, self._waiting_bytes = [], 0
+        return sum(map(len, encoded))
 
     def write(self, out: Path, part: int, at: int, skipped: Counter[str], last: bool) -> int:
-        """Writes the files of the shard, its description last; returns its number of tokens."""
-        self._tokenise()
+        """Writes the files of the shard, its description last; returns the number of tokens made of the last rows."""
+        new = self._tokenise()
         name = f"{part:05d}-{at:03d}"
         tokens = np.concatenate([np.empty(0, self._dtype), *self._tokens])
         records = np.zeros(len(self._lengths), RECORD)
@@ -176,7 +177,7 @@ class _NewShard:
             skipped=dict(skipped - self._skipped),
         )
         write_text(out / PARTS / f"{name}.json", json.dumps({"last": last, "shard": asdict(written)}))
-        return len(tokens)
+        return new
 
 
 def _begin(job: Job, tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str, Any]:

@@ -5,10 +5,12 @@
     tokens/00012-003.npy    token ids of a shard's documents, one after the other, without bos and eos
     tokenizer/          the tokenizer that made them
 
-Arrays are plain `.npy` files without pickles, so that any program can map them. A row that was skipped, or dropped as a
+Arrays are plain `.npy` files without pickles, which NumPy can map into memory. A row that was skipped, or dropped as a
 duplicate, has a record of 0 tokens; so rows keep their numbers, and shards are read in the order of their source.
 """
 
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -108,13 +110,43 @@ def checksum(path: Path) -> tuple[str, int]:
     return hashed.hexdigest(), size
 
 
-def map_array(path: Path) -> np.ndarray:
-    """A `.npy` file's array, memory-mapped for reading. Raises `DataError` if it is missing, cut short or not one."""
-    try:
-        # A plain view: slices of np.memmap take ten times as long.
-        return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except (OSError, ValueError, EOFError) as error:
-        raise DataError(f"{path}: can't be read ({error}). Copy the folder of shards again.") from error
+class ArrayFile:
+    """A one-dimensional `.npy` file of which parts are read.
+
+    It is read and not mapped: mapped pages would count as the process's memory, and a read error would end it by a signal.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, length: int):
+        """Raises `DataError` unless the file holds `length` elements of a type."""
+        self._path, self._dtype, self.length = path, dtype, length
+        try:
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115  closed by `close`
+            version = np.lib.format.read_magic(self._file)
+            shape, _, found = np.lib.format.read_array_header_1_0(self._file)
+            self._first = self._file.tell()
+            size = os.fstat(self._file.fileno()).st_size
+        except (OSError, ValueError, EOFError) as error:
+            raise DataError(f"{path}: can't be read ({error}). Copy the folder of shards again.") from error
+        if (version, shape, found) != ((1, 0), (length,), dtype) or size != self._first + length * dtype.itemsize:
+            raise DataError(f"{path} does not belong to the {MANIFEST} of its folder. Copy the folder of shards again.")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Elements start … start + count - 1."""
+        return np.frombuffer(self._bytes(start, count), self._dtype)
+
+    def pick(self, places: Sequence[int]) -> np.ndarray:
+        """The elements at some places, writable."""
+        return np.frombuffer(bytearray().join(self._bytes(place, 1) for place in places), self._dtype)
+
+    def _bytes(self, start: int, count: int) -> bytes:
+        size = count * self._dtype.itemsize
+        raw = os.pread(self._file.fileno(), size, self._first + start * self._dtype.itemsize)
+        if len(raw) != size:
+            raise DataError(f"{self._path} was cut short while it is being read. Put it back.")
+        return raw
 
 
 def folders_of(place: Path) -> list[Path]:

@@ -1,28 +1,29 @@
-"""Reads token shards: any row's tokens, straight from the memory-mapped files."""
+"""Reads token shards: any row's tokens, straight from the files."""
 
+from collections import OrderedDict
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from farsight.data.shards.layout import INDEX, RECORD, TOKENIZER, TOKENS, map_array, read_manifest
+from farsight.data.shards.layout import INDEX, RECORD, TOKENIZER, TOKENS, ArrayFile, read_manifest
 from farsight.data.tokenizers.base import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
-from farsight.errors import DataError
+
+_OPEN_FILES = 512
+"""Shards that stay open; a process may have 1,024 files by default."""
 
 
 class Shards:
-    """A folder of token shards. Opening it reads the manifest and maps the index; each shard is mapped when first read."""
+    """A folder of token shards. Opening it reads the manifest; each shard is opened when it is first read."""
 
     def __init__(self, folder: Path):
         """Raises `DataError` if the folder is no finished preparation, or its index is damaged."""
         self.folder = folder
         self.manifest = read_manifest(folder)
-        self.index = map_array(folder / INDEX)
-        """A `RECORD` for each row."""
-        if self.index.dtype != RECORD or len(self.index) != self.manifest.rows:
-            raise DataError(f"{folder / INDEX} does not belong to the manifest beside it. Copy the folder again.")
-        self._tokens: dict[int, np.ndarray] = {}
+        self._dtype = np.dtype(self.manifest.dtype)
+        self._index = ArrayFile(folder / INDEX, RECORD, self.manifest.rows)
+        self._open: OrderedDict[int, ArrayFile] = OrderedDict()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -31,13 +32,20 @@ class Shards:
     def text(self, ids: np.ndarray) -> str:
         return self.tokenizer.decode(ids.tolist())
 
+    def records(self, rows: np.ndarray) -> np.ndarray:
+        """The `RECORD` of each row [n], writable."""
+        return self._index.pick(rows.tolist())
+
+    @property
+    def index(self) -> np.ndarray:
+        """The `RECORD` of every row, read at once."""
+        return self._index.read(0, self._index.length)
+
     def tokens(self, shard: int, start: int, length: int) -> np.ndarray:
-        """Token ids [length] of a record's row, without a copy."""
-        if (mapped := self._tokens.get(shard)) is None:
+        """Token ids [length] of a record's row."""
+        if (file := self._open.get(shard)) is None:
+            if len(self._open) == _OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
             described = self.manifest.shards[shard]
-            place = self.folder / TOKENS / described.file
-            mapped = map_array(place) if described.tokens else np.empty(0, self.manifest.dtype)
-            if len(mapped) != described.tokens or mapped.dtype != self.manifest.dtype:
-                raise DataError(f"{place} does not belong to the manifest beside it. Copy the folder again.")
-            self._tokens[shard] = mapped
-        return mapped[start : start + length]
+            file = self._open[shard] = ArrayFile(self.folder / TOKENS / described.file, self._dtype, described.tokens)
+        return file.read(start, length)

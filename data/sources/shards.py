@@ -52,7 +52,7 @@ class ShardSource(DocumentSource):
 
     def passing(self, rows: np.ndarray) -> np.ndarray:
         """Records of the rows [n] that are in the split and pass the length filter; those of 0 tokens for the others."""
-        records = self._shards.index[rows]
+        records = self._shards.records(rows)
         held_out = records["hash"] / 2**64 < self._held_out
         least, most = self._limits
         passes = (held_out == (self.split == "validation")) & (records["tokens"] >= least) & (records["tokens"] <= most)
