@@ -378,6 +378,9 @@ class Data:
     """For a row that can't be read: stop and name its file and line, or skip, count and report it."""
     held_out: PartialShare = 0.01
     """Share of documents kept for validation, chosen by a hash of the text."""
+    reader_processes: Count = 0
+    """Processes that read and tokenise the training data for each rank that reads; 0 is a thread of the trainer. Token shards
+    need none; raw text may where few documents pass a length filter. The batches stay the same."""
 
 
 # ── The complete config ───────────────────────────────────────────────────────────────────────────────

@@ -7,8 +7,11 @@ the same on any number of ranks, and since the state is saved per lane, a run ca
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,6 +22,7 @@ from farsight.configs import schema
 from farsight.data.mixture import MixedSource, Mixture
 from farsight.data.packing import Packer, Rows
 from farsight.data.prefetch import Prefetch
+from farsight.data.processes import read_in_processes
 from farsight.data.replica import ALONE, Replica
 from farsight.data.sources.build import open_sources
 from farsight.data.sources.documents import DocumentSource, Split
@@ -79,10 +83,7 @@ class ReadAheadLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         self.close()
-        state = self._place.state
-        shared = self.replica.share(lambda: self._read(state))
-        batches = ((to_batch(rows), place) for rows, place in shared.items)
-        running = self._running = Prefetch(batches, max(2, self.micro_batches_per_step), shared.close)
+        running = self._running = self._prefetched(self._place.state)
         try:
             for batch, place in running:
                 if place is not None:
@@ -91,6 +92,12 @@ class ReadAheadLoader:
         finally:
             running.close()
         raise RuntimeError("this iteration of the loader was ended by a newer one; use that one.")
+
+    def _prefetched(self, state: dict[str, Any]) -> Prefetch[tuple[Batch, Place | None]]:
+        """Batches from a state on. Only its thread refers to the items, so they are closed where they are read."""
+        shared = self.replica.share(lambda: self._read(state))
+        batches = ((to_batch(rows), place) for rows, place in shared.items)
+        return Prefetch(batches, max(2, self.micro_batches_per_step), shared.close)
 
     def close(self) -> None:
         """Stops the background thread. Iterating again starts another."""
@@ -188,6 +195,10 @@ class Loader(ReadAheadLoader):
         self._global_batch_size = global_batch_size
         self._config = config
         self._reports_passes = split == "train"  # the few held-out documents are read many times
+        self._part = partial(
+            Loader, replace(config, reader_processes=0), tokenizer,
+            seq_len=seq_len, vocab_size=vocab_size, global_batch_size=global_batch_size, micro_batch_size=1,
+        )  # fmt: skip
         self._sources = open_sources(config, split)
         self._mixed = [
             MixedSource(share, source, tokenizer, vocab_size)
@@ -205,6 +216,26 @@ class Loader(ReadAheadLoader):
         )
 
     def _read(self, state: dict[str, str]) -> Iterator[tuple[Rows, Place | None]]:
+        if self._reports_passes and self._config.reader_processes:
+            return self._read_in_processes(state)
+        return self._read_here(state)
+
+    def _read_in_processes(self, state: dict[str, str]) -> Iterator[tuple[Rows, Place | None]]:
+        """As `_read_here`: each process has some of the lanes, those of a rank of a run with more ranks."""
+        lanes, size = len(self._lane_ids), self._micro_batch_size
+        count = max(n for n in range(1, self._config.reader_processes + 1) if lanes % n == 0)
+        first = self._lane_ids[0] // (lanes // count)
+        ranks = self._global_batch_size // (lanes // count)
+        work = [partial(_read_part, self._part, first + n, ranks, state) for n in range(count)]
+        with closing(read_in_processes(work, lanes // count)) as steps:
+            for of_parts in steps:
+                rows = [row for part in of_parts for row, _ in part]
+                place = _joined([place for part in of_parts if (place := part[-1][1]) is not None])
+                self._report_passes(place.epochs)
+                for start in range(0, lanes, size):
+                    yield Rows.joined(rows[start : start + size]), place if start + size == lanes else None
+
+    def _read_here(self, state: dict[str, str]) -> Iterator[tuple[Rows, Place | None]]:
         lanes = [
             _Lane(self._mixed, self._config, lane, self._global_batch_size, state[_lane_key(lane)])
             for lane in self._lane_ids
@@ -326,6 +357,27 @@ def build_validation_loader(
         loader.close()
 
     return ValidationLoader(count, batches)
+
+
+def _read_part(
+    part: Callable[..., Loader], rank: int, ranks: int, state: dict[str, str]
+) -> Iterator[tuple[Rows, Place | None]]:
+    """Rows of a rank one by one, in a process of its own."""
+    loader = part(dp_rank=rank, dp_world_size=ranks)
+    return loader._read({key: state[key] for key in loader.facts.start.state})
+
+
+def _joined(places: list[Place]) -> Place:
+    """The place of a rank whose lanes are at several loaders' places."""
+    skipped: dict[str, Counter[str]] = {}
+    for place in places:
+        for source, reasons in place.skipped.items():
+            skipped.setdefault(source, Counter()).update(reasons)
+    return Place(
+        {key: value for place in places for key, value in place.state.items()},
+        [max(epochs) for epochs in zip(*(place.epochs for place in places), strict=True)],
+        {source: dict(reasons) for source, reasons in skipped.items()},
+    )
 
 
 class _Lane:

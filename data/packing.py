@@ -11,7 +11,7 @@ document, even across the end of a row, so every transition is trained exactly o
     starts         0 0 0 0     0 1 1
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +42,11 @@ class Rows:
         return cls(
             np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int64), np.empty(shape, np.int32)
         )
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Rows]") -> "Rows":
+        """The rows of several, one after the other."""
+        return cls(*(np.concatenate(arrays) for arrays in zip(*(vars(part).values() for part in parts), strict=True)))
 
 
 class Packer:

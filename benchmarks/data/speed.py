@@ -93,12 +93,14 @@ def loading(folder: Path, megabytes: int, rounds: int) -> Iterator[dict[str, Any
     for call in calls.values():
         call()
     yield row("batches from raw text", measure(calls, rounds, time.perf_counter), "ours", 1)
+    reads["raw"] = micro_batches(raw, tokenizer, processes=2)
+    yield row("batches from raw text, two processes", measure(calls, rounds, time.perf_counter), "ours", 2)
 
 
-def micro_batches(source: Any, tokenizer: HuggingFaceTokenizer) -> Iterator[Any]:
+def micro_batches(source: Any, tokenizer: HuggingFaceTokenizer, processes: int = 0) -> Iterator[Any]:
     """The loader's rows, without its thread."""
     loader = Loader(
-        Data(sources=(source,)), tokenizer, seq_len=L, vocab_size=tokenizer.vocab_size, global_batch_size=ROWS,
+        Data(sources=(source,), reader_processes=processes), tokenizer, seq_len=L, vocab_size=tokenizer.vocab_size, global_batch_size=ROWS,
         micro_batch_size=MICRO, dp_rank=0, dp_world_size=1,
     )  # fmt: skip
     return (rows for rows, _ in loader._read({f"lane_{lane:05d}": "" for lane in range(ROWS)}))
