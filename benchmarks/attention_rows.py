@@ -59,6 +59,10 @@ class Case:
         q, k, v, do = drawn(shapes, self.dtype, self.device)
         return [x.requires_grad_() for x in (q, k, v)], do
 
+    def named(self, what: str) -> str:
+        """With its length and scopes."""
+        return f"{what} at T = {self.T:,}, {self.scopes} scopes"
+
     def row(self, backend: str, pass_: str, scopes: str, times: list[float], pairs: int, flops: float, **more) -> dict:
         median = statistics.median(times)
         return {
@@ -112,13 +116,18 @@ def scoped_backends(device: str) -> list[str]:
     return ["hybrid", "triton", "flex"] + ["flash"] * (importlib.util.find_spec("flash_attn") is not None)
 
 
-left_out: list[str] = []
+failed: list[str] = []
 """Measurements that failed, and why."""
+left_out: list[str] = []
+"""Those that do not fit into memory, that there was no time for, or for which PyTorch's kernels are not made."""
 
 
-def leave_out(name: str, case: Case, error: Exception) -> None:
-    left_out.append(f"{name} at T = {case.T:,}, {case.scopes} scopes: {type(error).__name__}: {str(error)[:300]}")
-    print(left_out[-1], file=sys.stderr, flush=True)
+def leave_out(what: str, error: Exception) -> None:
+    """Names a measurement and its error in the list where it belongs."""
+    expected = "sdpa" in what or isinstance(error, torch.OutOfMemoryError)
+    reasons = left_out if expected else failed
+    reasons.append(f"{what}: {type(error).__name__}: {str(error)[:300]}")
+    print(reasons[-1], file=sys.stderr, flush=True)
 
 
 class WrongNumbersError(Exception):
@@ -244,7 +253,7 @@ def candidates(cases: list[Case], backends: list[str]) -> list[Candidate]:
             try:
                 error = checked(case, name, largest_error(case, scoped, scopes_N, backward))
             except (RuntimeError, ValueError, WrongNumbersError) as reason:
-                leave_out(name, case, reason)
+                leave_out(case.named(name), reason)
                 continue
             found.append(Candidate(name, scoped, case.scopes, False, error, backward))
     case = replace(cases[0], scopes="dense")
@@ -253,16 +262,15 @@ def candidates(cases: list[Case], backends: list[str]) -> list[Candidate]:
         try:
             error = checked(case, name, largest_error(case, attend, case.scopes_N(), backward=True))
         except (RuntimeError, WrongNumbersError) as reason:  # such as a head dim that the kernel does not take
-            leave_out(name, case, reason)
+            leave_out(case.named(name), reason)
             continue
         found.append(Candidate(name, attend, "dense", True, error))
     return found
 
 
-def measure_kernels(cases: list[Case], backends: list[str], passes: list[str], repeats: int) -> list[dict]:
-    """Rows of a forward pass, and of forward and backward, for cases that differ only in scopes."""
-    tried = candidates(cases, backends)
-    case = cases[0]
+def measure_kernels(case: Case, tried: Callable[[], list[Candidate]], pass_: str, repeats: int) -> list[dict]:
+    """Rows of one pass of the candidates, "forward" or "forward+backward"; only their scopes differ from the case's."""
+    those = [c for c in tried() if pass_ == "forward" or c.backward]
     (q, k, v), do = case.inputs()
 
     def forward(c: Candidate) -> Callable[[], object]:
@@ -271,20 +279,16 @@ def measure_kernels(cases: list[Case], backends: list[str], passes: list[str], r
     def both(c: Candidate) -> Callable[[], object]:
         return lambda: torch.autograd.grad(c.run(q, k, v), (q, k, v), do)
 
+    runs = {c.key: (forward if pass_ == "forward" else both)(c) for c in those}
+    memory = {key: extra_bytes(run, case.device) for key, run in runs.items()}  # warms up, too
+    times = timed(runs, repeats, case.device)
     rows = []
-    for pass_ in (p for p in ("forward", "forward+backward") if p in passes):
-        those = [c for c in tried if pass_ == "forward" or c.backward]
-        runs = {c.key: (forward if pass_ == "forward" else both)(c) for c in those}
-        memory = {key: extra_bytes(run, case.device) for key, run in runs.items()}  # warms up, too
-        times = timed(runs, repeats, case.device)
-        of_pass = []
-        for c in those:
-            pairs = visible_pairs(case.scopes_N(c.scopes).cpu(), case.T)
-            flops = FLOPS_PER_PAIR[pass_] * case.H * pairs
-            more = {"extra_bytes": memory[c.key], "max_error": c.error}
-            of_pass.append(case.row(c.name, pass_, c.scopes, times[c.key], pairs, flops, **more))
-        rows += compared(of_pass, {c.name for c in those if c.dense})
-    return rows
+    for c in those:
+        pairs = visible_pairs(case.scopes_N(c.scopes).cpu(), case.T)
+        flops = FLOPS_PER_PAIR[pass_] * case.H * pairs
+        more = {"extra_bytes": memory[c.key], "max_error": c.error}
+        rows.append(case.row(c.name, pass_, c.scopes, times[c.key], pairs, flops, **more))
+    return compared(rows, {c.name for c in those if c.dense})
 
 
 def captured(run: Callable[[], object], device: str) -> Callable[[], object]:
@@ -331,7 +335,7 @@ def measure_decode(case: Case, repeats: int) -> list[dict]:
         try:
             errors[dense_name] = error(run(), causal, dense_name)
         except RuntimeError as reason:  # such as no kernel for one query
-            leave_out(dense_name, case, reason)
+            leave_out(case.named(dense_name), reason)
             continue
         runs[dense_name] = run
     memory = {name: extra_bytes(run, case.device) for name, run in runs.items()}
@@ -400,7 +404,7 @@ def measure_stack(
             off = max(relative(a, b[:, -a.shape[1] :].double(), (0, 1, 2)) for a, b in zip(found, exact, strict=True))
             errors[name] = checked(case, name, off)
         except (RuntimeError, ValueError, WrongNumbersError) as reason:
-            leave_out(f"{pass_} with {name}", case, reason)
+            leave_out(case.named(f"{pass_} with {name}"), reason)
             continue
         runs[name] = partial(step, attend) if training else partial(stack.prefill, x, attend, chunk, caches, whole)
 

@@ -12,8 +12,8 @@ from farsight.cli import command, new_parser, positive
 from farsight.kernels.scoped_attention.cost import Gpu, Pass, Shape, best_split, gpu_of, split_seconds
 from farsight.outputs import add_json_option, write_json
 
-GPUS = {"a100": 8, "h200": 9, "b200": 10}
-"""Major architectures by the name of the GPU whose constants they have."""
+GPUS = {"a100": 8, "h100": 9, "h200": 9, "b200": 10}
+"""Major architectures by the names of their GPUs. An H100 differs from an H200 in its memory only."""
 PASSES: tuple[Pass, ...] = ("forward", "backward")
 
 
@@ -49,8 +49,8 @@ def table(rows: list[dict]) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = new_parser("python -m benchmarks.attention_split", __doc__)
     add = parser.add_argument
-    add("--gpu", choices=GPUS, default="h200", help="architecture (default: %(default)s)")
-    add("--kernel", choices=("FA2", "FA3"), help="kernel of wide heads (default: FA3 on the h200, FA2 on others)")
+    add("--gpu", choices=GPUS, default="h200", help="architecture; h100 is planned as an h200 (default: %(default)s)")
+    add("--kernel", choices=("FA2", "FA3"), help="kernel of wide heads (default: FA3 on h100 and h200, else FA2)")
     add(
         "--lengths",
         type=positive,
@@ -59,7 +59,13 @@ def main(argv: list[str] | None = None) -> int:
         metavar="T",
         help="tokens of a row",
     )
-    add("--scopes", type=positive, nargs="+", metavar="S", help="of all heads (default: SCOPE's for 32 heads)")
+    add(
+        "--scopes",
+        type=positive,
+        nargs="+",
+        metavar="S",
+        help="one of each head, in a multiple of --kv-heads (default: SCOPE's for 32 heads)",
+    )
     add("--kv-heads", type=positive, default=8, metavar="K", help="(default: %(default)s)")
     add("--head-dim", type=positive, default=128, metavar="H", help="(default: %(default)s)")
     add("--rows", type=positive, default=1, metavar="B", help="rows of the batch (default: %(default)s)")
@@ -75,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     for T in args.lengths:
         scopes = tuple(args.scopes or _exponential(T))
         if len(scopes) % args.kv_heads:
-            parser.error(f"{len(scopes)} heads do not share --kv-heads {args.kv_heads} evenly")
+            parser.error(f"{len(scopes)} heads do not share --kv-heads {args.kv_heads} evenly: set it to a divisor")
         shape = Shape(args.rows, T, group=len(scopes) // args.kv_heads, head_dim=args.head_dim)
         rows += [row(scopes, shape, gpu, kernel, pass_) for pass_ in PASSES]
     print(table(rows))

@@ -116,12 +116,13 @@ def apply_fsdp(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
     if model.tok_embeddings is not None and not tied:
         # A tied embedding is used first and last: it stays in the root's group, gathered throughout.
         fully_shard(model.tok_embeddings, **options, reshard_after_forward=reshard)
+    garfas = [cast(Attention, block.attention).garfa for block in model.layers.values()]
+    trained: list[nn.Module] = [garfa for garfa in garfas if garfa is not None and garfa.trained]
+    if trained:
+        # A group of their own, in fp32: rounded to bf16, w = −ln 10 is not a factor of 1. They are called outside the blocks.
+        own = options | {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
+        fully_shard(trained, **own, reshard_after_forward=reshard)
     for block in model.layers.values():
-        garfa = cast(Attention, block.attention).garfa
-        if garfa is not None and garfa.trained:
-            # A separate group, in fp32: rounded to bf16, w = −ln 10 is not a factor of 1. It is called before its block.
-            own = options | {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}
-            fully_shard(garfa, **own, reshard_after_forward=reshard)
         try:
             fully_shard(block, **options, reshard_after_forward=reshard)
         except RuntimeError as error:

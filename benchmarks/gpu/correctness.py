@@ -7,13 +7,14 @@ The first row tells whether tensor descriptors work here: the kernels for Hopper
 A row's error is the largest norm of an error over the norm of the exact values, by head, for the output and each gradient.
 """
 
-import importlib.util
 import itertools
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,17 @@ from farsight.configs.load import build_config
 from farsight.inference.decoder import Decoder
 from farsight.inference.step import WARM_UP, Step
 from farsight.kernels.chunked_loss import chunked_cross_entropy
-from farsight.kernels.scoped_attention import RollingCache, ScoreBias, Visibility, scoped_attention, scoped_decode
-from farsight.kernels.scoped_attention.hybrid import hybrid_attention
+from farsight.kernels.scoped_attention import (
+    RollingCache,
+    ScoreBias,
+    Segments,
+    Visibility,
+    scoped_attention,
+    scoped_decode,
+    scoped_prefill,
+    segmented_attention,
+)
+from farsight.kernels.scoped_attention.hybrid import hybrid_attention, hybrid_segmented
 from farsight.kernels.scoped_attention.triton.tiles import tiles, use_tiles
 from farsight.kernels.scoped_attention.varlen import DTYPES as VARLEN_DTYPES
 from farsight.kernels.scoped_attention.varlen import dense_kernel
@@ -109,8 +119,8 @@ def cases(backend: str, device: str, small: bool) -> Iterator[Case]:
     yield from (Case(heads=heads) for heads in ((8, 8), (16, 1)))
 
 
-def attention_error(case: Case, attend: Callable[..., Tensor], device: str) -> float:
-    """The largest error of output and gradients.
+def attention_error(case: Case, attend: Callable[..., Tensor], device: str, backward: bool = True) -> float:
+    """The largest error of output and, with `backward`, gradients.
 
     Raises:
         WrongNumbersError: it is beyond the tolerance.
@@ -120,7 +130,7 @@ def attention_error(case: Case, attend: Callable[..., Tensor], device: str) -> f
     def results(of: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         inputs = [x.to(dtype).detach().requires_grad_() for x in qkv]
         o = of(*inputs, visibility)
-        return [o.detach(), *torch.autograd.grad(o, inputs, do.to(dtype))]
+        return [o.detach(), *(torch.autograd.grad(o, inputs, do.to(dtype)) if backward else ())]
 
     exact = results(partial(scoped_attention, backend="reference"), torch.float64)
     return within(
@@ -157,9 +167,46 @@ def backends(rows: Rows) -> dict[str, Callable[..., Tensor]]:
             found["hybrid, split"] = lambda q, k, v, seen: hybrid_attention(
                 q, k, v, seen, q.shape[-1] ** -0.5, wide_from=int(seen.scopes_N.median())
             )
-        installed = importlib.util.find_spec("flash_attn") is not None
+        installed = find_spec("flash_attn") is not None
         found |= {name: partial(scoped_attention, backend=name) for name in ["flex", *["flash"] * installed]}
     return found | {"banded": partial(scoped_attention, backend="banded")}
+
+
+def segmented_backends(names: Collection[str]) -> dict[str, Callable[..., Tensor]]:
+    """`segmented_attention` by those of the backends that have their own way to compute it, and by calls of "banded"."""
+    found: dict[str, Callable[..., Tensor]] = {
+        name: partial(segmented_attention, backend=name) for name in ("triton", "hybrid", "banded") if name in names
+    }
+    if "hybrid" in names:
+        found["hybrid, split"] = lambda q, kv, segments, seen: hybrid_segmented(
+            q, kv, segments, seen, q.shape[-1] ** -0.5, wide_from=int(seen.scopes_N.median())
+        )
+    return found
+
+
+def in_segments(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+    """Attention as two ranks of context parallelism compute it, one of a sequence's first and last quarter."""
+    T, K = k.shape[1:3]
+    reach = visibility.scopes_N.unflatten(0, (K, -1)).amax(1).tolist()
+    quarters = [*pairwise(T * part // 4 for part in range(5))]
+    found: dict[tuple[int, int], Tensor] = {}
+    for pieces in ((quarters[0], quarters[3]), (quarters[1], quarters[2])):
+        first_keys = tuple(tuple(max(0, begin - far + 1) for far in reach) for begin, _ in pieces)
+        segments = Segments(pieces, first_keys)
+        rows = [torch.stack((k[:, a:b, head], v[:, a:b, head])).permute(2, 0, 1, 3) for _, head, (a, b) in segments]
+        queries = torch.cat([q[:, a:b] for a, b in pieces], 1)
+        o = attend(queries, torch.cat(rows), segments, visibility)
+        found |= zip(pieces, o.split([b - a for a, b in pieces], 1), strict=True)
+    return torch.cat([found[quarter] for quarter in quarters], 1)
+
+
+def in_chunks(backend: str, q: Tensor, k: Tensor, v: Tensor, visibility: Visibility) -> Tensor:
+    """Attention of a prompt that is read in three chunks."""
+    cache = RollingCache(
+        visibility.scopes_N.tolist(), k.shape[2], k.shape[1], k.shape[0], k.shape[3], k.dtype, k.device
+    )
+    chunks = zip(*(x.chunk(3, dim=1) for x in (q, k, v)), strict=True)
+    return torch.cat([scoped_prefill(*chunk, cache, visibility, backend=backend) for chunk in chunks], 1)
 
 
 def decode_error(case: Case, device: str) -> float:
@@ -203,7 +250,7 @@ def loss_error(device: str, small: bool) -> float:
     return within(max(relative(x, y, tuple(range(x.dim()))) for x, y in zip(found, exact, strict=True)), torch.bfloat16)
 
 
-def run_error() -> float:
+def run_error(rows: Rows) -> float:
     """The largest relative difference between the losses of a short run here and on the CPU, in fp32.
 
     Raises:
@@ -219,7 +266,7 @@ def run_error() -> float:
         config.write_text(MODEL + SETTINGS + '[position]\nheads = { kind = "scope" }\n')
 
         def losses(name: str, **how: Any) -> list[float]:
-            return [row["loss"] for row in train(config, options, Path(folder) / name, **how) if "loss" in row]
+            return [row["loss"] for row in train(rows, config, options, Path(folder) / name, **how) if "loss" in row]
 
         here, there = losses("here"), losses("cpu", on_cpu=True)
         error = max(abs(x / y - 1) for x, y in zip(here, there, strict=True))
@@ -282,15 +329,24 @@ def main(argv: list[str] | None = None) -> int:
     )
     pointers = lambda q, k, v, seen: without_descriptors(rows.major, q, k, v, visibility=seen)  # noqa: E731
     check("triton, pointers", partial(attention_error, first, pointers, device), first)
-    for name, attend in backends(rows).items():
+    found = backends(rows)
+    for name, attend in found.items():
         for case in cases(name.partition(",")[0], device, small):
             check(name, partial(attention_error, case, attend, device), case)
+    for name, attend in segmented_backends(found).items():
+        for case in dict.fromkeys(replace(case, q_offset=0) for case in cases(name.partition(",")[0], device, small)):
+            measure = partial(attention_error, case, partial(in_segments, attend), device)
+            check(f"{name}, segments of context parallelism", measure, case)
+    for name in ("triton", *["hybrid"] * ("hybrid" in found), "banded"):
+        for case in dict.fromkeys(replace(case, q_offset=0, documents=False) for case in cases(name, device, small)):
+            measure = partial(attention_error, case, partial(in_chunks, name), device, backward=False)
+            check(f"{name}, a prompt in chunks", measure, case)
     for case in cases("triton", device, small):
         if not (case.documents or case.slopes or case.q_offset):
             check("decode", partial(decode_error, replace(case, queries=min(case.queries, 300)), device), case)
     check("chunked loss", partial(loss_error, device, small))
     check("tokens that differ in a CUDA graph", partial(replayed_tokens, device))
-    check("losses of a run, against the CPU's", run_error)
+    check("losses of a run, against the CPU's", partial(run_error, rows))
     return rows.end()
 
 

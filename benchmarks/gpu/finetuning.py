@@ -74,11 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         config = folder / "finetune" / CONFIG.name
         config.parent.mkdir()
         config.write_text(_config(folder))
-        if (
-            found := rows.attempt(
-                f"T = {length:,}", partial(measured_beside_plan, config, settings(folder, rows, length), ("finetune",))
-            )
-        ) is not None:
+        measure = partial(measured_beside_plan, rows, config, settings(folder, rows, length), ("finetune",))
+        if (found := rows.attempt(f"T = {length:,}", measure)) is not None:
             rows.add(model=flavor, T=length, **found)
     return rows.end()
 

@@ -6,7 +6,6 @@ rows that do not fit into the GPU's memory, are named under "left_out".
 
 import argparse
 import gc
-import platform
 import time
 import traceback
 from collections.abc import Callable
@@ -14,14 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 
-from farsight.benchmarks.machine import device_name
+from farsight.benchmarks.gpu import limits
+from farsight.benchmarks.machine import origin
 from farsight.cli import new_parser
 from farsight.outputs import add_json_option, write_json
-
-SECONDS = 420.0
-"""After this time a part starts no more rows."""
 
 
 def part_parser(module: str, text: str | None) -> argparse.ArgumentParser:
@@ -50,10 +46,14 @@ class Rows:
         self.device = "cpu" if self.small else "cuda"
         self.begin = time.perf_counter()
         self.figures: dict[str, Any] = {
-            "part": part, "device": device_name(self.device), "torch": torch.__version__, "triton": triton.__version__,
-            "cuda": torch.version.cuda, "python": platform.python_version(), "seconds": 0.0, "rows": [], "failed": [],
-            "left_out": [],
+            "part": part, **origin(self.device), "outcome": "running", "seconds": 0.0, "rows": [], "failed": [], "left_out": [],
         }  # fmt: skip
+        self.write()
+
+    @property
+    def seconds(self) -> float:
+        """Since the part began."""
+        return time.perf_counter() - self.begin
 
     @property
     def major(self) -> int:
@@ -68,12 +68,12 @@ class Rows:
 
     def write(self) -> None:
         """Writes the file, if there is one."""
-        self.figures["seconds"] = time.perf_counter() - self.begin
+        self.figures["seconds"] = self.seconds
         write_json(self.path, self.figures)
 
     def attempt(self, name: str, measure: Callable[[], Any]) -> Any:
         """What `measure` returns; None if it failed, or there is no memory or time left for it."""
-        if time.perf_counter() - self.begin > SECONDS:
+        if self.seconds > limits.START:
             self.figures["left_out"].append(f"{name}: no time left")
             return None
         try:
@@ -97,6 +97,7 @@ class Rows:
         """Writes the file; the exit status."""
         for name in self.figures["left_out"]:
             print(f"left out: {name}", flush=True)
+        self.figures["outcome"] = "ended"
         self.write()
         return 1 if self.figures["failed"] else 0
 

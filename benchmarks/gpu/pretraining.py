@@ -24,8 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = Rows(options, "pretraining")
     T = 128 if rows.small else options.length
     for name, scope in MODELS[rows.small :]:
-        settings = pretraining_options(T, scope, rows, steps=16 if rows.small else 8)
-        measure = partial(measured_beside_plan, PRETRAINING, settings)
+        settings = pretraining_options(T, scope, rows.small, steps=16 if rows.small else 8)
+        measure = partial(measured_beside_plan, rows, PRETRAINING, settings)
         if (found := rows.attempt(f"{name}, T = {T:,}", measure)) is not None:
             recomputes = settings["activation_checkpoint.mode"] != "none"
             rows.add(model=settings["model.flavor"], heads=name, T=T, recomputes=recomputes, **found)

@@ -85,13 +85,13 @@ def _outermost(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def traced(options: dict[str, Any]) -> dict[str, Any]:
+def traced(rows: Rows, options: dict[str, Any]) -> dict[str, Any]:
     """The summary of a run's last step."""
     steps = options["training.steps"]
     own = {"profiling.enable_profiling": True, "profiling.profile_freq": steps, "profiling.profiler_warmup": 1}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
-        train(PRETRAINING, options | own, folder)
+        train(rows, PRETRAINING, options | own, folder)
         (trace,) = (folder / "profile_traces").rglob("*trace.json")
         return summary(json.loads(trace.read_text())["traceEvents"])
 
@@ -112,8 +112,8 @@ def main(argv: list[str] | None = None) -> int:
     rows = Rows(options, "profiles")
     T = 128 if rows.small else options.length
     for name, scope in MODELS[rows.small :]:
-        settings = pretraining_options(T, scope, rows, steps=4 if rows.small else 6)
-        if (found := rows.attempt(f"{name}, T = {T:,}", partial(traced, settings))) is not None:
+        settings = pretraining_options(T, scope, rows.small, steps=4 if rows.small else 6)
+        if (found := rows.attempt(f"{name}, T = {T:,}", partial(traced, rows, settings))) is not None:
             rows.add(heads=name, T=T, **found)
     return rows.end()
 

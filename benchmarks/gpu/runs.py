@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from farsight.benchmarks.gpu import limits
 from farsight.benchmarks.gpu.part import Rows
 from farsight.launch.plan.hardware import GPUS, Machine
 from farsight.launch.plan.plan import Plan, make_plan
@@ -20,7 +21,7 @@ from farsight.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 300.0
-"""Seconds of a run."""
+"""Seconds of a run, or less towards the end of its part."""
 MODELS = (("dense", False), ("SCOPE", True))
 """Names of models, and whether their heads are SCOPE's."""
 
@@ -46,14 +47,14 @@ def arguments_of(options: dict[str, Any]) -> list[str]:
     ]
 
 
-def plan_of(config: Path, options: dict[str, Any]) -> Plan:
-    """The plan of a run on one GPU of this machine's kind."""
-    kind = planned_gpu()
+def plan_of(config: Path, options: dict[str, Any], kind: str = "") -> Plan:
+    """The plan of a run on one GPU, of this machine's kind if none is named."""
+    kind = kind or planned_gpu()
     _, configs = read_configs(config, arguments_of(options), None)
     return make_plan(config.stem, configs[config.stem], 1, Machine(kind, GPUS[kind]))
 
 
-def run_train(arguments: Sequence[str], limit: float = LIMIT, on_cpu: bool = False) -> subprocess.CompletedProcess[str]:
+def run_train(arguments: Sequence[str], limit: float, on_cpu: bool = False) -> subprocess.CompletedProcess[str]:
     """Runs train.py in a process of its own.
 
     Raises:
@@ -70,6 +71,7 @@ def run_train(arguments: Sequence[str], limit: float = LIMIT, on_cpu: bool = Fal
 
 
 def train(
+    rows: Rows,
     config: Path,
     options: dict[str, Any],
     folder: Path,
@@ -80,22 +82,23 @@ def train(
     """Trains, and returns the rows of metrics.jsonl.
 
     Args:
+        rows: the part's, whose time the run may not outlast.
         command: "finetune", or nothing.
         expected: the exit status.
         on_cpu: hide the GPU.
 
     Raises:
-        FailedRunError: the run ended otherwise, or took longer than LIMIT.
+        FailedRunError: the run ended otherwise, or took too long.
     """
     arguments = ["--job.config_file", str(config), "--job.dump_folder", str(folder), *arguments_of(options)]
-    done = run_train([*command, *arguments], on_cpu=on_cpu)
+    done = run_train([*command, *arguments], min(LIMIT, limits.RUN - rows.seconds), on_cpu)
     if done.returncode != expected:
         raise FailedRunError(f"train.py ended with status {done.returncode}: {(done.stderr or done.stdout)[-600:]}")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def measured_beside_plan(
-    config: Path, options: dict[str, Any], command: Sequence[str] = (), warm_up: int = 3
+    rows: Rows, config: Path, options: dict[str, Any], command: Sequence[str] = (), warm_up: int = 3
 ) -> dict[str, Any]:
     """Figures of a run, medians of the steps after the warm-up; and the plan's.
 
@@ -104,7 +107,8 @@ def measured_beside_plan(
     """
     plan = plan_of(config, options)
     with tempfile.TemporaryDirectory() as folder:
-        steps = [row for row in train(config, options, Path(folder) / "run", command) if "tokens_per_second" in row]
+        found = train(rows, config, options, Path(folder) / "run", command)
+    steps = [row for row in found if "tokens_per_second" in row]
     timed = steps[warm_up:]
     return {
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in timed),
@@ -119,24 +123,25 @@ def measured_beside_plan(
     }  # fmt: skip
 
 
-def pretraining_options(T: int, scope: bool, rows: Rows, steps: int = 8) -> dict[str, Any]:
+def pretraining_options(T: int, scope: bool, small: bool, steps: int = 8, kind: str = "") -> dict[str, Any]:
     """A 1B-shaped model on one GPU, 131,072 tokens a step without documents: as much recomputation as the plan needs.
 
     Args:
         T: tokens of a row.
         scope: SCOPE's heads, else dense ones.
+        kind: the GPU, if it is not this machine's.
     """
-    tokens, flavor = (T, "tiny") if rows.small else (131072, "llama3.2-1b")
+    tokens, flavor = (T, "tiny") if small else (131072, "llama3.2-1b")
     options: dict[str, Any] = {
         "model.flavor": flavor, "tokenizer.kind": "bytes", "data.mask_documents": False, "training.seq_len": T,
-        "training.global_batch_size": tokens // T, "training.local_batch_size": max(1, 32768 // T) if not rows.small else 1,
+        "training.global_batch_size": tokens // T, "training.local_batch_size": max(1, 32768 // T) if not small else 1,
         "training.steps": steps, "lr_scheduler.warmup_steps": 2, "validation.enable": False, "checkpoint.enable": False,
-        "metrics.log_freq": 1, "metrics.enable_tensorboard": False, "compile.enable": not rows.small,
+        "metrics.log_freq": 1, "metrics.enable_tensorboard": False, "compile.enable": not small,
         "activation_checkpoint.mode": "none", **({"position.heads.kind": "scope"} if scope else {}),
     }  # fmt: skip
-    if rows.small:
+    if small:
         return options | {"training.mixed_precision_param": "float32"}
-    if not plan_of(PRETRAINING, options).fits:
+    if not plan_of(PRETRAINING, options, kind).fits:
         options |= {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "attention"}
     return options
 
