@@ -346,11 +346,12 @@ class HubSource(SourceShare):
     """A dataset's name, or a format ("json", "parquet", "csv") with `data_files` or `data_dir`."""
     config: str = ""
     split: str = "train"
-    data_dir: str = ""
+    data_dir: tuple[str, ...] | str = ""
+    """A folder of the dataset, or several, read as one source."""
     data_files: str = ""
-    """A file or a glob, local or a URL."""
+    """A file or a glob, local or a URL (hf://, s3://, gs://, https://)."""
     field: str = "text"
-    """Column that holds the text."""
+    """Column that holds the text. No other is read, so files may differ in them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any
 from farsight.configs.finetuning import FinetuneConfig, InstructionHub
 from farsight.configs.schema import HubSource, JobConfig, NoRotary, Source, StdlibSource
 from farsight.configs.typed import to_dict
+from farsight.data.sources.streamed import folders_of
 from farsight.errors import ConfigError
 from farsight.json_files import fields_of, read_object
 from farsight.model.adapt.layers import adapted
@@ -88,7 +89,8 @@ def _source(source: Source) -> str:
 
 
 def _hub_name(source: HubSource | InstructionHub) -> str:
-    return " ".join(part for part in (source.name, source.config, source.data_dir, source.data_files) if part)
+    parts = (source.name, source.config, ", ".join(folders_of(source)), source.data_files)
+    return " ".join(part for part in parts if part)
 
 
 def read_history(directory: Path) -> list[dict[str, Any]]:

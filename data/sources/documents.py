@@ -13,7 +13,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, Protocol
@@ -214,10 +214,20 @@ def split_of(text: bytes, held_out: float) -> Split:
     return "validation" if text_hash(text) / 2**64 < held_out else "train"
 
 
-def missing_field(place: str, field: str, present: Sequence[str]) -> DataError:
-    """The error for a column that a table lacks."""
-    there = ", ".join(sorted(present)) or "none"
-    return DataError(f"{place}: no column '{field}'. Set the source's `field` to one of those there: {there}.")
+def check_text(place: str, field: str, columns: Any) -> None:
+    """Raises `DataError` if a table with these columns (a `pyarrow.Schema`) has no `field`, or one without text."""
+    import pyarrow as pa
+
+    if field not in columns.names:
+        there = ", ".join(sorted(columns.names)) or "none"
+        raise DataError(f"{place}: no column '{field}'. Set the source's `field` to one of those there: {there}.")
+    kind = columns.field(field).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        raise DataError(
+            f"{place}: column '{field}' holds {kind}, not text. Set the source's `field` to a column of "
+            f"strings; it has {', '.join(columns.names)}."
+        )
 
 
 def text_of(source: SplitRows, row: dict[str, Any], field: str, key: str, file: str) -> Document | None:

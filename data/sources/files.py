@@ -194,6 +194,11 @@ def match_files(name: str, pattern: str, directory_suffixes: tuple[str, ...] = (
     """The files that a path, directory or glob names, sorted. Raises `DataError` if it names none."""
     if not pattern:
         raise DataError(f'{name}: path is empty. Set it to a file or a glob such as "data/*.jsonl".')
+    if "://" in pattern:
+        raise DataError(
+            f'{name}: a URL; this kind reads local files. Stream it with kind = "huggingface", name = "json" (or "parquet", '
+            f'"text") and data_files = "{pattern}".'
+        )
     pattern = os.path.expanduser(pattern)
     if os.path.isdir(pattern):
         if not directory_suffixes:

@@ -16,7 +16,7 @@ import numpy as np
 from tqdm import tqdm
 
 from farsight.data.compressed import COMPRESSED
-from farsight.data.sources.documents import BadRows, missing_field
+from farsight.data.sources.documents import BadRows, check_text
 from farsight.errors import DataError
 from farsight.progress import progress
 
@@ -51,8 +51,9 @@ class JsonRows:
             for path in paths:
                 if path.endswith(COMPRESSED):
                     raise DataError(
-                        f"{path}: a compressed file allows no random access to lines. Decompress it, or stream it with "
-                        f'kind = "huggingface", name = "json", data_files = "{path}".'
+                        f"{path}: a compressed file allows no random access to lines. Decompress it, stream it with "
+                        f'kind = "huggingface", name = "json", data_files = "{path}", or write its tokens once with '
+                        '`farsight prepare` and read these (kind = "shards").'
                     )
                 if os.path.getsize(path) == 0:
                     report.bad_row(path, path, *EMPTY_FILE)
@@ -164,7 +165,7 @@ class ParquetTables:
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path}: not a Parquet file ({error}). Correct the source's path.") from error
         if self._column is not None:
-            _check_text(path, self._column, columns)
+            check_text(path, self._column, columns)
         return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
 
@@ -209,20 +210,6 @@ def _remedy_of_an_array(path: str) -> str:
 def _start(path: str) -> bytes:
     with open(path, "rb") as file:
         return file.read(64).removeprefix(codecs.BOM_UTF8)
-
-
-def _check_text(path: str, column: str, columns: Any) -> None:
-    import pyarrow as pa
-
-    if column not in columns.names:
-        raise missing_field(path, column, columns.names)
-    kind = columns.field(column).type
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        raise DataError(
-            f"{path}: column '{column}' holds {kind}, not text. Set the source's `field` to a column of "
-            f"strings; it has {', '.join(columns.names)}."
-        )
 
 
 def _line_starts(path: str, shown: "tqdm[Any]") -> np.ndarray:

@@ -3,6 +3,8 @@
 A streamed dataset has no row numbers, but it has shards (files). With at least as many shards as lanes each lane reads
 shards of its own; with fewer, the lanes of a shard take its rows in turn. Shards and turns are drawn again for every
 pass. Within a shard the rows keep their order: shuffle a dataset once, when it is written.
+
+Only the column of the text is read, so files may differ in all others.
 """
 
 import os
@@ -16,28 +18,33 @@ from typing import Any
 from farsight.configs import schema
 from farsight.configs.finetuning import InstructionHub
 from farsight.data.order import hash64, shuffled
-from farsight.data.sources.documents import Document, DocumentSource, missing_field, text_of
+from farsight.data.sources.documents import Document, DocumentSource, check_text, text_of
+from farsight.data.sources.failures import in_words, what_to_do
 from farsight.data.sources.identity import identify
 from farsight.errors import DataError
+from farsight.progress import progress
 
 _ROWS_AT_ONCE = 256
 
 
 class StreamedDataset(DocumentSource):
-    """One split of a `datasets` dataset."""
+    """One split of a `datasets` dataset, or of several folders of one."""
 
     def __init__(self, config: schema.HubSource, seed: int, **shared: Any):
         super().__init__(**shared)
         self._config = config
         self._seed = seed
-        self._dataset, self._files = open_streamed(config, self.name)
-        columns = self._dataset.column_names
-        if columns is not None:
-            if config.field not in columns:
-                raise missing_field(self.name, config.field, columns)
-            self._dataset = self._dataset.select_columns([config.field])
-        self._dataset = self._dataset.with_format("arrow")
-        self.shards = int(self._dataset.num_shards)
+        self._files: list[str] = []
+        """Paths or URLs of all shards, if known."""
+        self._places: list[tuple[Any, int]] = []
+        """The dataset of each shard, and the shard's number there."""
+        folders = folders_of(config)
+        with progress(folders, desc=f"Opening {config.name}", unit="folder") as shown:
+            for folder in shown:
+                dataset, files = open_streamed(config, folder, self.name)
+                self._files += files
+                self._places += [(dataset, number) for number in range(dataset.num_shards)]
+        self.shards = len(self._places)
         self._count = cache(lambda most: sum(1 for _ in islice(self._all_rows(), most)))  # called by every lane
 
     def lane(self, lane: int, lanes: int) -> "StreamedLane":
@@ -88,8 +95,8 @@ class StreamedDataset(DocumentSource):
         return text_of(self, value, self._config.field, f"{file} row {row}", file)
 
     def _tables(self, shard: int) -> Iterator[Any]:
-        dataset = self._dataset.shard(num_shards=self.shards, index=shard)
-        tables = dataset.iter(batch_size=_ROWS_AT_ONCE)
+        dataset, number = self._places[shard]
+        tables = dataset.shard(num_shards=dataset.num_shards, index=number).iter(batch_size=_ROWS_AT_ONCE)
         at = 0
         while True:
             try:
@@ -98,9 +105,9 @@ class StreamedDataset(DocumentSource):
                 return
             except Exception as error:
                 # The library raises anything from ArrowInvalid to HTTP errors, without naming the place.
+                remedy = what_to_do(error, place_of(self._config)) or "Repair or replace that file of the dataset."
                 raise DataError(
-                    f"{self.name}: shard {shard} of {self.shards} can't be read after row {at}: "
-                    f"{type(error).__name__}: {error}. Repair or replace that file of the dataset."
+                    f"{self.name}: shard {shard} of {self.shards} can't be read after row {at}: {in_words(error)}. {remedy}"
                 ) from error
             yield table
             at += table.num_rows
@@ -147,9 +154,14 @@ class StreamedLane:
         return [shard], turn // shards, len(range(shard, lanes, shards))
 
 
+def folders_of(config: schema.HubSource | InstructionHub) -> list[str]:
+    """The folders of a dataset that a source names; [""] is all of it."""
+    return [config.data_dir] if isinstance(config.data_dir, str) else list(config.data_dir)
+
+
 def place_of(config: schema.HubSource | InstructionHub) -> str:
     """A dataset's name in messages; with its files, to tell apart formats such as "json"."""
-    files = config.data_files or config.data_dir
+    files = config.data_files or ", ".join(folders_of(config))
     return f"{config.name} ({files})" if files else config.name
 
 
@@ -158,20 +170,43 @@ def open_dataset(config: InstructionHub, name: str) -> Any:
     import datasets
 
     with _opening(config, name):
-        return datasets.load_dataset(**_arguments(config), split=config.split)
+        return datasets.load_dataset(**_arguments(config, config.data_dir), split=config.split)
 
 
-def open_streamed(config: schema.HubSource, name: str) -> tuple[Any, list[str]]:
-    """A streamed dataset, and the paths or URLs of its files if known."""
+def open_streamed(config: schema.HubSource, folder: str, name: str) -> tuple[Any, list[str]]:
+    """The text column of a folder ("" for all) of a streamed dataset, and the paths or URLs of its files if known."""
     import datasets
 
     with _opening(config, name):
-        builder = datasets.load_dataset_builder(**_arguments(config))
+        builder = datasets.load_dataset_builder(**_arguments(config, folder))
         dataset = builder.as_streaming_dataset(split=config.split)
+        if dataset.features is not None:
+            place = f"{name}, {folder}" if len(folders_of(config)) > 1 else name
+            check_text(place, config.field, dataset.features.arrow_schema)
+        _read_only(builder, config.field)
+        dataset = dataset.select_columns([config.field]).with_format("arrow")
     return dataset, list((builder.config.data_files or {}).get(config.split, []))
 
 
-def _arguments(config: schema.HubSource | InstructionHub) -> dict[str, Any]:
+def _read_only(builder: Any, field: str) -> None:
+    """Makes a builder read one column.
+
+    The library casts every file to the columns of the first one, and stops at a file that has others.
+    """
+    import pyarrow as pa
+    from datasets.table import table_cast
+
+    if hasattr(builder.config, "columns"):  # Parquet: the others are not even fetched
+        builder.config.columns = [field]
+    if hasattr(builder, "_cast_table"):
+        text = pa.schema([(field, pa.string())])
+        # JSON rows without the column get nulls: bad rows. Parquet files without it are refused before.
+        builder._cast_table = lambda table, **_: table_cast(
+            table.select([name for name in table.column_names if name == field]), text
+        )
+
+
+def _arguments(config: schema.HubSource | InstructionHub, folder: str) -> dict[str, Any]:
     """Arguments of `datasets.load_dataset` for a source."""
     if not config.name:
         raise DataError(
@@ -180,7 +215,7 @@ def _arguments(config: schema.HubSource | InstructionHub) -> dict[str, Any]:
     return {
         "path": config.name,
         "name": config.config or None,
-        "data_dir": config.data_dir or None,
+        "data_dir": folder or None,
         "data_files": config.data_files or None,
     }
 
@@ -193,8 +228,9 @@ def _opening(config: schema.HubSource | InstructionHub, name: str) -> Iterator[N
         raise
     except Exception as error:
         # Anything from a missing file (StopIteration, for a glob without matches) to a network error.
-        raise DataError(
-            f"{name}: it can't be opened: {type(error).__name__}: {error}. Check its name, config = '{config.config}', "
-            f"split = '{config.split}', data_dir = '{config.data_dir}' and data_files = '{config.data_files}', and "
-            "that the hub can be reached (or that the dataset is in the local cache)."
-        ) from error
+        remedy = what_to_do(error, place_of(config)) or (
+            f"Check its name, config = '{config.config}', split = '{config.split}', data_dir = '"
+            f"{', '.join(folders_of(config))}' and data_files = '{config.data_files}', and that the hub can be reached "
+            "(or that the dataset is in the local cache)."
+        )
+        raise DataError(f"{name}: it can't be opened: {in_words(error)}. {remedy}") from error

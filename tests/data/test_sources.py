@@ -364,7 +364,7 @@ class TestStreamed:
         compress = {"gz": gzip.compress, "zst": zstandard.ZstdCompressor().compress}[suffix]
         packed = tmp_path / f"a.jsonl.{suffix}"
         packed.write_bytes(compress(path.read_bytes()))
-        with pytest.raises(DataError) as error:
+        with pytest.raises(DataError, match="write its tokens once with `farsight prepare`") as error:
             open_train(JsonlSource(path=str(packed)))
         settings = dict(re.findall(r'(name|data_files) = "(.*?)"', str(error.value)))
         assert read(open_train(HubSource(**settings)), 0, 1, 300) == names(300)
