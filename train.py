@@ -35,8 +35,9 @@ Trains a model from a TOML config, on one process or under torchrun.
     farsight torchrun --nproc_per_node 8 -m farsight.train --job.config_file X.toml
     farsight train --help [section …]                           every option, or those of some sections
 
-  --dry-run  set everything up, and stop before the first step
-  --tiny     lay the config's [tiny] table over it
+  --dry-run    set everything up, and stop before the first step
+  --open-data  read some documents of every data source, and stop; with --dry-run, set everything up after it
+  --tiny       lay the config's [tiny] table over it
 
 In a checkout, `python train.py …` and `torchrun … train.py …` do the same. A shipped config may be named without its path
 (`--job.config_file tiny`). N in an option's name is an item of a list that the config file has, from 0.
@@ -96,10 +97,20 @@ def take_inspect(arguments: list[str]) -> tuple[list[str], int]:
     return rest, inspect
 
 
-def pretrain(arguments: list[str]) -> Work:
-    """Prepares one stage of pre-training."""
+def pretrain(arguments: list[str]) -> Work | None:
+    """Prepares one stage of pre-training; returns None if only data was to be read (--open-data)."""
     arguments, dry_run = take_flag(arguments, "--dry-run")
+    arguments, only_data = take_flag(arguments, "--open-data")
     config: JobConfig = load_config(arguments)
+    if only_data:
+        from farsight.launch.open_data import open_data
+
+        table, problems = open_data([("run", config)])
+        print(table, flush=True)
+        if problems:
+            raise ConfigError("\n".join(["The data can't be read yet:", *problems]))
+        if not dry_run:
+            return None
 
     from farsight.analysis.plasticity.live import PlasticityMetrics
     from farsight.model.build import ModelConfig, trained_layers
@@ -244,7 +255,7 @@ def main(arguments: list[str]) -> int:
 
                 return run_recipe([str(CONFIGS / "quickstart.toml")])
             case "pretrain":
-                work: Work | None = pretrain(arguments)
+                work = pretrain(arguments)
             case "finetune":
                 own = ["--job.config_file", str(CONFIGS / "finetune" / "quickstart.toml")]
                 named = any(argument.startswith("--job.config_file") for argument in arguments)

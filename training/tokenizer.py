@@ -56,16 +56,26 @@ def build_tokenizer(config: JobConfig) -> LoadedTokenizer:
     if not config.tokenizer.path and config.tokenizer.kind != "bytes":
         config.tokenizer = replace(config.tokenizer, path=str(trained))
     tokenizer = load_tokenizer(config.tokenizer)
+    config.architecture = replace(config.architecture, vocab_size=vocabulary_of(config, tokenizer))
+    return tokenizer
+
+
+def vocabulary_of(config: JobConfig, tokenizer: LoadedTokenizer) -> int:
+    """Rows of the embedding: as the config says, or as many as the tokenizer needs.
+
+    Raises:
+        ConfigError: the tokenizer has more ids than the embedding.
+    """
     vocab_size = config.architecture.vocab_size
     if not vocab_size:
         # A multiple of 64 divides evenly over tensor-parallel ranks and suits the matrix units.
-        config.architecture = replace(config.architecture, vocab_size=-(-tokenizer.vocab_size // 64) * 64)
-    elif tokenizer.vocab_size > vocab_size:
+        return -(-tokenizer.vocab_size // 64) * 64
+    if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
             f"architecture.vocab_size = {vocab_size} is less than the tokenizer's {tokenizer.vocab_size}; "
             "set it to 0 to take the tokenizer's."
         )
-    return tokenizer
+    return vocab_size
 
 
 def prepare_tokenizer(config: JobConfig, directory: Path) -> None:

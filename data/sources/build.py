@@ -16,6 +16,15 @@ __all__ = ["DataError", "DocumentSource", "Split", "open_source", "open_sources"
 
 def open_sources(config: schema.Data, split: Split) -> list[DocumentSource]:
     """Opens every source of the mixture, for the loaders. Raises `DataError` for an invalid weight or filter."""
+    check_shares(config)
+    return [
+        open_source(source, config.held_out, split, hash64(config.seed, i), config.on_bad_row)
+        for i, source in enumerate(config.sources)
+    ]
+
+
+def check_shares(config: schema.Data) -> None:
+    """Raises `DataError` for an invalid weight or filter, or if there is no source."""
     if not config.sources:
         raise DataError("data.sources is empty; add at least one [[data.sources]].")
     for i, source in enumerate(config.sources):
@@ -32,10 +41,14 @@ def open_sources(config: schema.Data, split: Split) -> list[DocumentSource]:
                 f"{name}: no length is both at least min_tokens = {source.min_tokens} and at most max_tokens = "
                 f"{source.max_tokens}."
             )
-    return [
-        open_source(source, config.held_out, split, hash64(config.seed, i), config.on_bad_row)
-        for i, source in enumerate(config.sources)
-    ]
+
+
+def check_held_out(held_out: float, split: Split) -> None:
+    """Raises `DataError` for a share of held-out documents that is none, or that leaves the split without any."""
+    if not 0 <= held_out < 1:
+        raise DataError(f"data.held_out = {held_out}: it is a share of the documents; set 0 … 0.99, e.g. 0.01.")
+    if split == "validation" and held_out == 0:
+        raise DataError("data.held_out = 0 keeps no documents for validation; set e.g. 0.01, or turn validation off.")
 
 
 def open_source(
@@ -50,10 +63,7 @@ def open_source(
     `held_out`: share of the documents, selected by a hash of their text, that make up the "validation" split; the rest
     is "train". `seed`: shuffles the documents. Raises `DataError` if there is nothing to read, or for an invalid share.
     """
-    if not 0 <= held_out < 1:
-        raise DataError(f"data.held_out = {held_out}: it is a share of the documents; set 0 … 0.99, e.g. 0.01.")
-    if split == "validation" and held_out == 0:
-        raise DataError("data.held_out = 0 keeps no documents for validation; set e.g. 0.01, or turn validation off.")
+    check_held_out(held_out, split)
     place = getattr(config, "path", "")
     name = f"{config.kind} source" + (f" '{place}'" if place else "")
     shared: dict[str, Any] = {"name": name, "held_out": held_out, "split": split, "on_bad_row": on_bad_row}

@@ -39,7 +39,7 @@ class StreamedDataset(DocumentSource):
         self._places: list[tuple[Any, int]] = []
         """The dataset of each shard, and the shard's number there."""
         folders = folders_of(config)
-        with progress(folders, desc=f"Opening {config.name}", unit="folder") as shown:
+        with progress(folders, desc=f"Opening {config.name}", unit="folder", disable=len(folders) == 1) as shown:
             for folder in shown:
                 dataset, files = open_streamed(config, folder, self.name)
                 self._files += files
@@ -105,7 +105,8 @@ class StreamedDataset(DocumentSource):
                 return
             except Exception as error:
                 # The library raises anything from ArrowInvalid to HTTP errors, without naming the place.
-                remedy = what_to_do(error, place_of(self._config)) or "Repair or replace that file of the dataset."
+                file = self._files[shard] if len(self._files) == self.shards else "that file of the dataset"
+                remedy = what_to_do(error, place_of(self._config)) or f"Repair or replace {file}."
                 raise DataError(
                     f"{self.name}: shard {shard} of {self.shards} can't be read after row {at}: {in_words(error)}. {remedy}"
                 ) from error

@@ -2,6 +2,8 @@
 
     farsight recipe X.toml              run it, or continue where it stopped
     farsight recipe X.toml --dry-run    check every stage and print the plan
+    farsight recipe X.toml --dry-run --open-data
+                                        and open every data source, and read some documents of each
     farsight recipe X.toml --nproc 8    every stage under torchrun with 8 processes
     farsight recipe scope_llama3_8b --tiny      a shipped recipe by name, in its small form
     farsight recipe X.toml --torchrun "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500"
@@ -32,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("recipe", type=Path, help="TOML file with [[stages]], or a shipped recipe's name")
     add("--tiny", action="store_true", help="train its small form, a minute on a CPU")
     add("--dry-run", action="store_true", help="check every stage and print the plan, but run nothing")
+    add("--open-data", action="store_true", help="with --dry-run: read some documents of every data source")
     add("--nproc", type=positive, help="processes on this machine (default: 1; the recipe's GPUs in a dry run)")
     add("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")
     add(
@@ -47,6 +50,8 @@ def main(arguments: list[str] | None = None) -> int:
         launcher += ["-m", "farsight", "torchrun", *shlex.split(given)]
     if options.launcher and (options.torchrun or options.nproc):
         parser.error("--launcher starts all ranks itself: leave out --nproc and --torchrun")
+    if options.open_data and not options.dry_run:
+        parser.error("--open-data reads data without training: add --dry-run")
 
     from farsight.launch.recipe.check import check_stages, missing
     from farsight.launch.recipe.run import run_recipe
@@ -61,7 +66,14 @@ def main(arguments: list[str] | None = None) -> int:
         print(plan_text(stages, processes), flush=True)
     else:
         check_stages(stages, None if options.torchrun or options.launcher else options.nproc or 1)
-    if wrong := missing(recipe, stages):
+    wrong = missing(recipe, stages)
+    if options.open_data:
+        from farsight.launch.open_data import open_data
+
+        table, problems = open_data([(stage.name, stage.config) for stage in stages if not stage.finished])
+        print(f"\n{table}", flush=True)
+        wrong += [problem for problem in problems if problem not in wrong]
+    if wrong:
         raise ConfigError("\n".join(["The recipe can't run yet:", *wrong]))
     return 0 if options.dry_run else run_recipe(recipe, stages, launcher)
 

@@ -395,7 +395,10 @@ class TestStreamed:
         write_jsonl(tmp_path / "a.jsonl", names(3))
         (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": nope}\n')
         source = open_train(HubSource(name="json", data_files=f"{tmp_path}/*.jsonl"))
-        with pytest.raises(DataError, match=r"shard 1 of 2 can't be read after row 0: .*JSON parse error"):
+        with pytest.raises(
+            DataError,
+            match=r"shard 1 of 2 can't be read after row 0: .*JSON parse error.* Repair or replace .*/b\.jsonl\.",
+        ):
             list(source.documents())
 
 
