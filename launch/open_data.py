@@ -4,7 +4,6 @@ A recipe may reach a source only after days; what would stop it there is said be
 """
 
 import dataclasses
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,7 +18,7 @@ from farsight.configs.schema import Data, HubSource, JobConfig, Source
 from farsight.data.mixture import MixedSource
 from farsight.data.order import hash64
 from farsight.data.sources.build import check_held_out, check_shares, open_source
-from farsight.data.sources.documents import Document, DocumentSource, Split, split_of
+from farsight.data.sources.documents import AnyDocument, DocumentSource, Split, split_of
 from farsight.data.sources.streamed import place_of
 from farsight.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from farsight.progress import progress
@@ -54,8 +53,8 @@ class _Check:
     def run(self, shown: "tqdm[Any]") -> None:
         """Reads the source; `shown` counts documents."""
         try:
-            # Without held-out documents, to read those of both splits at once.
-            source, mixed = self._open(0.0, "train")
+            # Without filters and held-out documents: those are counted here, of all documents read.
+            source, mixed = self._open(dataclasses.replace(self.source, min_tokens=0, max_tokens=0), 0.0, "train")
             for document in _first_documents(source):
                 self.documents += 1
                 self.held_out += split_of(document.text.encode(), self.data.held_out) == "validation"
@@ -65,7 +64,7 @@ class _Check:
             self.skipped = sum(source.skipped.values())
             if source.rows_if_fewer(DOCUMENTS) is not None:  # few enough to say that no document passes
                 for split in self.splits:
-                    _, mixed = self._open(self.data.held_out, split)
+                    _, mixed = self._open(self.source, self.data.held_out, split)
                     if mixed is not None:
                         mixed.check_possible()
         except Exception as error:
@@ -86,11 +85,11 @@ class _Check:
         place = f"{self.source.kind} {getattr(self.source, 'path', '')}"
         if isinstance(self.source, HubSource):
             place = f"{place_of(self.source)} {self.source.config}"
-        place = textwrap.shorten(place, 60, placeholder=" …")
+        place = place.strip() if len(place) <= 60 else f"{place[:36]}…{place.strip()[-23:]}"
         return [place, ", ".join(self.stages), str(self.documents), str(self.held_out), *passing, result]
 
-    def _open(self, held_out: float, split: Split) -> tuple[DocumentSource, MixedSource | None]:
-        source = open_source(self.source, held_out, split, self.seed, self.data.on_bad_row)
+    def _open(self, config: Source, held_out: float, split: Split) -> tuple[DocumentSource, MixedSource | None]:
+        source = open_source(config, held_out, split, self.seed, self.data.on_bad_row)
         if self.tokenizer is None:
             return source, None
         return source, MixedSource(self.source, source, self.tokenizer, self.vocab_size)
@@ -147,14 +146,15 @@ def _trained_by_run(config: JobConfig) -> bool:
     return not Path(t.path or folder / "tokenizer").is_dir()
 
 
-def _first_documents(source: DocumentSource) -> Iterator[Document]:
+def _first_documents(source: DocumentSource) -> Iterator[AnyDocument]:
     """Documents of the first pass over a source, from several places."""
     for lane in range(_PLACES):
         reader = source.lane(lane, _PLACES)
         for _ in range(DOCUMENTS // _PLACES):
+            document = reader.read()
             if reader.epoch:
                 break
-            if (document := reader.read()) is not None:
+            if document is not None:
                 yield document
 
 

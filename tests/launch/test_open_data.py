@@ -8,8 +8,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import farsight.launch.open_data as open_data_module
 from farsight import train
 from farsight.configs.load import build_config, read_toml
+from farsight.configs.schema import JsonlSource
 from farsight.configs.shipped import shipped_configs
+from farsight.data.prepare.write import Job, prepare
 from farsight.data.sources.documents import split_of
+from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.launch.open_data import open_data
 from farsight.launch.recipe.__main__ import main
 from tests.published import texts, write, write_published
@@ -128,6 +131,17 @@ class TestFilters:
         assert not problems
         assert table.splitlines()[-1].endswith("opens, but none of these passes")
         assert " 256 " in table.splitlines()[-1]
+
+    def test_prepared_shards_are_counted_as_their_source(self, tmp_path):
+        write(tmp_path / "a.jsonl", [{"text": "short" if i % 3 else "long" * (40 + i)} for i in range(60)])
+        source = {"kind": "jsonl", "path": f"{tmp_path}/a.jsonl", "min_tokens": 100}
+        raw, problems = checked(sources=[source])
+        prepare(Job(JsonlSource(path=source["path"]), tmp_path / "shards"), BytesTokenizer(), processes=1)
+        shards, same = checked(sources=[source | {"kind": "shards", "path": f"{tmp_path}/shards"}])
+        raw, shards = (table.splitlines()[1].partition("  one, two ")[2].split() for table in (raw, shards))
+        assert raw == shards
+        assert (raw[0], raw[2]) == ("60", "20")
+        assert problems == same == []
 
     def test_nothing_held_out(self, tmp_path):
         write(tmp_path / "a.jsonl", [{"text": "one document"}] * 3)
