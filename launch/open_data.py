@@ -134,7 +134,9 @@ def open_data(configs: Sequence[tuple[str, JobConfig]]) -> tuple[str, list[str]]
             shown.update(number * DOCUMENTS - shown.n)
             if check.problem:
                 problems.setdefault(check.problem, []).extend(check.stages)
-    return _table(list(checks.values())), [f"{', '.join(names)}: {said}" for said, names in problems.items()]
+    return _table(list(checks.values())), [
+        f"{', '.join(dict.fromkeys(names))}: {said}" for said, names in problems.items()
+    ]
 
 
 def _trained_by_run(config: JobConfig) -> bool:

@@ -134,20 +134,25 @@ class TestFilters:
 
     def test_prepared_shards_are_counted_as_their_source(self, tmp_path):
         write(tmp_path / "a.jsonl", [{"text": "short" if i % 3 else "long" * (40 + i)} for i in range(60)])
-        source = {"kind": "jsonl", "path": f"{tmp_path}/a.jsonl", "min_tokens": 100}
+        source = {"kind": "jsonl", "path": f"{tmp_path}/a.jsonl", "min_tokens": 100, "max_tokens": 300}
         raw, problems = checked(sources=[source])
         prepare(Job(JsonlSource(path=source["path"]), tmp_path / "shards"), BytesTokenizer(), processes=1)
         shards, same = checked(sources=[source | {"kind": "shards", "path": f"{tmp_path}/shards"}])
         raw, shards = (table.splitlines()[1].partition("  one, two ")[2].split() for table in (raw, shards))
         assert raw == shards
-        assert (raw[0], raw[2]) == ("60", "20")
+        assert (raw[0], raw[2]) == ("60", str(sum(4 * (40 + i) <= 300 for i in range(0, 60, 3))))
         assert problems == same == []
 
     def test_nothing_held_out(self, tmp_path):
         write(tmp_path / "a.jsonl", [{"text": "one document"}] * 3)
         sources = [{"kind": "jsonl", "path": f"{tmp_path}/a.jsonl"}]
-        assert "data.held_out = 0 keeps no documents" in checked(sources=sources, held_out=0.0)[1][0]
+        for large_or_small in ([{"kind": "stdlib"}], sources):
+            (problem,) = checked(sources=large_or_small, held_out=0.0)[1]
+            assert problem.startswith("one, two: data.held_out = 0 keeps no documents")
         assert "no document is in the validation split" in checked(sources=sources, held_out=1e-9)[1][0]
+
+    def test_a_filter_that_contradicts_itself(self):
+        assert "no length is both" in checked(sources=[{"kind": "stdlib", "min_tokens": 9, "max_tokens": 8}])[1][0]
 
     def test_bad_rows(self, tmp_path):
         write(tmp_path / "a.jsonl", [{"text": f"document {i}"} for i in range(99)] + [{"text": None}])
