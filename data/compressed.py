@@ -1,4 +1,4 @@
-"""Reads files that may be compressed, as their names say: .gz, .bz2, .xz and .zst."""
+"""Reads files that may be compressed, as their names say: .gz, .bz2, .xz and .zst (or .zstd)."""
 
 import bz2
 import gzip
@@ -66,4 +66,5 @@ _READERS: dict[str, Callable[[IO[bytes]], Any]] = {
     ".xz": lzma.LZMAFile,
     ".zst": lambda raw: io.BufferedReader(_ZstdReader(raw), 1 << 20),
 }
+_READERS[".zstd"] = _READERS[".zst"]
 COMPRESSED = tuple(_READERS)
