@@ -105,7 +105,7 @@ class ShardLane:
         """Looks up the next rows of this pass."""
         order, first = self._source.order, self._count
         epoch, place = divmod(self._position(first), order.rows)
-        places = np.arange(place, order.rows, self._lanes)[:_AHEAD]
+        places = np.arange(place, min(order.rows, place + _AHEAD * self._lanes), self._lanes)
         rows = order.rows_of_epoch(epoch, places)
         records = self._source.passing(rows)
         passing = np.flatnonzero(records["tokens"])
