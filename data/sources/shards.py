@@ -1,4 +1,4 @@
-"""Sources whose documents are tokenised already: token shards.
+"""Sources whose documents are tokenised already: token shards, and the token files of Megatron-LM and OLMo.
 
 Splits and length filters are answered from the index, so rows that do not pass cost no reading. A lane looks a few hundred rows
 ahead at a time; what it reads is the same as if it went row by row.
@@ -14,6 +14,7 @@ from farsight.configs import schema
 from farsight.data.order import EpochOrder
 from farsight.data.shards.reader import MOST_TOKENS, Shards, TokenRows
 from farsight.data.sources.documents import DocumentSource, TokenDocument
+from farsight.data.sources.token_files import TokenFiles
 from farsight.data.tokenizers.base import Tokenizer
 from farsight.errors import DataError
 
@@ -22,14 +23,19 @@ _AHEAD = 256
 
 
 class ShardSource(DocumentSource):
-    """Rows of token shards, in the order of the source that they were made from."""
+    """Rows of token shards, in the order of the source that they were made from; or documents of other programs' token files."""
 
     def __init__(self, config: schema.ShardsSource, seed: int, tokenizer: Tokenizer | None, **shared: Any):
         """`tokenizer`: the run's, if there is one yet. Raises `DataError` for tokens of another one."""
         super().__init__(**shared)
         if not config.path:
-            raise DataError(f"{self.name}: path is empty. Set it to a folder that `farsight prepare` wrote.")
-        self._shards: TokenRows = Shards(Path(config.path).expanduser(), tokenizer)
+            raise DataError(
+                f"{self.name}: path is empty. Set it to a folder that `farsight prepare` wrote, or to Megatron-LM's or OLMo's files."
+            )
+        place = Path(config.path).expanduser()
+        self._shards: TokenRows = (
+            Shards(place, tokenizer) if place.is_dir() else TokenFiles(self.name, config.path, tokenizer)
+        )
         self._limits = config.min_tokens, config.max_tokens or MOST_TOKENS
         self.order = EpochOrder(self._shards.blocks or [self._shards.rows], seed)
 
