@@ -356,11 +356,11 @@ class HubSource(SourceShare):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsSource(SourceShare):
-    """Token shards: documents that `farsight prepare` has tokenised."""
+    """Documents that are tokenised already: by `farsight prepare`, or for Megatron-LM or OLMo."""
 
     kind: Literal["shards"] = "shards"
     path: str = ""
-    """A folder that `farsight prepare` wrote."""
+    """A folder that `farsight prepare` wrote; a file, prefix or glob of Megatron-LM's .bin and .idx; a file or glob of OLMo's .npy."""
 
 
 Source = StdlibSource | TextSource | JsonlSource | ParquetSource | HubSource | ShardsSource

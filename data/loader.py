@@ -199,7 +199,7 @@ class Loader(ReadAheadLoader):
             Loader, replace(config, reader_processes=0), tokenizer,
             seq_len=seq_len, vocab_size=vocab_size, global_batch_size=global_batch_size, micro_batch_size=1,
         )  # fmt: skip
-        self._sources = open_sources(config, split)
+        self._sources = open_sources(config, split, tokenizer)
         self._mixed = [
             MixedSource(share, source, tokenizer, vocab_size)
             for share, source in zip(config.sources, self._sources, strict=True)

@@ -14,14 +14,11 @@ from farsight.configs import schema
 from farsight.data.order import hash64
 from farsight.data.sources.build import open_sources
 from farsight.data.sources.documents import AnyDocument, DocumentLane, DocumentSource, Split, TokenDocument
-from farsight.data.sources.shards import ShardSource
 from farsight.data.sources.shared import SharedDocuments
 from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.errors import DataError
 from farsight.progress import progress
 
-_TYPICAL_TEXT = "The order of documents depends on the seed alone: for i in range(3): return words[i]"
-"""Gives a tokenizer's tokens per byte. The order of documents depends on it, so it must never change."""
 _CREDIT = 0x637265646974
 _PARTS = 0x7061727473
 """Separate the random draws for credits and for shared documents from others of the same seed."""
@@ -36,10 +33,7 @@ class MixedSource:
         self._config = config
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        if isinstance(source, ShardSource):
-            source.check_tokenizer(tokenizer)
-        tokens_a_byte = len(tokenizer.encode(_TYPICAL_TEXT)) / len(_TYPICAL_TEXT)
-        self._document_tokens = max(source.mean_size * tokens_a_byte, config.min_tokens)
+        self._document_tokens = max(source.mean_size * tokenizer.tokens_a_byte, config.min_tokens)
         self._shared: SharedDocuments | None = None
 
     def typical_tokens(self, lanes: int) -> float:
@@ -195,12 +189,14 @@ class Mixture:
         return {"drawn": self._drawn.copy(), "readers": [reader.state() for reader in self._readers]}
 
 
-def sample_texts(config: schema.Data, max_bytes: int, split: Split = "train") -> Iterator[str]:
+def sample_texts(
+    config: schema.Data, max_bytes: int, split: Split = "train", tokenizer: Tokenizer | None = None
+) -> Iterator[str]:
     """Texts of one split, mixed by weight in bytes, until `max_bytes` are read or every source is exhausted.
 
-    Tokenizers are trained on it.
+    Tokenizers are trained on it. `tokenizer`: the one of the run, if there is one yet.
     """
-    sources = open_sources(config, split)
+    sources = open_sources(config, split, tokenizer)
     readers = {i: source.lane(0, 1) for i, source in enumerate(sources)}
     given = [0.0] * len(sources)
     total = 0

@@ -89,7 +89,7 @@ class _Check:
         return [place, ", ".join(self.stages), str(self.documents), str(self.held_out), *passing, result]
 
     def _open(self, config: Source, held_out: float, split: Split) -> tuple[DocumentSource, MixedSource | None]:
-        source = open_source(config, held_out, split, self.seed, self.data.on_bad_row)
+        source = open_source(config, held_out, split, self.seed, self.data.on_bad_row, self.tokenizer)
         if self.tokenizer is None:
             return source, None
         return source, MixedSource(self.source, source, self.tokenizer, self.vocab_size)

@@ -92,7 +92,7 @@ def _prepare(options: Any, rest: list[str]) -> None:
         lines += [f"# {name}", "[data]", "sources = ["]
         for source in config.data.sources:
             if source.kind == "shards":
-                raise ConfigError(f"{name}: {source.path} is prepared already; leave it out.")
+                raise ConfigError(f"{name}: {source.path} is tokenised already; leave it out.")
             own = {"kind": "shards", "weight": source.weight}
             own |= {key: getattr(source, key) for key in ("min_tokens", "max_tokens") if getattr(source, key)}
             bare = dataclasses.replace(source, weight=1.0, min_tokens=0, max_tokens=0)

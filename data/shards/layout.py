@@ -149,6 +149,17 @@ class ArrayFile:
         return raw
 
 
+def map_raw(path: str | Path, dtype: np.dtype) -> np.ndarray:
+    """The elements of a file without a header, memory-mapped for reading. Raises `DataError` if they don't fill it evenly."""
+    size = os.path.getsize(path)
+    if size % dtype.itemsize:
+        raise DataError(
+            f"{path}: {size:,} bytes are no whole number of {dtype}, {dtype.itemsize} bytes each. Copy the file again if it was cut "
+            "short, or use the tokenizer that it was written with."
+        )
+    return np.asarray(np.memmap(path, dtype, mode="r")) if size else np.empty(0, dtype)
+
+
 def folders_of(place: Path) -> list[Path]:
     """The folders of shards that a path names: itself, or those in it."""
     if (place / MANIFEST).is_file():

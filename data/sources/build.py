@@ -9,16 +9,20 @@ from farsight.data.sources.documents import DocumentSource, Split
 from farsight.data.sources.files import open_files
 from farsight.data.sources.shards import ShardSource
 from farsight.data.sources.streamed import StreamedDataset, place_of
+from farsight.data.tokenizers.base import Tokenizer
 from farsight.errors import DataError
 
 __all__ = ["DataError", "DocumentSource", "Split", "open_source", "open_sources"]
 
 
-def open_sources(config: schema.Data, split: Split) -> list[DocumentSource]:
-    """Opens every source of the mixture, for the loaders. Raises `DataError` for an invalid weight or filter."""
+def open_sources(config: schema.Data, split: Split, tokenizer: Tokenizer | None = None) -> list[DocumentSource]:
+    """Opens every source of the mixture, for the loaders. Raises `DataError` for an invalid weight or filter.
+
+    `tokenizer`: the run's, if there is one yet.
+    """
     check_shares(config)
     return [
-        open_source(source, config.held_out, split, hash64(config.seed, i), config.on_bad_row)
+        open_source(source, config.held_out, split, hash64(config.seed, i), config.on_bad_row, tokenizer)
         for i, source in enumerate(config.sources)
     ]
 
@@ -57,11 +61,14 @@ def open_source(
     split: Split,
     seed: int,
     on_bad_row: Literal["error", "skip"] = "error",
+    tokenizer: Tokenizer | None = None,
 ) -> DocumentSource:
     """Opens one source of a config.
 
     `held_out`: share of the documents, selected by a hash of their text, that make up the "validation" split; the rest
-    is "train". `seed`: shuffles the documents. Raises `DataError` if there is nothing to read, or for an invalid share.
+    is "train". `seed`: shuffles the documents. `tokenizer`: the run's, which tokens must come from.
+
+    Raises `DataError` if there is nothing to read, for an invalid share, and for tokens of another tokenizer.
     """
     check_held_out(held_out, split)
     place = getattr(config, "path", "")
@@ -71,7 +78,7 @@ def open_source(
         if isinstance(config, schema.HubSource):
             return StreamedDataset(config, seed, **(shared | {"name": f"huggingface source '{place_of(config)}'"}))
         if isinstance(config, schema.ShardsSource):
-            return ShardSource(config, seed, **shared)
+            return ShardSource(config, seed, tokenizer, **shared)
         return open_files(config, name, seed, shared)
     except OSError as error:
         raise DataError(f"{name}: {error}. Correct the source's path, or its permissions.") from error

@@ -1,4 +1,4 @@
-"""Sources whose documents are tokenised already: token shards.
+"""Sources whose documents are tokenised already: token shards, and the token files of Megatron-LM and OLMo.
 
 Splits and length filters are answered from the index, so rows that do not pass cost no reading. A lane looks a few hundred rows
 ahead at a time; what it reads is the same as if it went row by row.
@@ -12,9 +12,9 @@ import numpy as np
 
 from farsight.configs import schema
 from farsight.data.order import EpochOrder
-from farsight.data.shards.layout import MANIFEST, checksum
-from farsight.data.shards.reader import Shards
+from farsight.data.shards.reader import MOST_TOKENS, Shards, TokenRows
 from farsight.data.sources.documents import DocumentSource, TokenDocument
+from farsight.data.sources.token_files import TokenFiles
 from farsight.data.tokenizers.base import Tokenizer
 from farsight.errors import DataError
 
@@ -23,47 +23,40 @@ _AHEAD = 256
 
 
 class ShardSource(DocumentSource):
-    """Rows of token shards, in the order of the source that they were made from."""
+    """Rows of token shards, in the order of the source that they were made from; or documents of other programs' token files."""
 
-    def __init__(self, config: schema.ShardsSource, seed: int, **shared: Any):
+    def __init__(self, config: schema.ShardsSource, seed: int, tokenizer: Tokenizer | None, **shared: Any):
+        """`tokenizer`: the run's, if there is one yet. Raises `DataError` for tokens of another one."""
         super().__init__(**shared)
         if not config.path:
-            raise DataError(f"{self.name}: path is empty. Set it to a folder that `farsight prepare` wrote.")
-        self._shards = Shards(Path(config.path).expanduser())
-        self._limits = config.min_tokens, config.max_tokens or np.iinfo(np.uint32).max
-        self.order = EpochOrder(self._shards.manifest.blocks or [self._shards.manifest.rows], seed)
+            raise DataError(
+                f"{self.name}: path is empty. Set it to a folder that `farsight prepare` wrote, or to Megatron-LM's or OLMo's files."
+            )
+        place = Path(config.path).expanduser()
+        self._shards: TokenRows = (
+            Shards(place, tokenizer) if place.is_dir() else TokenFiles(self.name, config.path, tokenizer)
+        )
+        self._limits = config.min_tokens, config.max_tokens or MOST_TOKENS
+        self.order = EpochOrder(self._shards.blocks or [self._shards.rows], seed)
 
     @property
     def mean_size(self) -> float:
-        manifest = self._shards.manifest
-        return (manifest.source_bytes or sum(shard.bytes for shard in manifest.shards)) / manifest.rows
-
-    def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Raises `DataError` unless the tokens were made by this tokenizer."""
-        made_by = self._shards.manifest.tokenizer["fingerprint"]
-        if made_by != tokenizer.fingerprint:
-            raise DataError(
-                f"{self.name}: its tokens were made by another tokenizer ({made_by}) than the run's ({tokenizer.fingerprint}). "
-                f'Set tokenizer.path = "{self._shards.folder / "tokenizer"}", or prepare the data with the run\'s tokenizer.'
-            )
+        return self._shards.mean_size
 
     def rows_if_fewer(self, than: int) -> int | None:
         return self.order.rows if self.order.rows < than else None
 
     def passing(self, rows: np.ndarray) -> np.ndarray:
         """Records of the rows [n] that are in the split and pass the length filter; those of 0 tokens for the others."""
-        records = self._shards.records(rows)
-        held_out = records["hash"] / 2**64 < self._held_out
-        least, most = self._limits
-        passes = (held_out == (self.split == "validation")) & (records["tokens"] >= least) & (records["tokens"] <= most)
-        records["tokens"][~passes] = 0
+        records = self._shards.records(rows, *self._limits)
+        if self._held_out:
+            held_out = self._shards.hashes(records) / 2**64 < self._held_out
+            records["tokens"][held_out != (self.split == "validation")] = 0
         return records
 
     def document(self, row: int, shard: int, start: int, length: int) -> TokenDocument:
         """The document of a row's record."""
-        return TokenDocument(
-            f"{self._shards.folder} row {row}", self._shards.tokens(shard, start, length), self._shards.text
-        )
+        return TokenDocument(self._shards.name_of(row), self._shards.tokens(shard, start, length), self._shards.text)
 
     def read_row(self, row: int) -> TokenDocument | None:
         _, start, shard, length = self.passing(np.array([row]))[0].tolist()
@@ -76,8 +69,7 @@ class ShardSource(DocumentSource):
         return ShardLane(self, lane, lanes)
 
     def describe(self) -> dict[str, Any]:
-        identity, _ = checksum(self._shards.folder / MANIFEST)
-        return {"rows": self.order.rows, "files": [[MANIFEST, identity]]}
+        return {"rows": self.order.rows, "files": self._shards.identity()}
 
 
 class ShardLane:
@@ -119,7 +111,7 @@ class ShardLane:
         """Looks up the next rows of this pass."""
         order, first = self._source.order, self._count
         epoch, place = divmod(self._position(first), order.rows)
-        places = np.arange(place, order.rows, self._lanes)[:_AHEAD]
+        places = np.arange(place, min(order.rows, place + _AHEAD * self._lanes), self._lanes)
         rows = order.rows_of_epoch(epoch, places)
         records = self._source.passing(rows)
         passing = np.flatnonzero(records["tokens"])

@@ -30,6 +30,8 @@ _CUT = re.compile(r"(?<=\S)(?= \S)|(?<=\S\n)(?=\S)")
 _AROUND_CUT = 256
 """Characters on each side of a cut; their tokens must be the same with and without it."""
 _CUTS_TRIED = 64
+_TYPICAL_TEXT = "The order of documents depends on the seed alone: for i in range(3): return words[i]"
+"""Gives a tokenizer's tokens per byte. The order of documents depends on it, so it must never change."""
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,11 @@ class Tokenizer(ABC):
     def _save_template(self, directory: Path) -> None:
         if self.chat_template is not None:
             (directory / TEMPLATE_FILE).write_text(self.chat_template, encoding="utf-8")
+
+    @cached_property
+    def tokens_a_byte(self) -> float:
+        """A rough guess, from one sentence."""
+        return len(self.encode(_TYPICAL_TEXT)) / len(_TYPICAL_TEXT)
 
     @property
     def begins_with_bos(self) -> bool:

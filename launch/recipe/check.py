@@ -69,16 +69,17 @@ def _wrong_start(start: Path, first: Stage) -> list[str]:
 def _missing_of(stage: Stage, trained_here: Path) -> Iterator[str]:
     config = stage.config
     local = tuple(source for source in config.data.sources if not isinstance(source, HubSource | StdlibSource))
+    tokenizer = None
+    try:
+        if Path(config.tokenizer.path) != trained_here:
+            tokenizer = load_tokenizer(config.tokenizer)
+    except DataError as error:
+        yield str(error)
     try:
         check_run_folder(stage.folder)
         if local:
-            open_sources(dataclasses.replace(config.data, sources=local), "train")
+            open_sources(dataclasses.replace(config.data, sources=local), "train", tokenizer)
     except (ConfigError, DataError) as error:
-        yield str(error)
-    try:
-        if Path(config.tokenizer.path) != trained_here:
-            load_tokenizer(config.tokenizer)
-    except DataError as error:
         yield str(error)
 
 

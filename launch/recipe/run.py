@@ -32,14 +32,14 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
     root = stages[0].folder.parent
     _refuse_stale(stages)
     prepare_tokenizer(stages[0].config, root / "tokenizer")
-    load_tokenizer(stages[0].config.tokenizer)  # refuse a bad one before data is read
+    tokenizer = load_tokenizer(stages[0].config.tokenizer)  # refuses a bad one before data is read
     data = Path(recipe.perplexity_data) if recipe.perplexity_data else None
     if recipe.perplexity_lengths and data is None:
         if not recipe.perplexity_tokens:
             raise ConfigError(
                 "recipe.perplexity_tokens = 0 needs recipe.perplexity_data, as held-out documents are endless."
             )
-        data = write_held_out(stages[0].config, root / "held_out.txt", recipe.perplexity_tokens)
+        data = write_held_out(stages[0].config, tokenizer, root / "held_out.txt", recipe.perplexity_tokens)
     for number, stage in enumerate(stages):
         label = f"stage {number + 1}/{len(stages)}: {stage.name}"
         if stage.finished:

@@ -13,7 +13,7 @@ from farsight.checkpoints.load import load_model
 from farsight.configs.schema import JobConfig
 from farsight.data.mixture import sample_texts
 from farsight.data.texts import encode_file
-from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
+from farsight.data.tokenizers.tokenizer import Tokenizer, load_tokenizer_dir
 from farsight.evals.perplexity.measure import perplexity_by_length
 from farsight.files import write_text
 from farsight.outputs import write_json
@@ -25,12 +25,12 @@ from farsight.training.stages import Recipe, Stage
 logger = logging.getLogger("farsight")
 
 
-def write_held_out(config: JobConfig, path: Path, tokens: int) -> Path:
+def write_held_out(config: JobConfig, tokenizer: Tokenizer, path: Path, tokens: int) -> Path:
     """Writes held-out documents of the data to one file, with at least `tokens` tokens if there are enough; returns its path."""
     if path.is_file():
         return path
     # Five bytes per token are enough for any common tokenizer.
-    write_text(path, "\n".join(sample_texts(config.data, 5 * tokens, "validation")))
+    write_text(path, "\n".join(sample_texts(config.data, 5 * tokens, "validation", tokenizer)))
     return path
 
 
