@@ -5,15 +5,14 @@ behind its share. Every lane counts separately and starts as if in mid-stream: e
 of a document, which differs between lanes. So the first global batches are mixed like all later ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from farsight.configs import schema
 from farsight.data.order import hash64
-from farsight.data.sources.build import open_sources
-from farsight.data.sources.documents import AnyDocument, DocumentLane, DocumentSource, Split, TokenDocument
+from farsight.data.sources.documents import AnyDocument, DocumentLane, DocumentSource, TokenDocument
 from farsight.data.sources.shards import ShardSource
 from farsight.data.sources.shared import SharedDocuments
 from farsight.data.tokenizers.tokenizer import Tokenizer
@@ -63,7 +62,7 @@ class MixedSource:
 
         Raises `DataError` for an id outside the model's vocabulary.
         """
-        text = self._text_tokens(document)
+        text = self.text_tokens(document)
         if text is None or not len(text):
             return None
         bos = [] if self._tokenizer.bos_id is None or not document.begins else [self._tokenizer.bos_id]
@@ -72,7 +71,7 @@ class MixedSource:
         check_vocabulary(ids, self._vocab_size, self._tokenizer, document.key)
         return ids
 
-    def _text_tokens(self, document: AnyDocument) -> np.ndarray | None:
+    def text_tokens(self, document: AnyDocument) -> np.ndarray | None:
         """Tokens of a document's text; None if it is a whole document that the filters exclude."""
         least, most = self._config.min_tokens, self._config.max_tokens
         if isinstance(document, TokenDocument):
@@ -91,7 +90,7 @@ class MixedSource:
     def _passes(self, document: AnyDocument) -> bool:
         """Whether a whole document passes the filters; only tokenised if there are any."""
         filtered = self._config.min_tokens or self._config.max_tokens
-        return not filtered or self._text_tokens(document) is not None
+        return not filtered or self.text_tokens(document) is not None
 
     def check_possible(self) -> None:
         """Raises `DataError` if no document of the source passes the filters."""
@@ -193,23 +192,3 @@ class Mixture:
 
     def _now(self) -> dict[str, Any]:
         return {"drawn": self._drawn.copy(), "readers": [reader.state() for reader in self._readers]}
-
-
-def sample_texts(config: schema.Data, max_bytes: int, split: Split = "train") -> Iterator[str]:
-    """Texts of one split, mixed by weight in bytes, until `max_bytes` are read or every source is exhausted.
-
-    Tokenizers are trained on it.
-    """
-    sources = open_sources(config, split)
-    readers = {i: source.lane(0, 1) for i, source in enumerate(sources)}
-    given = [0.0] * len(sources)
-    total = 0
-    while readers and total < max_bytes:
-        choice = min(readers, key=given.__getitem__)
-        document = readers[choice].read()
-        if readers[choice].epoch > 0:
-            del readers[choice]
-        elif document is not None:
-            given[choice] += document.size / config.sources[choice].weight
-            total += document.size
-            yield document.text

@@ -3,13 +3,14 @@
 import dataclasses
 import logging
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from farsight.checkpoints.load import read_model_config
-from farsight.configs.load import build_config, load_config, merge, pop_tiny, read_toml
+from farsight.configs.load import build_config, load_config, merge, parse_options, pop_tiny, read_toml
 from farsight.configs.schema import JobConfig, NoRotary, Rotary
 from farsight.configs.shipped import CONFIGS, find_config
 from farsight.configs.typed import from_dict
@@ -214,12 +215,21 @@ def read_config(path: Path, stage: str | None = None, tiny: bool = False) -> Mod
     """
     if path.is_dir():
         return read_model_config(path)
+    return ModelConfig.from_job(read_job(path, ["--tiny"] * tiny, stage))
+
+
+def read_job(path: Path, options: Sequence[str] = (), stage: str | None = None) -> JobConfig:
+    """The settings of a config file or of a recipe's stage (the last one when None), with command-line options over them.
+
+    Raises:
+        ConfigError: no such file or stage, or settings that can't be used.
+    """
     path = find_config(path)
     if "stages" not in read_toml(path):
         if stage is not None:
             raise ConfigError(f"{path} is not a recipe: it has no stage {stage!r}.")
-        return ModelConfig.from_job(load_config(["--job.config_file", str(path), *["--tiny"] * tiny]))
-    stages = {s.name: s.config for s in load_recipe(path, {"tiny": tiny})[1]}
+        return load_config(["--job.config_file", str(path), *options])
+    stages = {s.name: s.config for s in load_recipe(path, parse_options(list(options)))[1]}
     if stage is not None and stage not in stages:
         raise ConfigError(f"{path} has no stage {stage!r}; it has {', '.join(stages)}.")
-    return ModelConfig.from_job(stages[stage or next(reversed(stages))])
+    return stages[stage or next(reversed(stages))]

@@ -11,7 +11,7 @@ import torch
 
 from farsight.checkpoints.load import load_model
 from farsight.configs.schema import JobConfig
-from farsight.data.mixture import sample_texts
+from farsight.data.sample import sample_texts
 from farsight.data.texts import encode_file
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.evals.perplexity.measure import perplexity_by_length

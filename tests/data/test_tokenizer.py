@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import decoders, models, pre_tokenizers
 
 from farsight.configs import schema
-from farsight.data.mixture import sample_texts
+from farsight.data.sample import sample_texts
 from farsight.data.tokenizer import main
 from farsight.data.tokenizers.sentencepiece import to_fast_tokenizer
 from farsight.data.tokenizers.tokenizer import (
