@@ -42,9 +42,10 @@ class Recipe:
     perplexity_lengths: tuple[Size, ...] = (1, 2, 4)
     """Measure perplexity after each stage at these multiples of its sequence length; empty measures none."""
     perplexity_data: str = ""
-    """Text file to measure perplexity on; empty takes held-out documents of the data."""
+    """File to measure every stage's perplexity on: of a plain text, windows side by side; of documents (.jsonl, .parquet), the last
+    256 tokens of each that is long enough. Empty takes held-out documents of each stage's own data that pass its filters."""
     perplexity_tokens: Count = 2**20
-    """Tokens to read from it, the same ones at every length; 0 reads the whole file."""
+    """Tokens to read at the longest length; 0 reads the whole file."""
 
 
 @dataclass(frozen=True)
