@@ -40,6 +40,8 @@ class MixedSource:
         tokens_a_byte = len(tokenizer.encode(_TYPICAL_TEXT)) / len(_TYPICAL_TEXT)
         self._document_tokens = max(source.mean_size * tokens_a_byte, config.min_tokens)
         self._shared: SharedDocuments | None = None
+        # The cheapest test comes first: most rows are too short for a filter of long documents.
+        source.least_bytes = max(1, tokenizer.least_bytes(config.min_tokens))
 
     def typical_tokens(self, lanes: int) -> float:
         """Very rough number of tokens in one draw of a lane from this source."""
@@ -76,16 +78,13 @@ class MixedSource:
         least, most = self._config.min_tokens, self._config.max_tokens
         if isinstance(document, TokenDocument):
             text = document.ids
-        elif document.whole and self._tokenizer.one_token_a_byte and document.size < least:
-            return None
-        else:
-            try:
-                text = self._tokenizer.encode_array(document.text)
-            except ValueError as error:
-                raise DataError(f"{document.key}: {error}") from error
-        if document.whole and (len(text) < least or (most and len(text) > most)):
-            return None
-        return text
+            return text if not document.whole or least <= len(text) <= (most or len(text)) else None
+        try:
+            if document.whole and (least or most):
+                return self._tokenizer.encode_between(document.text, least, most)
+            return self._tokenizer.encode_array(document.text)
+        except ValueError as error:
+            raise DataError(f"{document.key}: {error}") from error
 
     def _passes(self, document: AnyDocument) -> bool:
         """Whether a whole document passes the filters; only tokenised if there are any."""
