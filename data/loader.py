@@ -73,6 +73,8 @@ class ReadAheadLoader:
 
     _running: Prefetch[tuple[Batch, Place | None]] | None = None
     replica: Replica = ALONE
+    most: int | None = None
+    """Micro-batches of an iteration; None is no limit. What lies beyond them is not read ahead."""
 
     def __init__(self, facts: LoaderFacts):
         self.facts, self._place = facts, facts.start
@@ -95,7 +97,7 @@ class ReadAheadLoader:
 
     def _prefetched(self, state: dict[str, Any]) -> Prefetch[tuple[Batch, Place | None]]:
         """Batches from a state on. Only its thread refers to the items, so they are closed where they are read."""
-        shared = self.replica.share(lambda: self._read(state))
+        shared = self.replica.share(lambda: islice(self._read(state), self.most))
         batches = ((to_batch(rows), place) for rows, place in shared.items)
         return Prefetch(batches, max(2, self.micro_batches_per_step), shared.close)
 
@@ -287,7 +289,8 @@ class ValidationLoader:
 
     def __init__(self, count: int, batches: Callable[[], Iterable[Batch]]):
         """`batches`: gives this rank's `count` micro-batches at the first iteration."""
-        self._batches, self._count = batches, count
+        self._batches: Callable[[], Iterable[Batch]] | None = batches
+        self._count = count
         self._kept: list[Batch] = []
 
     def __len__(self) -> int:
@@ -295,7 +298,8 @@ class ValidationLoader:
         return self._count
 
     def __iter__(self) -> Iterator[Batch]:
-        self._kept = self._kept or list(self._batches())
+        if self._batches is not None:
+            self._kept, self._batches = list(self._batches()), None  # what the sources keep is no longer needed
         for inputs, labels in self._kept:
             yield dict(inputs), labels
 
@@ -350,7 +354,7 @@ def build_validation_loader(
         ),
         replica,
     )
-    count = steps * loader.micro_batches_per_step
+    count = loader.most = steps * loader.micro_batches_per_step
 
     def batches() -> Iterator[Batch]:
         yield from islice(loader, count)

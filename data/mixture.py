@@ -5,15 +5,14 @@ behind its share. Every lane counts separately and starts as if in mid-stream: e
 of a document, which differs between lanes. So the first global batches are mixed like all later ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from farsight.configs import schema
 from farsight.data.order import hash64
-from farsight.data.sources.build import open_sources
-from farsight.data.sources.documents import AnyDocument, DocumentLane, DocumentSource, Split, TokenDocument
+from farsight.data.sources.documents import AnyDocument, DocumentLane, DocumentSource, TokenDocument
 from farsight.data.sources.shared import SharedDocuments
 from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.errors import DataError
@@ -35,6 +34,8 @@ class MixedSource:
         self._vocab_size = vocab_size
         self._document_tokens = max(source.mean_size * tokenizer.tokens_a_byte, config.min_tokens)
         self._shared: SharedDocuments | None = None
+        # The cheapest test comes first: most rows are too short for a filter of long documents.
+        source.least_bytes = max(1, tokenizer.least_bytes(config.min_tokens))
 
     def typical_tokens(self, lanes: int) -> float:
         """Very rough number of tokens in one draw of a lane from this source."""
@@ -57,7 +58,7 @@ class MixedSource:
 
         Raises `DataError` for an id outside the model's vocabulary.
         """
-        text = self._text_tokens(document)
+        text = self.text_tokens(document)
         if text is None or not len(text):
             return None
         bos = [] if self._tokenizer.bos_id is None or not document.begins else [self._tokenizer.bos_id]
@@ -66,26 +67,23 @@ class MixedSource:
         check_vocabulary(ids, self._vocab_size, self._tokenizer, document.key)
         return ids
 
-    def _text_tokens(self, document: AnyDocument) -> np.ndarray | None:
+    def text_tokens(self, document: AnyDocument) -> np.ndarray | None:
         """Tokens of a document's text; None if it is a whole document that the filters exclude."""
         least, most = self._config.min_tokens, self._config.max_tokens
         if isinstance(document, TokenDocument):
             text = document.ids
-        elif document.whole and self._tokenizer.one_token_a_byte and document.size < least:
-            return None
-        else:
-            try:
-                text = self._tokenizer.encode_array(document.text)
-            except ValueError as error:
-                raise DataError(f"{document.key}: {error}") from error
-        if document.whole and (len(text) < least or (most and len(text) > most)):
-            return None
-        return text
+            return text if not document.whole or least <= len(text) <= (most or len(text)) else None
+        try:
+            if document.whole and (least or most):
+                return self._tokenizer.encode_between(document.text, least, most)
+            return self._tokenizer.encode_array(document.text)
+        except ValueError as error:
+            raise DataError(f"{document.key}: {error}") from error
 
     def _passes(self, document: AnyDocument) -> bool:
         """Whether a whole document passes the filters; only tokenised if there are any."""
         filtered = self._config.min_tokens or self._config.max_tokens
-        return not filtered or self._text_tokens(document) is not None
+        return not filtered or self.text_tokens(document) is not None
 
     def check_possible(self) -> None:
         """Raises `DataError` if no document of the source passes the filters."""
@@ -187,25 +185,3 @@ class Mixture:
 
     def _now(self) -> dict[str, Any]:
         return {"drawn": self._drawn.copy(), "readers": [reader.state() for reader in self._readers]}
-
-
-def sample_texts(
-    config: schema.Data, max_bytes: int, split: Split = "train", tokenizer: Tokenizer | None = None
-) -> Iterator[str]:
-    """Texts of one split, mixed by weight in bytes, until `max_bytes` are read or every source is exhausted.
-
-    Tokenizers are trained on it. `tokenizer`: the one of the run, if there is one yet.
-    """
-    sources = open_sources(config, split, tokenizer)
-    readers = {i: source.lane(0, 1) for i, source in enumerate(sources)}
-    given = [0.0] * len(sources)
-    total = 0
-    while readers and total < max_bytes:
-        choice = min(readers, key=given.__getitem__)
-        document = readers[choice].read()
-        if readers[choice].epoch > 0:
-            del readers[choice]
-        elif document is not None:
-            given[choice] += document.size / config.sources[choice].weight
-            total += document.size
-            yield document.text

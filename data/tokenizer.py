@@ -56,7 +56,7 @@ def _source(options: argparse.Namespace) -> schema.Source:
 def _train(options: argparse.Namespace) -> dict[str, Any]:
     """Trains a tokenizer and measures it on its own text."""
     from farsight.configs import schema
-    from farsight.data.mixture import sample_texts
+    from farsight.data.sample import sample_texts
     from farsight.data.tokenizers.tokenizer import train_sentencepiece
 
     if options.field and not (options.jsonl or options.parquet):

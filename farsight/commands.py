@@ -42,6 +42,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "prepare": Command("launch.prepare", "tokenise a config's data once, into shards that training reads in place", process.BETWEEN_STEPS),
         "tokenizer": Command("data.tokenizer", "train a tokenizer, or show how one splits a text"),
         "needles": Command("data.needles", "write training documents with hidden facts"),
+        "corpus": Command("evals.corpus", "gather documents of given lengths to evaluate on, such as SCOPE's 100 long ones"),
     },
     "models and checkpoints": {
         "convert": Command("checkpoints.convert.__main__", "convert a checkpoint to a Hugging Face model directory, or back"),

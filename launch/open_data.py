@@ -55,6 +55,7 @@ class _Check:
         try:
             # Without filters and held-out documents: those are counted here, of all documents read.
             source, mixed = self._open(dataclasses.replace(self.source, min_tokens=0, max_tokens=0), 0.0, "train")
+            source.least_bytes = 1  # documents that are too short count as read
             for document in _first_documents(source):
                 self.documents += 1
                 self.held_out += split_of(document.text.encode(), self.data.held_out) == "validation"

@@ -10,6 +10,7 @@ from typing import Any
 from markupsafe import Markup
 
 from farsight.commands import run
+from farsight.launch.recipe.held_out import held_out_file
 from farsight.reports.page import missing, section
 from farsight.reports.results import Result, of_kind
 from farsight.training.runs import NamedModel
@@ -81,8 +82,7 @@ class Tool:
         assert model.weights is not None
         assert self.arguments is not None
         wanted = lengths or [multiple * model.config.trained_length for multiple in (1, 2, 4)]
-        held_out = model.path / "held_out.txt"
-        texts = data or [held_out if held_out.is_file() else Path("FILE")]
+        texts = data or [next(filter(None, map(held_out_file, model.places)), Path("FILE"))]
         out = model.weights / self.folder / f"{self.kind}.json"
         own = self.arguments([str(file) for file in texts], [str(length) for length in wanted])
         return [str(model.weights), *own, *more, "--json", str(out)]

@@ -3,13 +3,14 @@
 import dataclasses
 import logging
 import re
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from farsight.checkpoints.load import read_model_config
-from farsight.configs.load import build_config, load_config, merge, pop_tiny, read_toml
+from farsight.configs.load import build_config, load_config, merge, parse_options, pop_tiny, read_toml
 from farsight.configs.schema import JobConfig, NoRotary, Rotary
 from farsight.configs.shipped import CONFIGS, find_config
 from farsight.configs.typed import from_dict
@@ -41,9 +42,10 @@ class Recipe:
     perplexity_lengths: tuple[Size, ...] = (1, 2, 4)
     """Measure perplexity after each stage at these multiples of its sequence length; empty measures none."""
     perplexity_data: str = ""
-    """Text file to measure perplexity on; empty takes held-out documents of the data."""
+    """File to measure every stage's perplexity on: of a plain text, windows side by side; of documents (.jsonl, .parquet), the last
+    256 tokens of each that is long enough. Empty takes held-out documents of each stage's own data that pass its filters."""
     perplexity_tokens: Count = 2**20
-    """Tokens to read from it, the same ones at every length; 0 reads the whole file."""
+    """Tokens to read at the longest length; 0 reads the whole file."""
 
 
 @dataclass(frozen=True)
@@ -214,12 +216,21 @@ def read_config(path: Path, stage: str | None = None, tiny: bool = False) -> Mod
     """
     if path.is_dir():
         return read_model_config(path)
+    return ModelConfig.from_job(read_job(path, ["--tiny"] * tiny, stage))
+
+
+def read_job(path: Path, options: Sequence[str] = (), stage: str | None = None) -> JobConfig:
+    """The settings of a config file or of a recipe's stage (the last one when None), with command-line options over them.
+
+    Raises:
+        ConfigError: no such file or stage, or settings that can't be used.
+    """
     path = find_config(path)
     if "stages" not in read_toml(path):
         if stage is not None:
             raise ConfigError(f"{path} is not a recipe: it has no stage {stage!r}.")
-        return ModelConfig.from_job(load_config(["--job.config_file", str(path), *["--tiny"] * tiny]))
-    stages = {s.name: s.config for s in load_recipe(path, {"tiny": tiny})[1]}
+        return load_config(["--job.config_file", str(path), *options])
+    stages = {s.name: s.config for s in load_recipe(path, parse_options(list(options)))[1]}
     if stage is not None and stage not in stages:
         raise ConfigError(f"{path} has no stage {stage!r}; it has {', '.join(stages)}.")
-    return ModelConfig.from_job(stages[stage or next(reversed(stages))])
+    return stages[stage or next(reversed(stages))]

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from farsight.configs.schema import JobConfig, Tokenizer
-from farsight.data.mixture import sample_texts
+from farsight.data.sample import sample_texts
 from farsight.data.tokenizers.tokenizer import Tokenizer as LoadedTokenizer
 from farsight.data.tokenizers.tokenizer import find_tokenizer_dir, load_tokenizer, train_sentencepiece
 from farsight.errors import ConfigError

@@ -215,6 +215,7 @@ def held_out_sequences(config: JobConfig, tokenizer: Tokenizer) -> Tensor:
         dp_world_size=1,
         split="validation",
     )
+    loader.most = 1
     inputs, _ = next(iter(loader))
     loader.close()
     return inputs["input"].clone()

@@ -1,8 +1,8 @@
 """Measures how well a token's position in its sequence can be read from each layer of a model (SCOPE, appendix B.1).
 
-    farsight probes MODEL_DIR --data held_out.txt --length 1024
-    farsight probes runs/scope/model runs/rope/model --data held_out.txt --json probes.json --picture probes.png
-    farsight probes MODEL_DIR --data held_out.txt --probe linear
+    farsight probes MODEL_DIR --data held_out.jsonl --length 1024
+    farsight probes runs/scope/model runs/rope/model --data held_out.jsonl --json probes.json --picture probes.png
+    farsight probes MODEL_DIR --data held_out.jsonl --probe linear
 
 For each layer (and the embedding, as layer -1) a probe is trained on the hidden states: a 2-layer MLP, or a linear map. It is
 trained on most of the sequences; its error on the held-out ones is reported, as the mean absolute distance in tokens between

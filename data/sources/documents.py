@@ -151,6 +151,9 @@ class BadRows:
 class SplitRows(BadRows):
     """Turns rows into the documents of one split."""
 
+    least_bytes = 1
+    """Rows whose text has fewer bytes are skipped before anything that costs time, even before they are read and checked."""
+
     def __init__(self, name: str, held_out: float, split: Split, on_bad_row: OnBadRow):
         super().__init__(on_bad_row)
         self.name = name
@@ -164,7 +167,7 @@ class SplitRows(BadRows):
         except UnicodeEncodeError:
             self.bad_row(key, file, "not UTF-8", "the text holds a lone surrogate", "repair the row")
             return None
-        if not encoded:
+        if len(encoded) < self.least_bytes:
             return None
         if split_of(encoded, self._held_out) != self.split:
             return None

@@ -105,6 +105,8 @@ class TextFiles(LocalSource):
 
     def _read(self, row: int) -> Document | None:
         key, path, size = self._files[row]
+        if size < self.least_bytes:
+            return None
         raw = path.read_bytes()
         if len(raw) != size:
             raise changed_while_read(path, f"{size:,} bytes at the start of the run, {len(raw):,} now")
@@ -127,7 +129,8 @@ class JsonLines(LocalSource):
         self._order = EpochOrder([self._rows.count], seed)
 
     def _read(self, row: int) -> Document | None:
-        found = self._rows.read(row)
+        # JSON spells no character in fewer bytes than UTF-8.
+        found = self._rows.read(row, self.least_bytes)
         return None if found is None else text_of(self, found.value, self._field, found.key, found.file)
 
 

@@ -65,13 +65,15 @@ class JsonRows:
         self._first_rows = np.cumsum([0] + [len(starts) - 1 for _, starts in self._files])
         self.count = int(self._first_rows[-1])
 
-    def read(self, row: int) -> Row | None:
-        """Row `row`; None for a blank line, and for a bad one that is skipped."""
+    def read(self, row: int, least_bytes: int = 0) -> Row | None:
+        """Row `row`; None for a blank line, a bad one that is skipped, and one of fewer bytes than `least_bytes`."""
         at = int(np.searchsorted(self._first_rows, row, side="right")) - 1
         path, starts = self._files[at]
         number = row - int(self._first_rows[at])
+        size = int(starts[number + 1] - starts[number])
+        if size < least_bytes:
+            return None
         with open(path, "rb", buffering=0) as file:
-            size = int(starts[number + 1] - starts[number])
             line = os.pread(file.fileno(), size, int(starts[number]))
         if len(line) < size:
             raise changed_while_read(

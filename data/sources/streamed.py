@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from farsight.configs import schema
@@ -45,6 +45,7 @@ class StreamedDataset(DocumentSource):
                 self._files += files
                 self._places += [(dataset, number) for number in range(dataset.num_shards)]
         self.shards = len(self._places)
+        self._scans: dict[int, _Scan] = {}
         self._count = cache(lambda most: sum(1 for _ in islice(self._all_rows(), most)))  # called by every lane
 
     def lane(self, lane: int, lanes: int) -> "StreamedLane":
@@ -89,6 +90,12 @@ class StreamedDataset(DocumentSource):
                 wanted += step
             first += table.num_rows
 
+    def read_shard(self, shard: int, start: int, step: int) -> Iterator[tuple[int, Document | None]]:
+        """Rows start, start + step, … of a shard: their numbers, and their documents or None for a row that is skipped."""
+        if self.split == "validation":
+            return self._scans.setdefault(shard, _Scan(self, shard)).rows(start, step)
+        return ((row, self.document(shard, row, value)) for row, value in self.rows(shard, start, step))
+
     def document(self, shard: int, row: int, value: dict[str, Any]) -> Document | None:
         """The document of a row of `rows`; None if it is skipped."""
         file = f"{place_of(self._config)} [{self._config.split}] shard {shard}"
@@ -114,6 +121,27 @@ class StreamedDataset(DocumentSource):
             at += table.num_rows
 
 
+class _Scan:
+    """A shard that is read once for all lanes: keeps its documents of the split, which are few in validation."""
+
+    def __init__(self, source: StreamedDataset, shard: int):
+        self._source, self._shard = source, shard
+        self._rows = source.rows(shard)
+        self._documents: dict[int, Document] = {}
+        self._read = 0
+
+    def rows(self, start: int, step: int) -> Iterator[tuple[int, Document | None]]:
+        """Rows start, start + step, … and their documents, as those of `StreamedDataset.read_shard`."""
+        for row in count(start, step):
+            while self._read <= row:
+                if (found := next(self._rows, None)) is None:
+                    return
+                if (document := self._source.document(self._shard, *found)) is not None:
+                    self._documents[self._read] = document
+                self._read += 1
+            yield row, self._documents.get(row)
+
+
 class StreamedLane:
     """A lane's position in a streamed dataset: the pass, the index among the lane's shards, the next row of that shard."""
 
@@ -126,7 +154,7 @@ class StreamedLane:
         self._shards, self._first, self._step = self._share(self.epoch)
         if self._row < 0:
             self._row = self._first
-        self._rows: Iterator[tuple[int, dict[str, Any]]] | None = None
+        self._rows: Iterator[tuple[int, Document | None]] | None = None
 
     def state(self) -> list[int]:
         return [self.epoch, self._at, self._row]
@@ -134,10 +162,10 @@ class StreamedLane:
     def read(self) -> Document | None:
         shard = self._shards[self._at]
         if self._rows is None:
-            self._rows = self._source.rows(shard, self._row, self._step)
-        for row, value in self._rows:
+            self._rows = self._source.read_shard(shard, self._row, self._step)
+        for row, document in self._rows:
             self._row = row + self._step
-            return self._source.document(shard, row, value)
+            return document
         if self._at + 1 < len(self._shards):
             self.load_state([self.epoch, self._at + 1, -1])
         else:

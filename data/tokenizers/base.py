@@ -61,6 +61,8 @@ class Tokenizer(ABC):
     """A hash that differs between different tokenizers."""
     one_token_a_byte = True
     """True if a text never has more tokens than UTF-8 bytes, and is encoded without being changed first."""
+    growth: tuple[int, int] | None = (1, 0)
+    """(a, b) such that n bytes (UTF-8) of text never have more than a·n + b tokens; None where nothing is known."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]: ...
@@ -98,25 +100,51 @@ class Tokenizer(ABC):
         """`encode` as int64 [n]. A long text is encoded slice by slice, with a progress bar."""
         if len(text) < 2 * _SLICE:
             return np.array(self.encode(text), dtype=np.int64)
+        return np.concatenate([ids for ids, _ in self._encoded(text)])
+
+    def encode_between(self, text: str, least: int, most: int) -> np.ndarray | None:
+        """The ids of a text of `least` to `most` tokens, int64 [n]; None for another. A `most` of 0 is no limit.
+
+        A long text is encoded until it is certain to be too long or too short.
+        """
         found: list[np.ndarray] = []
+        tokens, left = 0, len(text.encode("utf-8", "surrogatepass"))
+        for ids, part in self._encoded(text, _SLICE // 4):
+            found.append(ids)
+            tokens += len(ids)
+            left -= len(part.encode("utf-8", "surrogatepass"))
+            if (most and tokens > most) or left < self.least_bytes(least - tokens):
+                return None
+        return np.concatenate(found)
+
+    def _encoded(self, text: str, size: int = 0) -> Iterator[tuple[np.ndarray, str]]:
+        """The ids of each slice of a text, int64 [n], and the slice; with a progress bar."""
         start, tokens = time.perf_counter(), 0
         with progress(desc="Tokenising", total=len(text), unit="character", unit_scale=True) as shown:
-            for part in self._slices(text):
-                found.append(np.array(self.encode(part), dtype=np.int64))
-                tokens += len(found[-1])
+            for part in self._slices(text, size):
+                ids = np.array(self.encode(part), dtype=np.int64)
+                tokens += len(ids)
                 shown.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
                 shown.update(len(part))
-        return np.concatenate(found)
+                yield ids, part
+
+    def least_bytes(self, tokens: int) -> int:
+        """Bytes (UTF-8) that a text of `tokens` tokens or more has at least; 0 where nothing is known."""
+        if self.growth is None:
+            return 0
+        a_byte, more = self.growth
+        return max(0, -(-(tokens - more) // a_byte))
 
     def encode_arrays(self, texts: Sequence[str], dtype: np.dtype) -> list[np.ndarray]:
         """The ids of many texts, without a progress bar."""
         return [np.concatenate([np.array(self.encode(part), dtype) for part in self._slices(text)]) for text in texts]
 
-    def _slices(self, text: str) -> Iterator[str]:
-        """Splits a text so that the tokens of the parts, concatenated, are those of the text."""
+    def _slices(self, text: str, size: int = 0) -> Iterator[str]:
+        """Splits a text into parts of about `size` characters so that their tokens, concatenated, are those of the text."""
+        size = size or _SLICE
         begin = 0
         if self.one_token_a_byte:  # other tokenizers rewrite the text, and may prepend something to each part
-            while len(text) - begin > 2 * _SLICE and (end := self._place_to_cut(text, begin + _SLICE)):
+            while len(text) - begin > 2 * size and (end := self._place_to_cut(text, begin + size)):
                 yield text[begin:end]
                 begin = end
         yield text[begin:]

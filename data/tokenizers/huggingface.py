@@ -23,6 +23,8 @@ _USUAL = {
 }
 _MOST_UNUSED = 1 << 16
 """Unused ids that a vocabulary may have, beyond its own size."""
+_GROWTH = {"NFC": 3, "NFD": 3, "NFKC": 11, "NFKD": 11}
+"""Times by which each Unicode normalisation lengthens UTF-8 at most (unicode.org/faq/normalization.html)."""
 _MADE_FROM = "farsight_made_from"
 """Key in tokenizer_config.json: maps the hash of a written tokenizer.json to the fingerprint of its original."""
 
@@ -47,7 +49,9 @@ class HuggingFaceTokenizer(Tokenizer):
         vocabulary = self._fast.get_vocab(with_added_tokens=True)
         self.vocab_size = _vocab_size(vocabulary, path)
         self.bos_id, self.eos_id = (_special_id(name, self._settings, vocabulary, path) for name in ("bos", "eos"))
-        self.one_token_a_byte = _is_byte_level(json.loads(self._json))
+        content = json.loads(self._json)
+        self.one_token_a_byte = _is_byte_level(content)
+        self.growth = (1, 0) if self.one_token_a_byte else _growth(content)
         added = self._fast.get_added_tokens_decoder().items()
         self.special_tokens = {token.content: i for i, token in added if token.special}
         for special in (self.bos_id, self.eos_id):
@@ -152,6 +156,36 @@ def _is_byte_level(tokenizer: dict[str, Any]) -> bool:
     steps = steps.get("pretokenizers", [steps])
     on_bytes = any(step.get("type") == "ByteLevel" and not step.get("add_prefix_space") for step in steps)
     return tokenizer["model"].get("type") == "BPE" and tokenizer.get("normalizer") is None and on_bytes
+
+
+def _growth(tokenizer: dict[str, Any]) -> tuple[int, int] | None:
+    """`Tokenizer.growth` of BPE that normalises characters and adds or marks spaces, as Qwen's and Llama 2's do; None for others."""
+    model, a_byte, more = tokenizer["model"], 1, 0
+    if model.get("type") != "BPE":
+        return None
+    for step in _steps(tokenizer.get("normalizer"), "normalizers"):
+        if step["type"] in _GROWTH:
+            a_byte, more = a_byte * _GROWTH[step["type"]], more * _GROWTH[step["type"]]
+        elif step["type"] == "Prepend":
+            more += sum(1 if letter in model["vocab"] else len(letter.encode()) for letter in step["prepend"])
+        elif not (
+            step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] in model["vocab"]
+        ):
+            return None
+    steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    if not {step["type"] for step in steps} <= {"ByteLevel", "Split", "Digits"}:
+        return None
+    # A space is added to each part that the steps before have split off, unless there are none.
+    adds = [number for number, step in enumerate(steps) if step.get("add_prefix_space")]
+    more += len(adds)
+    # What is added is added after every added token in a text too.
+    short = any(len(token["content"].encode()) <= more for token in tokenizer.get("added_tokens") or ())
+    return None if any(adds) or (more and short) else (a_byte, more)
+
+
+def _steps(steps: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """A step, or those of a sequence."""
+    return steps.get(name, [steps]) if steps else []
 
 
 def template_in(directory: Path) -> str | None:

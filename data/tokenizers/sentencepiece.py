@@ -46,7 +46,9 @@ class SentencePieceTokenizer(Tokenizer):
             ) from error
         self._settings = read_object(config) if config.is_file() else {}
         self.chat_template = template_in(path.parent)
-        self.one_token_a_byte = _keeps_text(_parse(self._model))
+        proto = _parse(self._model)
+        self.one_token_a_byte = _keeps_text(proto)
+        self.growth = (1, 0) if self.one_token_a_byte else _growth(proto)
         self.fingerprint = blake2b(self._model, digest_size=16).hexdigest()
         # Sentencepiece writes spaces as U+2581, so a U+2581 in the text would be decoded as a space.
         self._space_ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
@@ -154,6 +156,12 @@ def _keeps_text(proto: Any) -> bool:
         and not normalizer.add_dummy_prefix
         and not normalizer.remove_extra_whitespaces
     )
+
+
+def _growth(proto: Any) -> tuple[int, int] | None:
+    """`Tokenizer.growth` of a model that at most adds a space and merges spaces, as Llama 2's does; None for other models."""
+    known = proto.normalizer_spec.name == "identity" and any(piece.piece == SPACE for piece in proto.pieces)
+    return (1, int(proto.normalizer_spec.add_dummy_prefix)) if known else None
 
 
 def to_fast_tokenizer(model: bytes) -> Any | None:

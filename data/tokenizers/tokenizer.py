@@ -36,6 +36,10 @@ class BytesTokenizer(Tokenizer):
     def encode_array(self, text: str) -> np.ndarray:
         return self.encode_arrays([text], np.dtype(np.int64))[0]
 
+    def encode_between(self, text: str, least: int, most: int) -> np.ndarray | None:
+        ids = self.encode_array(text)
+        return ids if least <= len(ids) <= (most or len(ids)) else None
+
     def encode_arrays(self, texts: Sequence[str], dtype: np.dtype) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8", "surrogatepass"), dtype=np.uint8).astype(dtype) for text in texts]
 

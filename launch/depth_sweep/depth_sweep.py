@@ -18,6 +18,7 @@ from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.inference.loading import load
 from farsight.launch.children import run_child
+from farsight.launch.recipe.held_out import held_out_file
 from farsight.plots import length_ticks, line_style, picture, shades, whole_numbers
 from farsight.training.metrics_file import run_summary
 from farsight.training.stages import load_recipe
@@ -99,10 +100,12 @@ def measure(point: Point, rest: Sequence[str], options: argparse.Namespace) -> d
     summary = run_summary(stage.name, stage.folder, training.seq_len, training.steps)
     loaded = load(stage.model_dir, options)
     length = options.length or loaded.trained_length
-    held_out = point.root / "held_out.txt"
-    if options.data is None and not held_out.is_file():
-        raise ConfigError(f"{held_out} does not exist, as the recipe measures no perplexity: name a text with --data.")
-    tokens_SL = read_sequences(options.data or held_out, loaded.tokenizer, length, options.sequences)
+    data = options.data or held_out_file(stage.folder)
+    if data is None:
+        raise ConfigError(
+            f"{stage.folder} has no held-out documents, as the recipe measures no perplexity: name a text with --data."
+        )
+    tokens_SL = read_sequences(data, loaded.tokenizer, length, options.sequences)
     found = probe_model(loaded, tokens_SL, ProbeSettings(length=length, epochs=options.epochs, seed=options.seed))
     return {
         "recipe": point.recipe.stem,

@@ -1,7 +1,6 @@
 """Runs the stages of a recipe in order, each from the weights of the one before, and reports on them."""
 
 import logging
-from pathlib import Path
 
 from farsight import process
 from farsight.checkpoints.steps import complete_steps
@@ -10,7 +9,8 @@ from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.launch.children import train_script, wait_for
-from farsight.launch.recipe.summary import report, write_held_out
+from farsight.launch.recipe.held_out import texts_of
+from farsight.launch.recipe.summary import report
 from farsight.training.stages import Recipe, Stage
 from farsight.training.tokenizer import prepare_tokenizer
 
@@ -32,14 +32,8 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
     root = stages[0].folder.parent
     _refuse_stale(stages)
     prepare_tokenizer(stages[0].config, root / "tokenizer")
-    tokenizer = load_tokenizer(stages[0].config.tokenizer)  # refuses a bad one before data is read
-    data = Path(recipe.perplexity_data) if recipe.perplexity_data else None
-    if recipe.perplexity_lengths and data is None:
-        if not recipe.perplexity_tokens:
-            raise ConfigError(
-                "recipe.perplexity_tokens = 0 needs recipe.perplexity_data, as held-out documents are endless."
-            )
-        data = write_held_out(stages[0].config, tokenizer, root / "held_out.txt", recipe.perplexity_tokens)
+    load_tokenizer(stages[0].config.tokenizer)  # refuse a bad one before data is read
+    texts = texts_of(recipe, stages)
     for number, stage in enumerate(stages):
         label = f"stage {number + 1}/{len(stages)}: {stage.name}"
         if stage.finished:
@@ -55,7 +49,7 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
             status = _run(stage, launcher)
             if status:
                 return _stopped(status, label, stage)
-        report(recipe, stages[: number + 1], root, data)
+        report(recipe, stages[: number + 1], root, texts)
     return 0
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from farsight.checkpoints.load import load_model
-from farsight.configs.schema import JobConfig
-from farsight.data.mixture import sample_texts
-from farsight.data.texts import encode_file
-from farsight.data.tokenizers.tokenizer import Tokenizer, load_tokenizer_dir
+from farsight.data.texts import encode_file, has_fields
+from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.evals.perplexity.measure import perplexity_by_length
-from farsight.files import write_text
+from farsight.evals.windows import Windows
+from farsight.launch.recipe.held_out import asked_lengths
 from farsight.outputs import write_json
 from farsight.parallel.device import default_device
 from farsight.plots import PALETTE, borders, picture, token_unit
@@ -25,16 +25,7 @@ from farsight.training.stages import Recipe, Stage
 logger = logging.getLogger("farsight")
 
 
-def write_held_out(config: JobConfig, tokenizer: Tokenizer, path: Path, tokens: int) -> Path:
-    """Writes held-out documents of the data to one file, with at least `tokens` tokens if there are enough; returns its path."""
-    if path.is_file():
-        return path
-    # Five bytes per token are enough for any common tokenizer.
-    write_text(path, "\n".join(sample_texts(config.data, 5 * tokens, "validation", tokenizer)))
-    return path
-
-
-def report(recipe: Recipe, stages: Sequence[Stage], root: Path, data: Path | None) -> None:
+def report(recipe: Recipe, stages: Sequence[Stage], root: Path, texts: Sequence[Path]) -> None:
     """Writes `summary.json` and `loss.png` for the finished stages, and prints the table.
 
     Perplexities of earlier stages are reused from the existing summary if they still apply, and measured otherwise.
@@ -42,7 +33,7 @@ def report(recipe: Recipe, stages: Sequence[Stage], root: Path, data: Path | Non
     Args:
         stages: the finished stages.
         root: the recipe's run folder.
-        data: text file to measure perplexity on; None measures none.
+        texts: for each stage of the recipe the file to measure its perplexity on; empty measures none.
     """
     path = root / "summary.json"
     known = json.loads(path.read_text(encoding="utf-8"))["stages"] if path.is_file() else []
@@ -50,12 +41,19 @@ def report(recipe: Recipe, stages: Sequence[Stage], root: Path, data: Path | Non
     for number, stage in enumerate(stages):
         training = stage.config.training
         entry = run_summary(stage.name, stage.folder, training.seq_len, training.steps)
-        old = known[number] if number < len(known) else {}
-        asked = [str(data), list(recipe.perplexity_lengths), recipe.perplexity_tokens]
-        if old.get("train_loss") == entry["train_loss"] and old.get("perplexity_of") == asked:
-            entry |= {key: value for key, value in old.items() if key.startswith("perplexity")}
-        elif data is not None and recipe.perplexity_lengths:
-            entry |= _perplexity(recipe, stage, data) | {"perplexity_of": asked}
+        if texts:
+            last = texts[-1] if texts[-1] != texts[number] else None
+            # A file of held-out documents is read whole: it has no more of them than the recipe asks for.
+            tokens = recipe.perplexity_tokens if recipe.perplexity_data else 0
+            asked = {
+                "perplexity_of": [str(texts[number]), list(recipe.perplexity_lengths), tokens],
+                "perplexity_last_of": last and str(last),
+            }
+            old = known[number] if number < len(known) else {}
+            if old.get("train_loss") == entry["train_loss"] and asked.items() <= old.items():
+                entry |= {key: value for key, value in old.items() if key.startswith("perplexity")}
+            else:
+                entry |= _perplexity(recipe, stage, texts[number], last) | asked
         entries.append(entry)
     summary = {"model_dir": str(stages[-1].model_dir), "stages": entries}
     write_json(path, summary)
@@ -65,34 +63,64 @@ def report(recipe: Recipe, stages: Sequence[Stage], root: Path, data: Path | Non
     print(f"model directory: {stages[-1].model_dir}", flush=True)
 
 
-def _perplexity(recipe: Recipe, stage: Stage, data: Path) -> dict[str, Any]:
+def _perplexity(recipe: Recipe, stage: Stage, data: Path, last: Path | None) -> dict[str, Any]:
+    """Perplexity of a stage's model on `data`, and on the last stage's documents if they are others."""
     device = default_device()
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     model, config = load_model(stage.model_dir, device=device, dtype=dtype)
-    documents, left = [], recipe.perplexity_tokens or sys.maxsize
-    for document in encode_file(data, load_tokenizer_dir(stage.model_dir)):
-        documents.append(document[:left])
-        left -= len(documents[-1])
-    longest = max(map(len, documents), default=0)
-    asked = [multiple * stage.config.training.seq_len for multiple in recipe.perplexity_lengths]
-    lengths = [length for length in asked if length <= longest]
-    if len(lengths) < len(asked):
-        logger.warning(f"{data} has {longest:,} tokens in one document: perplexity at {max(asked):,} is skipped")
-    figures = perplexity_by_length(model, config, documents, lengths)
+    tokenizer = load_tokenizer_dir(stage.model_dir)
+
+    def measured(file: Path) -> dict[str, Any]:
+        documents, asked = encode_file(file, tokenizer), asked_lengths(recipe, stage)
+        longest = max(map(len, documents), default=0)
+        lengths = [length for length in asked if length <= longest]
+        if len(lengths) < len(asked):
+            logger.warning(
+                f"{file}: its longest document has {longest:,} tokens: perplexity at {max(asked):,} is skipped"
+            )
+        if not lengths:
+            return {"lengths": {}}
+        windows = Windows(final=has_fields(file))
+        documents = _first(documents, recipe.perplexity_tokens or sys.maxsize, max(lengths), windows)
+        return perplexity_by_length(model, config, documents, lengths, windows)
+
+    figures = measured(data)
     grown = figures.get("lengths_scope_length")
-    return {"perplexity": figures["lengths"]} | ({"perplexity_scope_length": grown} if grown else {})
+    return (
+        {"perplexity": figures["lengths"]}
+        | ({"perplexity_scope_length": grown} if grown else {})
+        | ({"perplexity_last": measured(last)["lengths"]} if last else {})
+    )
+
+
+def _first(documents: Sequence[Tensor], tokens: int, length: int, windows: Windows) -> list[Tensor]:
+    """The first documents in which windows of `length` tokens read about `tokens` tokens."""
+    if windows.final:
+        return [document for document in documents if len(document) >= length][: max(1, tokens // length)]
+    taken = []
+    for document in documents:
+        taken.append(document[:tokens])
+        tokens -= len(taken[-1])
+    return taken
 
 
 def summary_table(entries: Sequence[dict[str, Any]]) -> str:
-    """A table of the stages: losses, speed, and perplexity at each length."""
+    """A table of the stages: losses, speed, and perplexity at each length, on each stage's own data and on the last one's."""
     lines = ["", f"{'stage':<16}{'steps':>7}{'train loss':>18}{'val loss':>18}{'tok/s':>9}   perplexity by length"]
     for e in entries:
         losses = [f"{v[0]:.3f} → {v[1]:.3f}" if v else "–" for v in (e["train_loss"], e["val_loss"])]
-        figures = "   ".join(f"{int(length):,}: {value:.1f}" for length, value in e["perplexity"].items())
         lines.append(
-            f"{e['name']:<16}{e['steps']:>7}{losses[0]:>18}{losses[1]:>18}{e['tokens_per_second']:>9,.0f}   {figures}"
+            f"{e['name']:<16}{e['steps']:>7}{losses[0]:>18}{losses[1]:>18}{e['tokens_per_second']:>9,.0f}   "
+            + _by_length(e["perplexity"])
         )
+    if any("perplexity_last" in e for e in entries):
+        lines.append("perplexity on the last stage's documents:")
+        lines += [f"{e['name']:<16}{_by_length(e.get('perplexity_last', e['perplexity']))}" for e in entries]
     return "\n".join(lines)
+
+
+def _by_length(figures: dict[str, float]) -> str:
+    return "   ".join(f"{int(length):,}: {value:.1f}" for length, value in figures.items())
 
 
 def draw_losses(stages: Sequence[Stage], path: Path) -> None:

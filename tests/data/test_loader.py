@@ -2,6 +2,7 @@
 
 import json
 import logging
+import random
 import re
 import threading
 import time
@@ -20,8 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from farsight.checkpoints.resume import saved_order
 from farsight.configs.schema import Data, HubSource, JobConfig, JsonlSource
 from farsight.data.loader import Loader, build_loader, build_validation_loader
-from farsight.data.packing import IGNORE
+from farsight.data.packing import IGNORE, Packer
 from farsight.data.prefetch import Prefetch
+from farsight.data.sources import documents, files, streamed
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.errors import DataError
 
@@ -331,6 +333,51 @@ class TestValidation:
         job.validation.local_batch_size = 3
         validation = build_validation_loader(job, BYTES, 1, 2)
         assert [inputs["input"].shape[0] for inputs, _ in validation] == [2] * 6
+
+    @pytest.mark.parametrize("source", [JsonlSource, lambda path, **of: HubSource(name="json", data_files=path, **of)])
+    def test_behind_a_length_filter_little_is_read(self, job, tmp_path, monkeypatch, source):
+        """One document in 20 passes the filter. Of the others none is hashed or tokenised, and no row is read for two lanes."""
+        draw = random.Random(0)
+        texts = [f"{i} ".ljust(400 if draw.random() < 0.05 else draw.randrange(50, 250), "x") for i in range(4000)]
+        path = tmp_path / "a.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        job.data = Data(sources=(source(path=str(path), min_tokens=300),), held_out=0.3)
+        hashed, tokenised, read = [], [], []
+        split_of, encode, text_of = documents.split_of, BytesTokenizer.encode_array, documents.text_of
+        monkeypatch.setattr(documents, "split_of", lambda text, share: hashed.append(text) or split_of(text, share))
+        monkeypatch.setattr(
+            BytesTokenizer, "encode_array", lambda self, text: tokenised.append(text) or encode(self, text)
+        )
+        for module in (files, streamed):
+            monkeypatch.setattr(module, "text_of", lambda *row: read.append(row[3]) or text_of(*row))
+        tables, opened = streamed.StreamedDataset._tables, []
+        monkeypatch.setattr(
+            streamed.StreamedDataset, "_tables", lambda self, shard: opened.append(shard) or tables(self, shard)
+        )
+        job.validation.steps = 2
+        validation = build_validation_loader(job, BYTES, 0, 1)
+        found = self.batches(validation)
+        held_out = [text for text in texts if len(text) == 400 and split_of(text.encode(), 0.3) == "validation"]
+        # Two rows of 64 tokens in each of 8 lanes are the beginnings of 8 documents.
+        assert {bytes(row[1:].tolist()).decode() for row in found[0]["input"]} <= {text[: L - 1] for text in held_out}
+        assert len(tokenised) == G
+        assert all(len(text) == 400 for text in hashed)
+        assert len(hashed) < 200
+        assert len(read) == len({*read})
+        if source is JsonlSource:
+            assert len(read) == len(hashed)
+        else:
+            assert opened == [0, 0]  # to see whether there are fewer rows than lanes, then for all lanes
+
+    def test_nothing_is_read_beyond_the_last_batch(self, job, monkeypatch):
+        job.validation.steps = 2
+        validation = build_validation_loader(job, BYTES, 0, 1)
+        filled = []
+        fill = Packer.fill
+        monkeypatch.setattr(Packer, "fill", lambda self, rows, i: filled.append(i) or fill(self, rows, i))
+        assert len(self.batches(validation)) == len(validation)
+        time.sleep(0.3)
+        assert len(filled) == 2 * G
 
     def test_endless_validation_is_refused(self, job):
         job.validation.steps = -1

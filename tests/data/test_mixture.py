@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from farsight.configs.schema import Data, HubSource, JsonlSource, StdlibSource, TextSource
-from farsight.data.mixture import MixedSource, Mixture, sample_texts
+from farsight.configs.schema import Data, HubSource, JsonlSource, TextSource
+from farsight.data.mixture import MixedSource, Mixture
 from farsight.data.sources.build import open_sources
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.errors import DataError
@@ -191,23 +191,3 @@ class TestIds:
         config = Data(sources=(TextSource(path=str(path)),), held_out=0.0)
         with pytest.raises(DataError, match=rf"{path}: token id -1 is outside"):
             mixture(config, tokenizer=Negative()).draw()
-
-
-class TestSample:
-    def test_texts_are_drawn_by_weight_in_bytes(self, three):
-        size: Counter = Counter()
-        for text in sample_texts(three, 8_000):
-            size[text[0]] += len(text)
-        assert 8_000 <= sum(size.values()) < 9_000
-        for letter, weight in {"a": 0.7, "b": 0.2, "c": 0.1}.items():
-            assert size[letter] / sum(size.values()) == pytest.approx(weight, abs=0.05)
-
-    def test_a_source_is_read_once_at_most(self, tmp_path):
-        path = corpus(tmp_path / "a.jsonl", "a", [5, 6])
-        config = Data(sources=(JsonlSource(path=path),), held_out=0.0)
-        assert sorted(len(text) for text in sample_texts(config, 1_000)) == [5, 6]
-
-    def test_held_out_documents_are_not_in_it(self):
-        config = Data(sources=(StdlibSource(),), held_out=0.3)
-        held = {document.text for document in open_sources(config, "validation")[0].documents()}
-        assert not held & set(sample_texts(config, 500_000))

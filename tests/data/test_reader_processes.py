@@ -28,7 +28,7 @@ def texts() -> list[str]:
 @pytest.fixture
 def config(tmp_path) -> Data:
     lines = [json.dumps({"text": text}) for text in texts()]
-    lines[7] = "{"
+    lines[7] = "{ text"
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     return Data(sources=(JsonlSource(path=str(tmp_path / "a.jsonl"), min_tokens=5),), on_bad_row="skip")
 

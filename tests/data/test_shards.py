@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from farsight.configs.schema import Data, JsonlSource, ParquetSource, ShardsSource, Source, TextSource
 from farsight.data.loader import Loader
-from farsight.data.mixture import sample_texts
 from farsight.data.order import EpochOrder, shuffled, shuffled_all
 from farsight.data.packing import IGNORE
 from farsight.data.prepare.write import Job, prepare
+from farsight.data.sample import sample_texts
 from farsight.data.shards.reader import Shards
 from farsight.data.sources.build import open_source
 from farsight.data.sources.shared import SharedDocuments

@@ -1,19 +1,21 @@
 """Tokenizers: they lose nothing, load again after saving, and agree with transformers."""
 
 import json
+import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, pre_tokenizers
 
 from farsight.configs import schema
-from farsight.data.mixture import sample_texts
+from farsight.data.sample import sample_texts
 from farsight.data.tokenizer import main
 from farsight.data.tokenizers.sentencepiece import to_fast_tokenizer
 from farsight.data.tokenizers.tokenizer import (
@@ -155,6 +157,8 @@ def test_text_of_a_foreign_sentencepiece_model_is_left_to_it(tmp_path, stdlib_te
     processor = sentencepiece.SentencePieceProcessor(model_proto=model)
     assert tokenizer.encode("a  b") == processor.encode("a  b")
     assert not tokenizer.one_token_a_byte
+    # It normalises with NFKC.
+    assert tokenizer.growth is None
     assert to_fast_tokenizer(model) is None
     tokenizer.save(tmp_path / "saved")
     assert not (tmp_path / "saved" / "tokenizer.json").exists()
@@ -300,3 +304,104 @@ class TestLongTexts:
         monkeypatch.setenv("RANK", "1")
         trained.encode_array(text)
         assert not capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("least", "most"), [(0, 0), (0, 900), (900, 0), (901, 0), (0, 899), (900, 900), (5000, 0), (0, 9)]
+    )
+    def test_a_text_out_of_bounds_is_encoded_until_that_is_certain(self, tokenizer, least, most, monkeypatch):
+        monkeypatch.setattr("farsight.data.tokenizers.base._SLICE", 40)
+        text = "".join(f"word {i}\n" for i in range(150))
+        ids = tokenizer.encode(text)
+        least, most = (bound and max(1, bound + len(ids) - 900) for bound in (least, most))
+        found = tokenizer.encode_between(text, least, most)
+        if least <= len(ids) <= (most or len(ids)):
+            assert found.tolist() == ids
+        else:
+            assert found is None
+
+    @pytest.mark.parametrize(("least", "most", "share"), [(0, 10, 0.1), (3000, 0, 0.1), (1800, 0, 0.8)])
+    def test_little_of_it_is_encoded(self, trained, least, most, share, monkeypatch):
+        """Of 2,403 characters and 1,602 tokens."""
+        monkeypatch.setattr("farsight.data.tokenizers.base._SLICE", 80)
+        monkeypatch.setattr("farsight.data.tokenizers.base._AROUND_CUT", 8)
+        text, encoded = "word one\n" * 267, []
+        encode = type(trained).encode
+        monkeypatch.setattr(trained, "encode", lambda part: encoded.append(part) or encode(trained, part))
+        assert trained.encode_between(text, least, most) is None
+        slices = [part for part in encoded if len(part) > 16 and part in text]
+        assert sum(map(len, slices)) <= share * len(text)
+
+
+def llama2(directory: Path, added: str = "") -> Path:
+    """A tokenizer.json of characters, with the steps of Llama 2's: a space is put before the text, and bytes spell the rest."""
+    pieces = ["\u2581", *"abcdé", *(f"<0x{byte:02X}>" for byte in range(256))]
+    fast = Fast(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    return written(fast, directory, added)
+
+
+def qwen(directory: Path) -> Path:
+    """A tokenizer.json of bytes that composes characters first, as Qwen's."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = Fast(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    fast.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(r"\s+"), behavior="isolated")
+    fast.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    return written(fast, directory)
+
+
+def written(fast: Fast, directory: Path, added: str = "") -> Path:
+    if added:
+        fast.add_tokens([AddedToken(added, normalized=False)])
+    directory.mkdir()
+    fast.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+class TestGrowth:
+    """A text of n bytes never has more than a·n + b tokens, and no smaller a and b would do."""
+
+    @pytest.mark.parametrize(
+        ("make", "growth", "longest"),
+        [(llama2, (1, 1), "日本"), (qwen, (3, 0), "\U0001d1c0"), (lambda d: llama2(d, added="<t>"), (1, 1), "日本")],
+    )
+    def test_of_a_tokenizer_json(self, tmp_path, make, growth, longest):
+        tokenizer = load_tokenizer_dir(make(tmp_path / "t"))
+        assert not tokenizer.one_token_a_byte
+        assert tokenizer.growth == growth
+        a_byte, more = growth
+        assert len(tokenizer.encode(longest)) == a_byte * len(longest.encode()) + more
+        draw = random.Random(0)
+        letters = ["a", " ", "é", "e\u0301", "\u0ddd", "\U0001d1c0", "\ufdfa", "\n", "日", "<t>", "\u2581"]
+        for _ in range(300):
+            text = "".join(draw.choices(letters, k=draw.randrange(12)))
+            tokens, size = len(tokenizer.encode(text)), len(text.encode())
+            assert tokens <= a_byte * size + more
+            assert size >= tokenizer.least_bytes(tokens)
+            assert tokenizer.encode_between(text, tokens, tokens).tolist() == tokenizer.encode(text)
+
+    def test_of_tokenizers_without_a_bound(self, tmp_path):
+        """An added token of one byte is followed by another space; Unigram may rewrite its text in any way."""
+        tokenizer = load_tokenizer_dir(llama2(tmp_path / "short", added="<"))
+        assert len(tokenizer.encode("<a" * 10)) > 21
+        assert tokenizer.growth is None
+        assert tokenizer.least_bytes(1000) == 0
+        unigram = Fast(models.Unigram([("a", 0.0), ("b", -1.0)], unk_id=0))
+        assert load_tokenizer_dir(written(unigram, tmp_path / "unigram")).growth is None
+
+    def test_of_a_sentencepiece_model_that_adds_a_space(self, tmp_path, stdlib_texts):
+        import sentencepiece
+
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(stdlib_texts[0].splitlines()), model_prefix=str(tmp_path / "tokenizer"), vocab_size=400,
+            byte_fallback=True, model_type="bpe", minloglevel=2, normalization_rule_name="identity",
+        )  # fmt: skip
+        tokenizer = load_tokenizer_dir(tmp_path)
+        assert tokenizer.growth == (1, 1)
+        assert len(tokenizer.encode("日本")) == 7
+
+    def test_of_ours(self, tokenizer):
+        assert tokenizer.growth == (1, 0)
+        assert [tokenizer.least_bytes(tokens) for tokens in (-3, 0, 7)] == [0, 0, 7]

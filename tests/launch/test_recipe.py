@@ -32,6 +32,7 @@ from farsight.configs.schema import (
     YarnRope,
 )
 from farsight.configs.shipped import shipped_configs
+from farsight.evals.perplexity.__main__ import main as perplexity
 from farsight.launch.recipe.__main__ import main
 from farsight.launch.recipe.check import check_stages
 from farsight.model.build import ModelConfig, count_parameters, trained_layers
@@ -181,7 +182,12 @@ def test_no_config_stands_unused():
                     bases.add(base)
                     left.append(base)
     # These are built, and planned, by tests of their own.
-    alone = {configs / "tiny.toml", *(configs / "sizes").glob("*.toml"), *(configs / "finetune").rglob("*.toml")}
+    alone = {
+        configs / "tiny.toml",
+        configs / "corpora" / "long100.toml",
+        *(configs / "sizes").glob("*.toml"),
+        *(configs / "finetune").rglob("*.toml"),
+    }
     assert set(configs.rglob("*.toml")) == {*seen, *bases, *alone}
     quickstart = [stage.config for stage in load_recipe(configs / "quickstart.toml", {})[1]]
     for config in [*quickstart, load_config(["--job.config_file", str(configs / "tiny.toml")])]:
@@ -352,6 +358,15 @@ def test_tiny_form_runs_and_is_skipped_once_finished(name, tmp_path, monkeypatch
         assert list(stage["perplexity"]) == [str(m * stage["seq_len"]) for m in (1, 2, 4)]
         assert len(stage["train_loss"]) == len(stage["val_loss"]) == 2
         assert stage["tokens_per_second"] > 0
+    # Every stage on documents of its own, and the first two on the last one's too: as `farsight perplexity` measures them.
+    texts = [Path(stage["perplexity_of"][0]) for stage in summary["stages"]]
+    assert [path.parent.name for path in texts] == [stage["name"] for stage in summary["stages"]]
+    for stage, own in zip(summary["stages"], texts, strict=True):
+        arguments = [str(own.parent / "model"), "--documents", "--lengths", *stage["perplexity"]]
+        for key, text in {"perplexity": own, "perplexity_last": texts[-1]}.items():
+            perplexity([*arguments, "--data", str(text), "--json", str(tmp_path / "f.json")])
+            measured = json.loads((tmp_path / "f.json").read_text())["lengths"]
+            assert measured == pytest.approx(stage.get(key, stage["perplexity"]), rel=1e-5)
     assert (root / "loss.png").stat().st_size > 5000
     assert read_model_config(last).trained_length == 256
     model, config = load_model(last)
