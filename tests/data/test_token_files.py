@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from farsight.configs.schema import Data, ShardsSource
-from farsight.data.mixture import sample_texts
 from farsight.data.order import EpochOrder, hash64
 from farsight.data.packing import IGNORE
+from farsight.data.sample import sample_documents, sample_texts
 from farsight.data.shards.megatron import MegatronFile
 from farsight.data.sources import token_files
 from farsight.data.sources.build import open_source
@@ -236,7 +236,7 @@ def test_fewer_documents_than_rows_of_a_batch(tmp_path):
 def test_texts(tmp_path):
     write_megatron(tmp_path / "a", [[[*"Grüße".encode(), EOS]]])
     config = replace(data(tmp_path / "a"), held_out=0.0)
-    assert list(sample_texts(config, 100, tokenizer=BYTES)) == ["Grüße"]
+    assert [sample.document.text for sample in sample_documents(config, BYTES, "train")] == ["Grüße"]
     with pytest.raises(DataError, match=r"mean nothing without the tokenizer .* set tokenizer\.path"):
         list(sample_texts(config, 100))
 
