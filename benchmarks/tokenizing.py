@@ -22,7 +22,7 @@ from tokenizers import Tokenizer as Fast
 from tokenizers import models, pre_tokenizers, trainers
 
 from farsight.cli import command, new_parser, positive
-from farsight.data.packing import Packer, Rows
+from farsight.data.packing import Drawn, Packer, Rows
 from farsight.data.sources.files import stdlib_files
 from farsight.data.tokenizers.huggingface import FAST_FILE, HuggingFaceTokenizer
 from farsight.errors import DataError
@@ -77,7 +77,7 @@ def longest_block(work: Callable[[], Any]) -> tuple[float, float]:
 
 def pack(ids: np.ndarray) -> None:
     rows = Rows.empty(max(1, len(ids) // ROW), ROW)
-    packer = Packer(lambda: ids, mask_documents=True)
+    packer = Packer(lambda: Drawn(ids, []), mask_documents=True, padding_id=0, best_fit_share=0)
     for row in range(len(rows.inputs)):
         packer.fill(rows, row)
 

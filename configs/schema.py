@@ -297,6 +297,9 @@ class SourceShare:
     """Skip documents with fewer tokens, not counting bos and eos; 0 keeps all."""
     max_tokens: Count = 0
     """Skip documents with more tokens; 0 keeps all."""
+    packing: Literal["cut", "best_fit"] = "cut"
+    """"cut" fills rows with no token of padding and cuts documents at the end of each row. "best_fit" cuts only documents that are
+    longer than a row: those that wait go where they fit best, and what stays empty is padding. It needs data.mask_documents."""
 
 
 @dataclass(frozen=True, kw_only=True)

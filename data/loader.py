@@ -20,14 +20,14 @@ import torch
 
 from farsight.configs import schema
 from farsight.data.mixture import MixedSource, Mixture
-from farsight.data.packing import Packer, Rows
+from farsight.data.packing import Packed, Packer, Rows
 from farsight.data.prefetch import Prefetch
 from farsight.data.processes import read_in_processes
 from farsight.data.replica import ALONE, Replica
 from farsight.data.sources.build import open_sources
 from farsight.data.sources.documents import DocumentSource, Split
 from farsight.data.sources.identity import difference
-from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.data.tokenizers.tokenizer import Tokenizer, padding_id
 from farsight.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ _FILES = "the files of "
 """Prefix of the keys that identify a source's files."""
 _NOT_IDENTITY = ("path", "data_dir", "data_files")
 """Fields that may change between save and resume: moved data is the same data."""
+_ADDED = {"packing": "cut"}
+"""Fields that older checkpoints lack, with what was done then."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ class Place:
     """Passes over the data, as the loader's `epochs`."""
     skipped: dict[str, dict[str, int]] = field(default_factory=dict)
     """Rows that could not be used, by source and reason, since the process started."""
+    packed: Packed = field(default_factory=Packed)
+    """What packing did to this rank's rows of the step that ends here."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,11 @@ class ReadAheadLoader:
     def skipped(self) -> dict[str, dict[str, int]]:
         """Rows that could not be used in the steps delivered so far, by source and reason."""
         return self._place.skipped
+
+    @property
+    def packed(self) -> Packed:
+        """What packing did to this rank's rows of the last step delivered."""
+        return self._place.packed
 
     def rewind(self) -> None:
         """Goes back to the first batch."""
@@ -196,6 +205,7 @@ class Loader(ReadAheadLoader):
         self._micro_batch_size = micro_batch_size
         self._global_batch_size = global_batch_size
         self._config = config
+        self._padding_id = padding_id(tokenizer)
         self._reports_passes = split == "train"  # the few held-out documents are read many times
         self._part = partial(
             Loader, replace(config, reader_processes=0), tokenizer,
@@ -239,20 +249,22 @@ class Loader(ReadAheadLoader):
 
     def _read_here(self, state: dict[str, str]) -> Iterator[tuple[Rows, Place | None]]:
         lanes = [
-            _Lane(self._mixed, self._config, lane, self._global_batch_size, state[_lane_key(lane)])
+            _Lane(self._mixed, self._config, lane, self._global_batch_size, self._padding_id, state[_lane_key(lane)])
             for lane in self._lane_ids
         ]
         self._epochs = _passes(lanes)
         size = self._micro_batch_size
         while True:
+            packed = []
             for start in range(0, len(lanes), size):
                 rows = Rows.empty(size, self._seq_len)
                 for i, lane in enumerate(lanes[start : start + size]):
-                    lane.packer.fill(rows, i)
+                    packed.append(lane.packer.fill(rows, i))
                 if start + size < len(lanes):
                     yield rows, None
             self._report_passes(_passes(lanes))
-            yield rows, Place({_lane_key(lane.lane): lane.state() for lane in lanes}, self._epochs, self._skipped())
+            state = {_lane_key(lane.lane): lane.state() for lane in lanes}
+            yield rows, Place(state, self._epochs, self._skipped(), Packed.all_of(packed))
 
     def _skipped(self) -> dict[str, dict[str, int]]:
         return {
@@ -381,23 +393,34 @@ def _joined(places: list[Place]) -> Place:
         {key: value for place in places for key, value in place.state.items()},
         [max(epochs) for epochs in zip(*(place.epochs for place in places), strict=True)],
         {source: dict(reasons) for source, reasons in skipped.items()},
+        Packed.all_of(place.packed for place in places),
     )
 
 
 class _Lane:
-    """One row of the global batch: a mixture of documents and the packer that cuts it into rows."""
+    """One row of the global batch: a mixture of documents and the packer that makes rows of them."""
 
-    def __init__(self, sources: list[MixedSource], config: schema.Data, lane: int, lanes: int, state: str | None):
+    def __init__(
+        self, sources: list[MixedSource], config: schema.Data, lane: int, lanes: int, padding_id: int, state: str
+    ):
         self.lane = lane
         self.mixture = Mixture(sources, config.seed, lane, lanes)
-        self.packer = Packer(self.mixture.draw, config.mask_documents)
-        if state:
-            saved = json.loads(state)
+        best_fit = sum(source.weight for source in sources if source.best_fit) / sum(
+            source.weight for source in sources
+        )
+        self.packer = Packer(self.mixture.draw, config.mask_documents, padding_id, best_fit)
+        if not state:
+            return
+        saved = json.loads(state)
+        if "offset" in saved:  # saved when one document at most was waiting: the mixture's state is from before it
             self.mixture.load_state(saved["mixture"])
-            self.packer.resume(saved["offset"])
+            self.packer.resume([(self.mixture.draw(), saved["offset"])])
+            return
+        places, packed = [place for place, _ in saved["waiting"]], [packed for _, packed in saved["waiting"]]
+        self.packer.resume(zip(self.mixture.load_state(saved["mixture"], places), packed, strict=True))
 
     def state(self) -> str:
-        return json.dumps({"mixture": self.mixture.state(), "offset": self.packer.offset})
+        return json.dumps({"mixture": self.mixture.state(), "waiting": self.packer.waiting})
 
 
 def _passes(lanes: list[_Lane]) -> list[int]:
@@ -484,5 +507,5 @@ def _differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
                 logger.info("the checkpoint does not record %s: whether they have changed is not known", key)
             elif key in now and (change := difference(saved[key], now[key])):
                 yield f"{key}: {change}"
-        elif saved.get(key) != now.get(key):
-            yield f"{key} was {saved.get(key)}, is {now.get(key)}"
+        elif (old := saved.get(key, _ADDED.get(key.rpartition(".")[2]))) != now.get(key):
+            yield f"{key} was {old}, is {now.get(key)}"

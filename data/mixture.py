@@ -12,6 +12,7 @@ import numpy as np
 
 from farsight.configs import schema
 from farsight.data.order import hash64
+from farsight.data.packing import CHANGED, Drawn
 from farsight.data.sources.documents import AnyDocument, DocumentLane, DocumentSource, TokenDocument
 from farsight.data.sources.shared import SharedDocuments
 from farsight.data.tokenizers.tokenizer import Tokenizer
@@ -28,6 +29,7 @@ class MixedSource:
 
     def __init__(self, config: schema.Source, source: DocumentSource, tokenizer: Tokenizer, vocab_size: int):
         self.weight = config.weight
+        self.best_fit = config.packing == "best_fit"
         self.source = source
         self._config = config
         self._tokenizer = tokenizer
@@ -131,18 +133,16 @@ class Mixture:
         self._credit = [
             mixed.typical_tokens(lanes) * hash64(_CREDIT, seed, lane, i) / 2**64 for i, mixed in enumerate(sources)
         ]
-        self._before_last = self._now()
 
     @property
     def epochs(self) -> list[int]:
         """Completed passes over each source."""
         return [reader.epoch for reader in self._readers]
 
-    def draw(self) -> np.ndarray:
-        """Tokens of the next document: int64 [n], special tokens included."""
+    def draw(self) -> Drawn:
+        """The next document."""
         choice = min(range(len(self._sources)), key=self._progress)
         mixed, reader = self._sources[choice], self._readers[choice]
-        drawn, readers = self._drawn.copy(), [r.state() for r in self._readers]
         place, tokens = self._try(choice)
         if tokens is None:
             since = reader.epoch
@@ -159,9 +159,7 @@ class Mixture:
                     place, tokens = self._try(choice)
                     shown.update()
         self._drawn[choice] += len(tokens)
-        readers[choice] = place
-        self._before_last = {"drawn": drawn, "readers": readers}
-        return tokens
+        return Drawn(tokens, [choice, *place], mixed.best_fit)
 
     def _try(self, source: int) -> tuple[list[int], np.ndarray | None]:
         """The next row's position and tokens; no tokens if the row is skipped."""
@@ -170,18 +168,27 @@ class Mixture:
         return place, None if document is None else self._sources[source].tokens(document)
 
     def state(self) -> dict[str, Any]:
-        """A state (JSON values only) from which `draw` returns the last drawn document again."""
-        return self._before_last
+        """The position after the last drawn document, in JSON values."""
+        return {"drawn": self._drawn.copy(), "readers": [reader.state() for reader in self._readers]}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continues from a state of `state`."""
+    def load_state(self, state: dict[str, Any], places: Sequence[list[int]] = ()) -> list[Drawn]:
+        """Continues from a state of `state`; returns the documents at `places`, which were drawn before it, in their order.
+
+        Raises `DataError` if there is no document any more.
+        """
+        again = {tuple(place): self._read_again(*place) for place in sorted(places)}  # streams are read forwards
         self._drawn = list(state["drawn"])
         for reader, place in zip(self._readers, state["readers"], strict=True):
             reader.load_state(place)
-        self._before_last = self._now()
+        return [again[tuple(place)] for place in places]
+
+    def _read_again(self, source: int, *place: int) -> Drawn:
+        self._readers[source].load_state([*place])
+        _, tokens = self._try(source)
+        mixed = self._sources[source]
+        if tokens is None:
+            raise DataError(f"{mixed.source.name}: a document that was being packed is gone: {CHANGED}")
+        return Drawn(tokens, [source, *place], mixed.best_fit)
 
     def _progress(self, source: int) -> float:
         return (self._drawn[source] + self._credit[source]) / self._sources[source].weight
-
-    def _now(self) -> dict[str, Any]:
-        return {"drawn": self._drawn.copy(), "readers": [reader.state() for reader in self._readers]}

@@ -30,8 +30,8 @@ class RunMetrics:
     """Collects a run's figures and writes them on rank 0.
 
     `metrics.jsonl` holds one object per logged step (`loss`, `perplexity`, `grad_norm`, `lr`, `tokens`,
-    `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`) and one per validation (`val_loss`,
-    `val_perplexity`, `val_tokens`). If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
+    `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`, and of the rows since the last one the share of
+    `padding` and the `cut_documents`) and one per validation (`val_loss`, `val_perplexity`, `val_tokens`). Padding is not counted as tokens. If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
     `metrics.plasticity_freq`, there is one per measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`,
     `ap_last` and `ap_drop` of the model, each also per layer as `<name>.<layer>`, and `plasticity_seconds`. FLOPs count the
     visible query-key pairs of each batch, not full attention.
@@ -87,7 +87,15 @@ class RunMetrics:
         self._paused += time.perf_counter() - started
 
     def log_step(
-        self, step: int, loss: float, grad_norm: float, lr: float, tokens_seen: int, step_tokens: int, flops: float
+        self,
+        step: int,
+        loss: float,
+        grad_norm: float,
+        lr: float,
+        tokens_seen: int,
+        step_tokens: int,
+        flops: float,
+        packing: dict[str, float],
     ) -> None:
         """Reports a step; all ranks call it.
 
@@ -95,9 +103,10 @@ class RunMetrics:
             loss: mean over the global batch's tokens, in nats.
             grad_norm: norm of all gradients before clipping.
             lr: the step's learning rate.
-            tokens_seen: tokens of all ranks since the run began.
-            step_tokens: tokens of all ranks since the last report.
+            tokens_seen: tokens of all ranks since the run began, without padding.
+            step_tokens: those since the last report.
             flops: FLOPs of all ranks since the last report.
+            packing: figures of the rows since the last report, by name.
         """
         seconds = max(time.perf_counter() - self._since - self._paused, 1e-9)
         tflops = flops / seconds / 1e12
@@ -112,6 +121,7 @@ class RunMetrics:
             "tflops": tflops,
             "memory_gib": self._most(peak_memory_gib(self.device)),
             "data_seconds": self._waited,
+            **packing,
         }
         if self.peak_flops:
             figures["mfu"] = tflops * 1e12 / (self.peak_flops * self.world_size)

@@ -48,7 +48,7 @@ from farsight.parallel.pipeline import LossShare, Pipeline, pipeline
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.replica import replica_of
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
-from farsight.training.figures import OnTheWay, StepFigures
+from farsight.training.figures import FIRST_SQUARE, OnTheWay, StepFigures
 from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
 from farsight.training.optimizers.build import build_optimizers
@@ -140,7 +140,8 @@ class Trainer:
         self.copies = None if self.device.type == "cpu" else torch.get_device_module(self.device).Stream()
 
         self.step = 0
-        self.tokens_read = 0  # by this rank
+        self.tokens_seen = 0
+        """Tokens of all ranks in the steps whose figures have been read, without padding."""
         self.checkpoints = RunCheckpoints(
             config,
             {
@@ -164,6 +165,8 @@ class Trainer:
         self.stop_signal: int | None = None
         self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
+        self.padding, self.cut = 0, 0
+        """What packing did to this rank's rows since the last report: see `Packed`."""
 
     def _make_deterministic(self) -> None:
         """Seeds torch, with another seed on each pipeline stage, and asks for deterministic algorithms if `[debug]` does."""
@@ -228,13 +231,12 @@ class Trainer:
     # A step ──────────────────────────────────────────────────────────────────────────────────────
 
     def micro_batches(self) -> Iterator[Batch]:
-        """This rank's micro-batches, without end; counts their tokens and the time spent waiting for them."""
+        """This rank's micro-batches, without end; counts the time spent waiting for them."""
         batches = iter(self.loader)
         while True:
             started = time.perf_counter()
             inputs, labels = next(batches)
             self.metrics.waited(time.perf_counter() - started)
-            self.tokens_read += labels.numel()
             yield inputs, labels
 
     def train_step(self, batches: Iterator[Batch]) -> None:
@@ -250,6 +252,9 @@ class Trainer:
         micro_batches = [next(batches) for _ in range(self.loader.micro_batches_per_step)]
         valid = sum(int((labels != IGNORE).sum()) for _, labels in micro_batches)
         global_valid_tokens = self._sum_over_data_ranks(self._number(valid))
+        packed = self.loader.packed
+        tokens = sum(labels.numel() for _, labels in micro_batches) - packed.padding
+        self.padding, self.cut = self.padding + packed.padding, self.cut + packed.cut
 
         lr = set_rates(self.optimizers.optimizers, self.step - 1)
         self.optimizers.zero_grad()
@@ -266,7 +271,7 @@ class Trainer:
                 self.adapters,
             )
 
-        exchanged = self._exchange(losses)
+        exchanged = self._exchange(losses, tokens)
         former, now = self.launched, StepFigures(self.step, lr, losses, on_device, OnTheWay(exchanged))
         self.launched = now
         if self.skip is None:
@@ -274,6 +279,8 @@ class Trainer:
         self._clip_and_step(exchanged)
         if self.skip is not None and former is not None:
             self._read(former)
+        if former is not None:
+            self.tokens_seen += former.tokens
         self.metrics.advance()
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -291,13 +298,19 @@ class Trainer:
         streams.current_stream().wait_stream(self.copies)
         return inputs, labels
 
-    def _exchange(self, losses: list[Tensor]) -> Tensor:
-        """The step's figures on the device, the sums over all ranks: see `StepFigures.exchanged`; fp64."""
+    def _exchange(self, losses: list[Tensor], tokens: int) -> Tensor:
+        """The step's figures on the device, the sums over all ranks: see `StepFigures.exchanged`; fp64.
+
+        Args:
+            tokens: of this rank's rows, without padding.
+        """
         # Ranks of tensor parallelism have the same loss.
         loss = torch.stack(losses).double().sum() / self.dims.tp
         squares = [] if self.zero else [squared_norm(group, self.dims) for group in self._clipped_together()]
         told = self._number(self.stop_signal is not None)
-        figures = torch.stack([loss, told, *(square.to(self.device) for square in squares)])
+        # Ranks of one replica have the same rows; the first of them counts.
+        read = self._number(tokens if self.replica.reads else 0)
+        figures = torch.stack([loss, told, read, *(square.to(self.device) for square in squares)])
         if self.dims.world_size > 1:
             dist.all_reduce(figures)
         return figures
@@ -318,14 +331,17 @@ class Trainer:
         if figures is None:
             return
         self._read(figures)
+        self.tokens_seen += figures.tokens
         if self.metrics.should_log(figures.step):
-            tokens = self.tokens_read * self.dims.batch
             # Ranks hold different documents, so the numbers of visible pairs differ.
-            flops = float(self._sum_over_data_ranks(torch.tensor(self.flops, dtype=torch.float64, device=self.device)))
+            own = torch.tensor([self.flops, self.padding, self.cut], dtype=torch.float64, device=self.device)
+            flops, padding, cut = self._sum_over_data_ranks(own).tolist()
+            tokens = self.tokens_seen - self.tokens_logged
+            packing = {"padding": padding / (tokens + padding), "cut_documents": round(cut)}
             self.metrics.log_step(
-                figures.step, figures.loss, figures.grad_norm, figures.lr, tokens, tokens - self.tokens_logged, flops
+                figures.step, figures.loss, figures.grad_norm, figures.lr, self.tokens_seen, tokens, flops, packing
             )
-            self.tokens_logged, self.flops = tokens, 0.0
+            self.tokens_logged, self.flops, self.padding, self.cut = self.tokens_seen, 0.0, 0, 0
         self.launched = None
 
     def forward_backward(self, inputs: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor) -> Tensor:
@@ -355,7 +371,7 @@ class Trainer:
                 return
             if self.skip is not None:
                 self.skip = torch.maximum(self.skip, 1 - exchanged.isfinite().all().float())
-            for group, norm in zip(self._clipped_together(), exchanged[2:].sqrt(), strict=True):
+            for group, norm in zip(self._clipped_together(), exchanged[FIRST_SQUARE:].sqrt(), strict=True):
                 clip_gradients(group, self.config.training.max_norm, norm)
             self.checkpoints.wait_for_staging()
             self.optimizers.step(self.skip)
@@ -435,7 +451,7 @@ class Trainer:
         if config.job.print_config:
             logger.info(to_toml(config))
         self.checkpoints.load(step=config.checkpoint.load_step)
-        self.tokens_logged = self.tokens_read * self.dims.batch
+        self.tokens_logged = self.tokens_seen
         self._save_run_files()
         metrics.start(self.step)
         if self.step == 0 and not self._told_to_stop():
@@ -505,11 +521,11 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and the tokens of all ranks together, so that a run can resume on a different number of ranks."""
-        return {"step": self.step, "tokens_seen": self.tokens_read * self.dims.batch}
+        return {"step": self.step, "tokens_seen": self.tokens_seen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step = state_dict["step"]
-        self.tokens_read = state_dict["tokens_seen"] // self.dims.batch
+        self.tokens_seen = state_dict["tokens_seen"]
 
     def _save_run_files(self) -> None:
         def write() -> None:

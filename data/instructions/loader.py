@@ -33,9 +33,9 @@ from farsight.data.loader import (
     source_settings,
     to_batch,
 )
-from farsight.data.packing import IGNORE, Rows
+from farsight.data.packing import IGNORE, Packed, Rows
 from farsight.data.replica import ALONE, Replica
-from farsight.data.tokenizers.tokenizer import Tokenizer
+from farsight.data.tokenizers.tokenizer import Tokenizer, padding_id
 from farsight.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class InstructionLoader(ReadAheadLoader):
         self.conversations = read_conversations(
             config, template, tokenizer, split="train", seq_len=seq_len, vocab_size=vocab_size
         )
-        self._filler = RowFiller(self.conversations, _padding_id(tokenizer), config.mask_documents)
+        self._filler = RowFiller(self.conversations, padding_id(tokenizer), config.mask_documents)
         self.sequence = RowSequence(
             self.conversations.lengths,
             self.conversations.sizes,
@@ -127,9 +127,11 @@ class InstructionLoader(ReadAheadLoader):
                 100 * self.padding(),
             )
 
-    def _place_after(self, steps: int) -> Place:
+    def _place_after(self, steps: int, padding: int = 0) -> Place:
         skipped = {report.name: dict(report.skipped) for report in self.reports if report.skipped}
-        return Place({_STEPS_KEY: steps}, self.sequence.epochs(steps * self.global_batch_size), skipped)
+        return Place(
+            {_STEPS_KEY: steps}, self.sequence.epochs(steps * self.global_batch_size), skipped, Packed(padding)
+        )
 
     @property
     def reports(self) -> list[SourceReport]:
@@ -170,9 +172,11 @@ class InstructionLoader(ReadAheadLoader):
             items = self.sequence.rows(step * self.global_batch_size, self.global_batch_size)
             length = self.row_length(items)
             step += 1
+            in_use = sum(int(self.conversations.lengths[of_row].sum()) for of_row in items[own.start : own.stop])
+            padding = len(own) * length - in_use
             for start in range(own.start, own.stop, size):
                 rows = self.layout(items[start : start + size], length)
-                yield rows, self._place_after(step) if start + size == own.stop else None
+                yield rows, self._place_after(step, padding) if start + size == own.stop else None
 
     def _describe_order(self, tokenizer: Tokenizer) -> dict[str, Any]:
         config, conversations = self._config, self.conversations
@@ -233,7 +237,7 @@ class InstructionValidationLoader(ValidationLoader):
         share = len(items) // dp_world_size
         longest = max(int(lengths[of_row].sum()) for of_row in items)
         length = seq_len if config.packing else _round_up(longest, multiple, seq_len)
-        filler = RowFiller(self.conversations, _padding_id(tokenizer), config.mask_documents)
+        filler = RowFiller(self.conversations, padding_id(tokenizer), config.mask_documents)
         self.rows: list[Rows] = []
         """This rank's micro-batches."""
         for start in range(dp_rank * share, (dp_rank + 1) * share, micro_batch_size):
@@ -296,10 +300,6 @@ def build_instruction_validation_loader(
     return replica.build(
         build, lambda built: built.rows, lambda rows: ValidationLoader(len(rows), lambda: map(to_batch, rows))
     )
-
-
-def _padding_id(tokenizer: Tokenizer) -> int:
-    return tokenizer.eos_id or 0
 
 
 def _round_up(tokens: int, multiple: int, most: int) -> int:

@@ -40,6 +40,11 @@ def check_shares(config: schema.Data) -> None:
                 f"{name}: min_tokens = {source.min_tokens}, max_tokens = {source.max_tokens}; lengths can't be "
                 "negative, and 0 is no limit."
             )
+        if source.packing == "best_fit" and not config.mask_documents:
+            raise DataError(
+                f'{name}: packing = "best_fit" keeps documents whole, but with data.mask_documents = false a row is one text, in which '
+                'tokens see other documents and padding. Set data.mask_documents = true, or packing = "cut".'
+            )
         if source.max_tokens and source.max_tokens < source.min_tokens:
             raise DataError(
                 f"{name}: no length is both at least min_tokens = {source.min_tokens} and at most max_tokens = "

@@ -147,14 +147,19 @@ class StreamedLane:
 
     def __init__(self, source: StreamedDataset, seed: int, lane: int, lanes: int):
         self._source, self._seed, self._lane, self._lanes = source, seed, lane, lanes
+        self.epoch, self._at, self._row = 0, 0, -1
+        self._rows: Iterator[tuple[int, Document | None]] | None = None
         self.load_state([0, 0, -1])
 
     def load_state(self, state: list[int]) -> None:
+        if self._rows is not None and state[:2] == [self.epoch, self._at] and state[2] >= self._row:
+            self._row = state[2]  # further on in the open shard
+            return
         self.epoch, self._at, self._row = state
         self._shards, self._first, self._step = self._share(self.epoch)
         if self._row < 0:
             self._row = self._first
-        self._rows: Iterator[tuple[int, Document | None]] | None = None
+        self._rows = None
 
     def state(self) -> list[int]:
         return [self.epoch, self._at, self._row]
@@ -164,8 +169,9 @@ class StreamedLane:
         if self._rows is None:
             self._rows = self._source.read_shard(shard, self._row, self._step)
         for row, document in self._rows:
-            self._row = row + self._step
-            return document
+            if row >= self._row:
+                self._row = row + self._step
+                return document
         if self._at + 1 < len(self._shards):
             self.load_state([self.epoch, self._at + 1, -1])
         else:

@@ -21,6 +21,11 @@ from farsight.errors import DataError
 from farsight.json_files import read_object
 
 
+def padding_id(tokenizer: Tokenizer) -> int:
+    """The token that fills what stays empty in rows; nothing is trained on it, nor sees it."""
+    return tokenizer.eos_id or 0
+
+
 class BytesTokenizer(Tokenizer):
     """One id per UTF-8 byte, 256 for bos, 257 for eos. Lone surrogates are preserved too."""
 

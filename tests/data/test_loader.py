@@ -10,6 +10,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -48,6 +49,28 @@ def mixed(tmp_path_factory) -> Data:
     )
 
 
+@pytest.fixture(scope="module")
+def fitted(mixed) -> Data:
+    """The same; documents of the first source are kept whole."""
+    return with_packing(mixed, "best_fit", "cut")
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory) -> Data:
+    """Two sources, one of a and one of b; some documents are longer than a row."""
+    directory, random = tmp_path_factory.mktemp("letters"), Random(0)
+    for letter, most in (("a", 60), ("b", 150)):
+        rows = [{"text": letter * random.randint(1, most)} for _ in range(400)]
+        (directory / f"{letter}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = tuple(JsonlSource(path=str(directory / f"{letter}.jsonl"), weight=3 - i) for i, letter in enumerate("ab"))
+    return Data(sources=sources, held_out=0.0)
+
+
+def with_packing(config: Data, *kinds: str) -> Data:
+    sources = (replace(source, packing=kind) for source, kind in zip(config.sources, kinds, strict=True))
+    return replace(config, sources=tuple(sources))
+
+
 def loader(config: Data, rank: int = 0, ranks: int = 1, micro: int = 1, **changes) -> Loader:
     sizes = {"seq_len": L, "vocab_size": 258, "global_batch_size": G, "micro_batch_size": micro} | changes
     return Loader(config, BYTES, dp_rank=rank, dp_world_size=ranks, **sizes)
@@ -79,6 +102,17 @@ def same(left: list[dict[str, torch.Tensor]], right: list[dict[str, torch.Tensor
                 assert torch.equal(a[name][row], b[name][row]), (name, row)
 
 
+def padded(batch: dict[str, torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+    """The rows of a batch without padding, and the tokens of it: the last document of a row, if it is all eos."""
+    rows, padding = [], 0
+    for tokens, starts in zip(batch["input"], batch["document_starts"], strict=True):
+        begin = int(starts[-1])
+        begin = begin if (tokens[begin:] == BYTES.eos_id).all() else L
+        rows.append(tokens[:begin])
+        padding += L - begin
+    return rows, padding
+
+
 def merged_state(ranks: list[Loader]) -> dict[str, str]:
     """The state that DCP saves from all ranks: the union, in which equal keys have equal values."""
     state: dict[str, str] = {}
@@ -98,9 +132,43 @@ class TestBatches:
         }
         assert (labels.shape, labels.dtype) == ((2, L), torch.int64)
 
+    @pytest.mark.parametrize("packing", ["mixed", "fitted"])
     @pytest.mark.parametrize(("ranks", "micro"), [(1, 2), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)])
-    def test_global_batches_are_the_same_on_any_number_of_ranks(self, mixed, ranks, micro):
-        same(global_batches(loaders(mixed, ranks, micro), 12), global_batches(loaders(mixed, 1), 12))
+    def test_global_batches_are_the_same_on_any_number_of_ranks(self, request, packing, ranks, micro):
+        config = request.getfixturevalue(packing)
+        same(global_batches(loaders(config, ranks, micro), 12), global_batches(loaders(config, 1), 12))
+
+    @pytest.mark.parametrize("kinds", [("best_fit", "cut"), ("cut", "best_fit"), ("best_fit", "best_fit")])
+    def test_best_fit_cuts_no_document_that_fits_and_keeps_the_shares(self, letters, kinds):
+        whole, tokens = Counter(), Counter()
+        for batch in global_batches([loader(with_packing(letters, *kinds))], 120):
+            for row, starts in zip(batch["input"], batch["document_starts"], strict=True):
+                for start in starts.unique().tolist():
+                    piece = row[starts == start].tolist()
+                    if letter := "".join(sorted({chr(token) for token in piece if token < 256})):
+                        tokens[letter] += len(piece)
+                        whole[letter, piece[-1] == BYTES.eos_id or len(piece) == L or piece[0] != BYTES.bos_id] += 1
+        assert set(tokens) == {"a", "b"}  # one letter in each document
+        assert tokens["a"] / tokens.total() == pytest.approx(0.6, abs=0.04)
+        for letter, kind in zip("ab", kinds, strict=True):
+            assert whole[letter, True] > 100
+            assert (whole[letter, False] == 0) == (kind == "best_fit")
+
+    def test_padding_and_cuts_are_those_of_the_step_delivered(self, mixed):
+        config = with_packing(mixed, "best_fit", "best_fit")
+        ranks = loaders(config, 2, micro=2)
+        running = [iter(rank) for rank in ranks]
+        for batch in global_batches([loader(config)], 20):
+            for batches in running:
+                list(islice(batches, 2))
+            _, of_padding = padded(batch)
+            assert sum(rank.packed.padding for rank in ranks) == of_padding
+            # A document that is cut has a label at the end of its row.
+            assert sum(rank.packed.cut for rank in ranks) == int((batch["labels"][:, -1] != IGNORE).sum())
+
+    def test_best_fit_needs_masked_documents(self, fitted):
+        with pytest.raises(DataError, match=r'sources\[0\].*packing = "best_fit".*Set data.mask_documents = true, or'):
+            loader(replace(fitted, mask_documents=False))
 
     def test_other_seeds_give_other_batches(self, mixed):
         (a,), (b,) = global_batches([loader(mixed)], 1), global_batches([loader(replace(mixed, seed=4))], 1)
@@ -166,22 +234,25 @@ class TestBatches:
 
 
 class TestResume:
+    @pytest.mark.parametrize("packing", ["mixed", "fitted"])
     @settings(max_examples=12, deadline=None)
     @given(step=st.integers(0, 30), before=st.sampled_from([1, 2, 4]), after=st.sampled_from([1, 2, 4, 8]))
-    def test_next_batches_are_the_same_on_another_number_of_ranks(self, mixed, step, before, after):
-        undisturbed = global_batches(loaders(mixed, 1), step + 4)
-        saving = loaders(mixed, before, micro=2)
+    def test_next_batches_are_the_same_on_another_number_of_ranks(self, request, packing, step, before, after):
+        config = request.getfixturevalue(packing)
+        undisturbed = global_batches(loaders(config, 1), step + 4)
+        saving = loaders(config, before, micro=2)
         same(global_batches(saving, step), undisturbed[:step])
         state = merged_state(saving)
-        resumed = loaders(mixed, after)
+        resumed = loaders(config, after)
         for rank in resumed:
             own = {key: state[key] for key in rank.state_dict()}
             rank.load_state_dict(own)
         same(global_batches(resumed, 4), undisturbed[step:])
 
-    @pytest.mark.parametrize("mask_documents", [True, False])
-    def test_every_step_of_a_run(self, mixed, mask_documents):
-        config = replace(mixed, mask_documents=mask_documents)
+    @pytest.mark.parametrize("kind", ["masked", "unmasked", "best_fit"])
+    def test_every_step_of_a_run(self, mixed, kind):
+        config = with_packing(mixed, "best_fit", "best_fit") if kind == "best_fit" else mixed
+        config = replace(config, mask_documents=kind != "unmasked")
         undisturbed = global_batches([loader(config)], 12)
         state = loader(config).state_dict()
         for step in range(12):
@@ -212,6 +283,32 @@ class TestResume:
             assert running.state_dict() == start
         next(batches)
         assert running.state_dict() != start
+
+    def test_a_checkpoint_from_before_packing_had_a_pool(self, letters):
+        """It had the place before the document that was being packed, and a number of its tokens."""
+        config = replace(letters, sources=letters.sources[:1])
+        (expected, _) = global_batches([loader(config)], 2)
+        running = loader(config)
+        old = running.state_dict()
+        order = json.loads(old["order"])
+        del order["data.sources[0].packing"]
+        old["order"] = json.dumps(order)
+        for lane in range(G):
+            first = expected["document_starts"][lane] == 0
+            start = {"mixture": {"drawn": [0], "readers": [[0]]}, "offset": int(first.sum())}
+            old[f"lane_{lane:05d}"] = json.dumps(start)
+        running.load_state_dict(old)
+        (batch,) = global_batches([running], 1)
+        for lane in range(G):
+            begin = json.loads(old[f"lane_{lane:05d}"])["offset"]
+            assert torch.equal(batch["input"][lane, : L - begin], expected["input"][lane, begin:])
+        with pytest.raises(DataError, match=r"sources\[0\].packing was cut, is best_fit"):
+            loader(with_packing(config, "best_fit")).load_state_dict(old)
+
+    def test_the_state_of_a_lane_is_small(self, mixed):
+        running = loader(with_packing(mixed, "best_fit", "best_fit"))
+        global_batches([running], 20)
+        assert max(map(len, running.state_dict().values())) < 2000
 
     def test_empty_state_starts_from_the_first_batch(self, mixed):
         running = loader(mixed)

@@ -47,7 +47,7 @@ def test_shares_of_tokens_converge_to_the_weights(three):
     tokens: Counter = Counter()
     for lane in lanes:
         for _ in range(1500):
-            document = lane.draw()
+            document = lane.draw().tokens
             tokens[chr(document[1])] += len(document)
     total = sum(tokens.values())
     for letter, weight in {"a": 0.7, "b": 0.2, "c": 0.1}.items():
@@ -60,7 +60,7 @@ def test_the_first_tokens_of_the_lanes_are_mixed_like_all(three):
     tokens: Counter = Counter()
     for lane in range(400):
         run = mixture(three, lane, 400)
-        first = np.concatenate([run.draw() for _ in range(40)])[:600]
+        first = np.concatenate([run.draw().tokens for _ in range(40)])[:600]
         tokens += Counter(chr(token) for token in first.tolist() if token < 256)
     for letter, weight in {"a": 0.7, "b": 0.2, "c": 0.1}.items():
         assert tokens[letter] / tokens.total() == pytest.approx(weight, abs=0.03)
@@ -69,7 +69,7 @@ def test_the_first_tokens_of_the_lanes_are_mixed_like_all(three):
 def test_drawing_depends_on_seed_lane_and_lanes_only(three):
     def draw(data, lane, lanes):
         run = mixture(data, lane, lanes)
-        return [run.draw().tolist() for _ in range(30)]
+        return [run.draw().tokens.tolist() for _ in range(30)]
 
     assert draw(three, 1, 4) == draw(three, 1, 4)
     reseeded = Data(sources=three.sources, held_out=0.0, seed=1)
@@ -80,29 +80,57 @@ def test_drawing_depends_on_seed_lane_and_lanes_only(three):
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 100])
-def test_resume_draws_the_last_document_again(three, count):
+def test_resume_reads_some_documents_again_and_goes_on(three, count):
     run = mixture(three, 1, 4)
-    last = [run.draw() for _ in range(count)][-1:]
+    former = [run.draw() for _ in range(count)]
+    some = former[-1:] + former[-30::7]
     again = mixture(three, 1, 4)
-    again.load_state(json.loads(json.dumps(run.state())))
-    for document in last:
-        np.testing.assert_array_equal(again.draw(), document)
+    state, places = json.loads(json.dumps([run.state(), [one.place for one in some]]))
+    for one, before in zip(again.load_state(state, places), some, strict=True):
+        np.testing.assert_array_equal(one.tokens, before.tokens)
     for _ in range(50):
-        np.testing.assert_array_equal(again.draw(), run.draw())
+        np.testing.assert_array_equal(again.draw().tokens, run.draw().tokens)
 
 
-def test_resume_reads_no_more_than_the_current_document(tmp_path):
-    """If a filter rejects nearly everything, documents before the current one are not tokenised again."""
+def test_a_stream_is_read_again_in_one_pass(tmp_path):
+    """Documents of one shard are found by reading forwards, not by opening the shard for each."""
+    path = corpus(tmp_path / "a.jsonl", "a", [*range(5, 300)])
+    config = Data(sources=(HubSource(name="json", data_files=path),), held_out=0.0)
+    run = mixture(config)
+    former = [run.draw() for _ in range(200)]
+    again = mixture(config)
+    (source,) = again._sources
+    opened, rows = [], source.source.rows
+    source.source.rows = lambda *place: opened.append(place) or rows(*place)
+    some = [former[150], former[3], former[77]]
+    for one, before in zip(again.load_state(run.state(), [x.place for x in some]), some, strict=True):
+        np.testing.assert_array_equal(one.tokens, before.tokens)
+    np.testing.assert_array_equal(again.draw().tokens, run.draw().tokens)
+    assert len(opened) == 1
+
+
+def test_resume_tokenises_no_more_than_the_waiting_documents(tmp_path):
+    """If a filter rejects nearly everything, documents before them are not read again."""
     path = corpus(tmp_path / "a.jsonl", "a", [5] * 300 + [50])
     config = Data(sources=(JsonlSource(path=path, min_tokens=20),), held_out=0.0)
     run = mixture(config)
     document = run.draw()
     again = mixture(config)
-    again.load_state(run.state())
     (reader,) = again._readers
-    (place,) = reader.state()
-    np.testing.assert_array_equal(again.draw(), document)
-    assert reader.state() == [place + 1]
+    read, count = reader.read, []
+    reader.read = lambda: count.append(1) or read()
+    (same,) = again.load_state(run.state(), [document.place])
+    np.testing.assert_array_equal(same.tokens, document.tokens)
+    assert len(count) == 1
+
+
+def test_a_waiting_document_that_is_gone(tmp_path):
+    path = corpus(tmp_path / "a.jsonl", "a", [30])
+    run = mixture(Data(sources=(JsonlSource(path=path),), held_out=0.0))
+    document = run.draw()
+    filtered = mixture(Data(sources=(JsonlSource(path=path, min_tokens=40),), held_out=0.0))
+    with pytest.raises(DataError, match="a document that was being packed is gone: the data files were changed"):
+        filtered.load_state(run.state(), [document.place])
 
 
 class TestFilters:
@@ -110,7 +138,7 @@ class TestFilters:
     def test_lengths_count_the_text_alone(self, tmp_path, least, most, kept):
         path = corpus(tmp_path / "a.jsonl", "a", [9, 10, 11])
         run = mixture(Data(sources=(JsonlSource(path=path, min_tokens=least, max_tokens=most),), held_out=0.0))
-        assert {len(run.draw()) - 2 for _ in range(20)} == kept
+        assert {len(run.draw().tokens) - 2 for _ in range(20)} == kept
 
     def test_documents_that_are_too_short_in_bytes_are_not_tokenised(self, tmp_path):
         class Counting(BytesTokenizer):
@@ -131,9 +159,9 @@ class TestFilters:
     def test_one_document_in_many_is_found_by_every_lane(self, tmp_path):
         path = corpus(tmp_path / "a.jsonl", "a", [5] * 40 + [20])
         config = Data(sources=(JsonlSource(path=path, min_tokens=20),), held_out=0.0)
-        assert {len(mixture(config, lane, 8).draw()) for lane in range(8)} == {22}
+        assert {len(mixture(config, lane, 8).draw().tokens) for lane in range(8)} == {22}
         streamed = Data(sources=(HubSource(name="json", data_files=path, min_tokens=20),), held_out=0.0)
-        assert {len(mixture(streamed, lane, 8).draw()) for lane in range(8)} == {22}
+        assert {len(mixture(streamed, lane, 8).draw().tokens) for lane in range(8)} == {22}
 
     @pytest.mark.parametrize("lanes", [1, 3, 20])
     def test_filter_that_nothing_passes(self, tmp_path, lanes):
@@ -163,7 +191,7 @@ class TestIds:
     def test_document_has_its_special_tokens(self, tmp_path):
         (tmp_path / "a.txt").write_text("ab")
         run = mixture(Data(sources=(TextSource(path=str(tmp_path)),), held_out=0.0))
-        assert run.draw().tolist() == [256, 97, 98, 257]
+        assert run.draw().tokens.tolist() == [256, 97, 98, 257]
 
     def test_tokenizer_without_special_tokens(self, tmp_path):
         class Plain(BytesTokenizer):
@@ -172,7 +200,7 @@ class TestIds:
 
         (tmp_path / "a.txt").write_text("ab")
         run = mixture(Data(sources=(TextSource(path=str(tmp_path)),), held_out=0.0), tokenizer=Plain())
-        assert run.draw().tolist() == [97, 98]
+        assert run.draw().tokens.tolist() == [97, 98]
 
     def test_id_beyond_the_vocabulary(self, tmp_path):
         path = tmp_path / "a.txt"

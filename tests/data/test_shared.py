@@ -58,7 +58,7 @@ def pieces_of_a_pass(config: Data, lanes: int, tokenizer: Tokenizer = BYTES, epo
         mixed = [MixedSource(s, o, tokenizer, 5000) for s, o in zip(config.sources, sources, strict=True)]
         run, drawn = Mixture(mixed, config.seed, lane, lanes), []
         while True:
-            tokens = run.draw()
+            tokens = run.draw().tokens
             if run.epochs[0] > epoch:
                 break
             if run.epochs[0] == epoch:

@@ -76,7 +76,7 @@ def test_transformers_begins_a_text_as_training_does(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_bytes(TEXT.encode())
     config = Data(sources=(TextSource(path=str(tmp_path / "a.txt")),), held_out=0.0)
     mixed = MixedSource(config.sources[0], open_sources(config, "train")[0], tokenizer, tokenizer.vocab_size)
-    trained = Mixture([mixed], 0, 0, 1).draw().tolist()
+    trained = Mixture([mixed], 0, 0, 1).draw().tokens.tolist()
     assert trained.pop() == tokenizer.eos_id
     tokenizer.save(tmp_path / "saved")
     exported = AutoTokenizer.from_pretrained(tmp_path / "saved")
