@@ -8,7 +8,7 @@ the same on any number of ranks, and since the state is saved per lane, a run ca
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -79,6 +79,8 @@ class ReadAheadLoader:
     replica: Replica = ALONE
     most: int | None = None
     """Micro-batches of an iteration; None is no limit. What lies beyond them is not read ahead."""
+    arrange: Callable[[Sequence[Rows]], list[Rows]] | None = None
+    """Makes the micro-batches of a step of those that were read, from the same rows, in the thread that reads."""
 
     def __init__(self, facts: LoaderFacts):
         self.facts, self._place = facts, facts.start
@@ -101,9 +103,22 @@ class ReadAheadLoader:
 
     def _prefetched(self, state: dict[str, Any]) -> Prefetch[tuple[Batch, Place | None]]:
         """Batches from a state on. Only its thread refers to the items, so they are closed where they are read."""
-        shared = self.replica.share(lambda: islice(self._read(state), self.most))
+        shared = self.replica.share(lambda: islice(self._arranged(state), self.most))
         batches = ((to_batch(rows), place) for rows, place in shared.items)
         return Prefetch(batches, max(2, self.micro_batches_per_step), shared.close)
+
+    def _arranged(self, state: dict[str, Any]) -> Iterator[tuple[Rows, Place | None]]:
+        step: list[Rows] = []
+        for rows, place in self._read(state):
+            if self.arrange is None:
+                yield rows, place
+                continue
+            step.append(rows)
+            if place is not None:
+                *others, last = self.arrange(step)
+                yield from ((one, None) for one in others)
+                yield last, place
+                step = []
 
     def close(self) -> None:
         """Stops the background thread. Iterating again starts another."""

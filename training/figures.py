@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FIRST_SQUARE = 3
-"""Index in `StepFigures.exchanged` of the first squared gradient norm."""
-
 
 class OnTheWay:
     """Numbers that are copied to the host while it goes on.
@@ -45,8 +42,8 @@ class StepFigures:
     micro_batches: list[Any]
     """On the device; for inspection, if the loss is not finite."""
     exchanged: OnTheWay
-    """Loss in nats per token, the number of ranks told to stop, the global batch's tokens without padding, and the squared
-    gradient norms of the groups that are clipped together; sums over all ranks."""
+    """Loss in nats per token, the number of ranks told to stop, and the squared gradient norms of the groups that are
+    clipped together; sums over all ranks."""
     engine_norm: float | None = field(default=None)
     """DeepSpeed's gradient norm."""
 
@@ -66,13 +63,8 @@ class StepFigures:
         return self.numbers[1] > 0
 
     @property
-    def tokens(self) -> int:
-        """Tokens of the global batch, without padding."""
-        return round(self.numbers[2])
-
-    @property
     def grad_norm(self) -> float:
         """Norm of all gradients before clipping; NaN if the loss is not finite."""
         if not math.isfinite(self.loss):
             return math.nan
-        return math.sqrt(sum(self.numbers[FIRST_SQUARE:])) if self.engine_norm is None else self.engine_norm
+        return math.sqrt(sum(self.numbers[2:])) if self.engine_norm is None else self.engine_norm

@@ -31,7 +31,8 @@ class RunMetrics:
 
     `metrics.jsonl` holds one object per logged step (`loss`, `perplexity`, `grad_norm`, `lr`, `tokens`,
     `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`, and of the rows since the last one the share of
-    `padding` and the `cut_documents`) and one per validation (`val_loss`, `val_perplexity`, `val_tokens`). Padding is not counted as tokens. If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
+    `padding` and the `cut_documents`; with several ranks the step's `imbalance`, visible query-key pairs of the rank that has
+    most over the mean) and one per validation (`val_loss`, `val_perplexity`, `val_tokens`). Padding is not counted as tokens. If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
     `metrics.plasticity_freq`, there is one per measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`,
     `ap_last` and `ap_drop` of the model, each also per layer as `<name>.<layer>`, and `plasticity_seconds`. FLOPs count the
     visible query-key pairs of each batch, not full attention.

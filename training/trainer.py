@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -37,6 +38,7 @@ from farsight.model.build import ModelConfig, build_model, freeze_all_but, train
 from farsight.model.flops import Adapters, batch_flops
 from farsight.model.llama import Llama
 from farsight.new_folder import holds_only, new_folder
+from farsight.parallel.balance import PairBalance
 from farsight.parallel.batch import model_inputs, to_device
 from farsight.parallel.device import prepare_device
 from farsight.parallel.float8 import after_step, convert_to_float8
@@ -48,7 +50,7 @@ from farsight.parallel.pipeline import LossShare, Pipeline, pipeline
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.replica import replica_of
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
-from farsight.training.figures import FIRST_SQUARE, OnTheWay, StepFigures
+from farsight.training.figures import OnTheWay, StepFigures
 from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
 from farsight.training.optimizers.build import build_optimizers
@@ -114,11 +116,19 @@ class Trainer:
 
         self.tokenizer = build_tokenizer(config)
         self.replica = replica_of(dims)
+        self.layers, self.trained_layers = ModelConfig.from_job(config).layers(), trained_layers(config)
+        self.balance = PairBalance(
+            (scope for layer in self.layers for scope in layer.scopes),
+            config.training.seq_len,
+            dims.cp,
+            config.parallelism.context_parallel_load_balancer,
+        )
         self.loader = self._build_loader()
+        if config.data.mask_documents and dims.loss > 1:
+            self.loader.arrange = self.balance
         self.validator = None
         self.metrics = RunMetrics(config, dims, self.device)
 
-        self.layers, self.trained_layers = ModelConfig.from_job(config).layers(), trained_layers(config)
         self.loss_fn = LossShare()
         self.pipeline: Pipeline | None = None
         self.model_parts = self._build_model()
@@ -141,7 +151,7 @@ class Trainer:
 
         self.step = 0
         self.tokens_seen = 0
-        """Tokens of all ranks in the steps whose figures have been read, without padding."""
+        """Tokens of all ranks, without padding; up to the last step whose figures were wanted."""
         self.checkpoints = RunCheckpoints(
             config,
             {
@@ -165,8 +175,10 @@ class Trainer:
         self.stop_signal: int | None = None
         self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
-        self.padding, self.cut = 0, 0
-        """What packing did to this rank's rows since the last report: see `Packed`."""
+        self.tokens, self.padding, self.cut = 0, 0, 0
+        """Tokens of this rank's rows since the last report, without padding; and what packing did to them: see `Packed`."""
+        self.pairs: list[np.ndarray] = []
+        """Visible pairs of the context-parallel ranks in each micro-batch of the newest step, if it is logged."""
 
     def _make_deterministic(self) -> None:
         """Seeds torch, with another seed on each pipeline stage, and asks for deterministic algorithms if `[debug]` does."""
@@ -253,8 +265,10 @@ class Trainer:
         valid = sum(int((labels != IGNORE).sum()) for _, labels in micro_batches)
         global_valid_tokens = self._sum_over_data_ranks(self._number(valid))
         packed = self.loader.packed
-        tokens = sum(labels.numel() for _, labels in micro_batches) - packed.padding
+        self.tokens += sum(labels.numel() for _, labels in micro_batches) - packed.padding
         self.padding, self.cut = self.padding + packed.padding, self.cut + packed.cut
+        if self.dims.loss > 1 and self.metrics.should_log(self.step):
+            self.pairs = [self._pairs(inputs["document_starts"]) for inputs, _ in micro_batches]
 
         lr = set_rates(self.optimizers.optimizers, self.step - 1)
         self.optimizers.zero_grad()
@@ -271,7 +285,7 @@ class Trainer:
                 self.adapters,
             )
 
-        exchanged = self._exchange(losses, tokens)
+        exchanged = self._exchange(losses)
         former, now = self.launched, StepFigures(self.step, lr, losses, on_device, OnTheWay(exchanged))
         self.launched = now
         if self.skip is None:
@@ -279,8 +293,6 @@ class Trainer:
         self._clip_and_step(exchanged)
         if self.skip is not None and former is not None:
             self._read(former)
-        if former is not None:
-            self.tokens_seen += former.tokens
         self.metrics.advance()
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -298,19 +310,13 @@ class Trainer:
         streams.current_stream().wait_stream(self.copies)
         return inputs, labels
 
-    def _exchange(self, losses: list[Tensor], tokens: int) -> Tensor:
-        """The step's figures on the device, the sums over all ranks: see `StepFigures.exchanged`; fp64.
-
-        Args:
-            tokens: of this rank's rows, without padding.
-        """
+    def _exchange(self, losses: list[Tensor]) -> Tensor:
+        """The step's figures on the device, the sums over all ranks: see `StepFigures.exchanged`; fp64."""
         # Ranks of tensor parallelism have the same loss.
         loss = torch.stack(losses).double().sum() / self.dims.tp
         squares = [] if self.zero else [squared_norm(group, self.dims) for group in self._clipped_together()]
         told = self._number(self.stop_signal is not None)
-        # Ranks of one replica have the same rows; the first of them counts.
-        read = self._number(tokens if self.replica.reads else 0)
-        figures = torch.stack([loss, told, read, *(square.to(self.device) for square in squares)])
+        figures = torch.stack([loss, told, *(square.to(self.device) for square in squares)])
         if self.dims.world_size > 1:
             dist.all_reduce(figures)
         return figures
@@ -325,23 +331,45 @@ class Trainer:
         if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
             self._report_non_finite(figures)
 
+    def _pairs(self, document_starts: Tensor) -> np.ndarray:
+        """Visible pairs of each context-parallel rank in a micro-batch, from its document starts on the host."""
+        starts = document_starts.numpy()
+        return self.balance.of_ranks(starts if self.config.data.mask_documents else np.zeros_like(starts))
+
+    def _imbalance(self) -> float:
+        """Visible pairs of the rank that has most, over the mean, in the newest step. Ranks wait for each other in every
+        micro-batch, so it is the sum over micro-batches of the most, over the sum of the means."""
+        pairs = np.stack(self.pairs)
+        most, total = (torch.tensor(x, dtype=torch.float64, device=self.device) for x in (pairs.max(1), pairs.sum()))
+        if (mesh := self.dims.mesh("batch")) is not None:
+            dist.all_reduce(most, dist.ReduceOp.MAX, mesh.get_group())
+        return float(most.sum() / self._sum_over_data_ranks(total)) * self.dims.loss
+
     def _settle(self) -> None:
         """Reads the figures of the newest step, so that nothing is left to go wrong with it, and logs it if that is due."""
         figures = self.launched
         if figures is None:
             return
         self._read(figures)
-        self.tokens_seen += figures.tokens
+        # Ranks hold different documents, so the numbers of visible pairs and of tokens without padding differ.
+        own = torch.tensor([self.flops, self.tokens, self.padding, self.cut], dtype=torch.float64, device=self.device)
+        flops, tokens, padding, cut = self._sum_over_data_ranks(own).tolist()
+        self.tokens_seen = self.tokens_logged + round(tokens)
         if self.metrics.should_log(figures.step):
-            # Ranks hold different documents, so the numbers of visible pairs differ.
-            own = torch.tensor([self.flops, self.padding, self.cut], dtype=torch.float64, device=self.device)
-            flops, padding, cut = self._sum_over_data_ranks(own).tolist()
-            tokens = self.tokens_seen - self.tokens_logged
-            packing = {"padding": padding / (tokens + padding), "cut_documents": round(cut)}
+            packing = {"padding": padding / max(1, tokens + padding), "cut_documents": round(cut)}
+            if self.dims.loss > 1:
+                packing["imbalance"] = self._imbalance()
             self.metrics.log_step(
-                figures.step, figures.loss, figures.grad_norm, figures.lr, self.tokens_seen, tokens, flops, packing
+                figures.step,
+                figures.loss,
+                figures.grad_norm,
+                figures.lr,
+                self.tokens_seen,
+                round(tokens),
+                flops,
+                packing,
             )
-            self.tokens_logged, self.flops, self.padding, self.cut = self.tokens_seen, 0.0, 0, 0
+            self.tokens_logged, self.flops, self.tokens, self.padding, self.cut = self.tokens_seen, 0.0, 0, 0, 0
         self.launched = None
 
     def forward_backward(self, inputs: dict[str, Tensor], labels: Tensor, global_valid_tokens: Tensor) -> Tensor:
@@ -371,7 +399,7 @@ class Trainer:
                 return
             if self.skip is not None:
                 self.skip = torch.maximum(self.skip, 1 - exchanged.isfinite().all().float())
-            for group, norm in zip(self._clipped_together(), exchanged[FIRST_SQUARE:].sqrt(), strict=True):
+            for group, norm in zip(self._clipped_together(), exchanged[2:].sqrt(), strict=True):
                 clip_gradients(group, self.config.training.max_norm, norm)
             self.checkpoints.wait_for_staging()
             self.optimizers.step(self.skip)
