@@ -98,9 +98,10 @@ def test_batches_are_those_of_the_source(sources, chosen, split, ranks):
     assert_equal(batches(loaders(data(sources[i][1] for i in chosen), ranks, **changes), 120), raw)
 
 
-def test_resumed_on_another_number_of_ranks(sources):
-    raw = batches(loaders(data(pair[0] for pair in sources), 1), 60)
-    config = data(pair[1] for pair in sources)
+@pytest.mark.parametrize("packing", ["cut", "best_fit"])
+def test_resumed_on_another_number_of_ranks(sources, packing):
+    raw = batches(loaders(data(replace(pair[0], packing=packing) for pair in sources), 1), 60)
+    config = data(replace(pair[1], packing=packing) for pair in sources)
     before = loaders(config, 4)
     found, state = batches(before, 25), {}
     for rank in before:
