@@ -100,9 +100,11 @@ class TestRows:
             assert batch["input"].shape == (G, -(-longest // 8) * 8)
 
     def test_padding_is_a_document_of_its_own_without_labels(self, data):
-        batch = global_batches([build(replace(data, packing=False))], 1)[0]
+        loader = build(replace(data, packing=False))
+        batch = global_batches([loader], 1)[0]
         padding = [d for d in documents(batch) if set(d[0]) == {257}]
         assert len(padding) >= G - 1
+        assert loader.packed.padding == sum(len(d[0]) for d in padding) > 0
         for _, labels, positions in padding:
             assert set(labels) == {IGNORE}
             assert positions == tuple(range(len(positions)))
