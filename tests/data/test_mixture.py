@@ -100,8 +100,8 @@ def test_a_stream_is_read_again_in_one_pass(tmp_path):
     former = [run.draw() for _ in range(200)]
     again = mixture(config)
     (source,) = again._sources
-    opened, rows = [], source.source.rows
-    source.source.rows = lambda *place: opened.append(place) or rows(*place)
+    opened, rows = [], source.source.read_shard
+    source.source.read_shard = lambda *place: opened.append(place) or rows(*place)
     some = [former[150], former[3], former[77]]
     for one, before in zip(again.load_state(run.state(), [x.place for x in some]), some, strict=True):
         np.testing.assert_array_equal(one.tokens, before.tokens)
