@@ -428,4 +428,5 @@ def test_configs_of_the_documentation_load():
     assert [source.kind for source in configs[0].data.sources] == ["jsonl", "stdlib"]
     assert [len(config.data.sources) for config in configs[1:3]] == [1, 2]
     assert [source.weight for source in configs[4].data.sources] == [0.3, 0.2, 0.1, 0.4]
-    assert configs[5].tokenizer.path == "tokenizers/code"
+    assert configs[5].data.sources[0].packing == "best_fit"
+    assert configs[6].tokenizer.path == "tokenizers/code"
