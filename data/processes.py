@@ -10,6 +10,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
+from farsight.data.prefetch import Prefetch
 from farsight.errors import DataError
 
 T = TypeVar("T")
@@ -26,33 +27,36 @@ def read_in_processes(work: Sequence[Callable[[], Iterator[T]]], turns: int) -> 
     # Not forked from here, where threads run; from a process that has only imported what they need.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["farsight.data.loader"])
-    started: list[tuple[BaseProcess, Connection]] = []
+    started: list[tuple[BaseProcess, Connection, Prefetch[T]]] = []
     try:
-        for items in work:
+        for read in work:
             ours, theirs = context.Pipe(duplex=False)
-            process: BaseProcess = context.Process(target=_send, args=(items, theirs), daemon=True)
+            process: BaseProcess = context.Process(target=_send, args=(read, theirs), daemon=True)
             process.start()
             theirs.close()
-            started.append((process, ours))
+            # Taken as they come, or a process would stand still until it is its turn.
+            started.append((process, ours, Prefetch(_received(ours), 2 * turns)))
         while True:
-            yield [[_receive(connection) for _ in range(turns)] for _, connection in started]
+            yield [[next(items) for _ in range(turns)] for _, _, items in started]
     finally:
-        for process, connection in started:
-            process.terminate()
+        for process, connection, items in started:
+            process.terminate()  # which ends a wait for it
             process.join()
+            items.close()
             connection.close()
 
 
-def _receive(connection: Connection) -> Any:
-    try:
-        item, error = connection.recv()
-    except EOFError:
-        raise DataError(
-            "a process that reads data was killed, perhaps because memory ran out: lower data.reader_processes."
-        ) from None
-    if error is not None:
-        raise error
-    return item
+def _received(connection: Connection) -> Iterator[Any]:
+    while True:
+        try:
+            item, error = connection.recv()
+        except EOFError:
+            raise DataError(
+                "a process that reads data was killed, perhaps because memory ran out: lower data.reader_processes."
+            ) from None
+        if error is not None:
+            raise error
+        yield item
 
 
 def _send(items: Callable[[], Iterator[Any]], connection: Connection) -> None:
