@@ -33,6 +33,7 @@ from tqdm import tqdm
 
 from farsight.cli import command, new_parser, positive
 from farsight.configs.load import build_config
+from farsight.data.packing import Packed
 from farsight.outputs import add_json_option, write_json
 from farsight.parallel.device import prepare_device, total_memory
 from farsight.training.logs import start_logging
@@ -66,6 +67,7 @@ class _Batches:
 
 class _OurBatches(_Batches):
     skipped: ClassVar[dict[str, Any]] = {}
+    packed: ClassVar[Packed] = Packed()
     micro_batches_per_step = 1
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
