@@ -6,8 +6,8 @@
     farsight prepare shards/X --verify                      compare every byte with its checksum
 
 It reads every kind of source, compressed JSON lines (.gz, .bz2, .xz, .zst) too, and prints what to write in the config in place
-of its sources. Weights, length filters, held_out and the seed stay the run's own and can change afterwards; text, field and
-tokenizer cannot. Batches are the same as from the source itself, bit for bit, for local sources; a streamed dataset is
+of its sources. Weights, length filters, packing, held_out and the seed stay the run's own and can change afterwards; text, field
+and tokenizer cannot. Batches are the same as from the source itself, bit for bit, for local sources; a streamed dataset is
 read in a full shuffle of its rows instead. Preparing may be stopped at any time: the same command goes on with it.
 """
 
@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--verify", action="store_true", help="check every byte of a prepared folder")
     options, rest = parser.parse_known_args(arguments)
     if options.verify or options.inspect is not None:
+        if rest or options.out or options.stage or options.drop_duplicates:
+            parser.error("--inspect and --verify take a prepared folder and no other options")
         return _look(options.config, options.inspect, options.verify)
     if options.out is None:
         parser.error("--out DIR is missing: name the folder for the shards")
@@ -56,23 +58,35 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _look(place: Path, documents: int | None, verify: bool) -> int:
     from farsight.data.prepare.check import damage_of, first_documents, summary_of
-    from farsight.data.shards.layout import folders_of, read_manifest
+    from farsight.data.shards.layout import MANIFEST, folders_of, read_manifest
 
     folders = folders_of(place) or [place]
-    if documents is not None:
-        for folder in folders:
+    wrong = [
+        f"{folder} is not finished: prepare it again to go on"
+        for folder in folders
+        if not (folder / MANIFEST).is_file()
+    ]
+    if len(wrong) == len(folders):
+        read_manifest(place)
+    finished = [folder for folder in folders if (folder / MANIFEST).is_file()]
+    for folder in finished:
+        if documents is not None:
             print("\n".join([summary_of(folder), *first_documents(folder, documents)]), flush=True)
-    if verify:
-        if wrong := [sentence for folder in folders for sentence in damage_of(folder)]:
-            refuse("\n".join([*wrong, "Copy these files again, or prepare the source in a new folder."]))
-        for folder in folders:
-            print(f"{folder}: all {len(read_manifest(folder).shards) + 1} files are intact")
+    for folder in finished if verify else []:
+        if damage := list(damage_of(folder)):
+            wrong += [*damage, f"Copy these files again, or remove {folder} and prepare it again"]
+        else:
+            print(f"{folder}: all {len(read_manifest(folder).shards) + 1} files are intact", flush=True)
+    if wrong:
+        refuse("\n".join(wrong))
     return 0
 
 
 def _prepare(options: Any, rest: list[str]) -> None:
     from farsight.configs.finetuning import FinetuneConfig
+    from farsight.configs.schema import SourceShare
     from farsight.data.prepare.check import summary_of
+    from farsight.data.prepare.parts import parts_of
     from farsight.data.prepare.write import Job, prepare
     from farsight.data.tokenizers.tokenizer import load_tokenizer
     from farsight.launch.plan.read import read_configs
@@ -93,16 +107,18 @@ def _prepare(options: Any, rest: list[str]) -> None:
         for source in config.data.sources:
             if source.kind == "shards":
                 raise ConfigError(f"{name}: {source.path} is tokenised already; leave it out.")
-            own = {"kind": "shards", "weight": source.weight}
-            own |= {key: getattr(source, key) for key in ("min_tokens", "max_tokens") if getattr(source, key)}
-            bare = dataclasses.replace(source, weight=1.0, min_tokens=0, max_tokens=0)
+            of_a_run = dataclasses.asdict(SourceShare())
+            own = {name: value for name in of_a_run if (value := getattr(source, name)) != of_a_run[name]}
+            bare = dataclasses.replace(source, **of_a_run)
             key = (bare, tokenizer, config.data.on_bad_row)
             if key not in jobs:
                 folder = options.out / f"source-{len(jobs)}"
                 jobs[key] = Job(bare, folder, config.data.on_bad_row, options.drop_duplicates)
-            own["path"] = str(jobs[key].out)
-            lines.append(f"    {{ {', '.join(_assignments(own))} }},")
+            line = {"kind": "shards", "path": str(jobs[key].out), **own}
+            lines.append(f"    {{ {', '.join(_assignments(line))} }},")
         lines.append("]")
+    for job in jobs.values():  # a source that can't be opened is found before another is tokenised
+        parts_of(job.source, job.on_bad_row, job.shard_bytes)
     for number, ((_, tokenizer, _), job) in enumerate(jobs.items(), start=1):
         print(f"source {number} of {len(jobs)}: {job.source.kind} into {job.out}", flush=True)
         prepare(job, load_tokenizer(tokenizer), options.processes)

@@ -57,9 +57,11 @@ def summary_of(folder: Path) -> str:
         f"{manifest.documents:,} documents in {manifest.rows:,} rows, {manifest.tokens:,} tokens of {manifest.dtype} in "
         f"{len(manifest.shards)} shard{'s' * (len(manifest.shards) != 1)}",
     ]
-    if manifest.duplicates:
-        lines.append(f"{manifest.duplicates:,} documents dropped, as their text occurs earlier")
-    lines += [f"{count:,} rows skipped: {reason}" for reason, count in manifest.skipped.items()]
+    of_no_document = {f"skipped: {reason}": count for reason, count in manifest.skipped.items()}
+    of_no_document["dropped: their text occurs earlier"] = manifest.duplicates
+    skipped = sum(sum(shard.skipped.values()) for shard in manifest.shards)
+    of_no_document["empty"] = manifest.rows - manifest.documents - manifest.duplicates - skipped
+    lines += [f"{count:,} row{'s' * (count != 1)} {why}" for why, count in of_no_document.items() if count > 0]
     lines.append(f"{'tokens from':>12} {'documents':>12} {'tokens':>16} {'of all':>7}")
     for least, counts in manifest.lengths.items():
         share = counts["tokens"] / manifest.tokens

@@ -9,13 +9,14 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +26,7 @@ from farsight.configs import schema
 from farsight.data.prepare.parts import Part, identity_of, parts_of
 from farsight.data.shards.layout import (
     INDEX,
+    JOB,
     MANIFEST,
     RECORD,
     TOKENIZER,
@@ -32,24 +34,27 @@ from farsight.data.shards.layout import (
     Manifest,
     Shard,
     checksum,
-    read_manifest,
     token_type,
 )
+from farsight.data.shards.reader import checked
 from farsight.data.sources.documents import AnyDocument, OnBadRow, text_hash
+from farsight.data.sources.identity import difference
 from farsight.data.sources.rows import no_rows
 from farsight.data.tokenizers.base import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.errors import DataError, UserError
 from farsight.files import check_new_folder, write_text, written_whole
 from farsight.json_files import read_object
-from farsight.progress import progress
+from farsight.progress import DELAY, progress
 
 SHARD_BYTES = 256 << 20
 """Text in a shard; a preparation that is killed loses at most this much work in each process."""
-PARTS, JOB = "parts", "prepare.json"
+PARTS = "parts"
 
 _BATCH_BYTES, _BATCH_ROWS = 1 << 20, 512
 _COUNTED_ROWS = 1 << 20
+_PLACES = ("path", "data_dir", "data_files")
+"""Settings of a source that may change: moved data is the same data."""
 
 Report = Callable[[int, int], None]
 """Takes the size of the work that was done, in the units of the part's `size`, and the tokens written."""
@@ -79,7 +84,7 @@ def prepare(job: Job, tokenizer: Tokenizer, processes: int) -> Manifest:
     source = _begin(job, tokenizer, content)
     if (job.out / MANIFEST).is_file():
         shutil.rmtree(job.out / PARTS, ignore_errors=True)
-        return read_manifest(job.out)
+        return checked(job.out)
     parts, unusable = parts_of(job.source, job.on_bad_row, job.shard_bytes)
     with _progress(parts) as report:
         if processes == 1:
@@ -182,37 +187,41 @@ class _NewShard:
 
 def _begin(job: Job, tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str, Any]:
     """Makes the folder, or checks that the preparation in it is the same; returns the settings of the source."""
-    kept = {"weight", "min_tokens", "max_tokens"}  # of a run, not of the data
-    source = {key: value for key, value in asdict(job.source).items() if key not in kept}
-    settings = json.loads(
-        json.dumps(
-            {
-                "source": source,
-                "content": content,
-                "tokenizer": tokenizer.fingerprint,
-                "on_bad_row": job.on_bad_row,
-                "drop_duplicates": job.drop_duplicates,
-                "shard_bytes": job.shard_bytes,
-            }
-        )
-    )
+    of_a_run = {field.name for field in fields(schema.SourceShare)}
+    source = {key: value for key, value in asdict(job.source).items() if key not in of_a_run}
+    settings = {
+        **{key: value for key, value in source.items() if key not in _PLACES},
+        "tokenizer": tokenizer.fingerprint,
+        "drop_duplicates": job.drop_duplicates,
+        "shard_bytes": job.shard_bytes,
+    }
     for leftover in job.out.rglob("*.part"):
         leftover.unlink()
-    place = job.out / JOB
+    place, now = job.out / JOB, json.loads(json.dumps({"settings": settings, "content": content}))
     if place.is_file():
-        before = read_object(place)
-        if changed := [name for name in settings if before.get(name) != settings[name]]:
-            shown = "; ".join(f"{name} was {before.get(name)}, is {settings[name]}" for name in changed)
+        if changed := list(_changes(read_object(place), now)):
             raise DataError(
-                f"{job.out} was begun with other data or settings: {shown}. Put them back, or name a new folder."
+                f"{job.out} was begun with other data or settings: {'; '.join(changed)}. Put them back, or name a new folder "
+                "(sources are numbered in the order of the config)."
             )
     else:
         check_new_folder(job.out)
-        write_text(place, json.dumps(settings, indent=1))
+        write_text(place, json.dumps(now, indent=1))
     for name in (TOKENS, PARTS):
         (job.out / name).mkdir(exist_ok=True)
     tokenizer.save(job.out / TOKENIZER)
     return source
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """A phrase for each setting and file that differs from when a preparation was begun."""
+    old, new = before.get("settings", {}), now["settings"]
+    for name in sorted({*old, *new}):
+        if old.get(name) != new.get(name):
+            yield f"{name} was {old.get(name)}, is {new.get(name)}"
+    old, new = before.get("content", {}), now["content"]
+    if old != new:
+        yield difference(old.get("files", []), new.get("files", [])) or f"its data was {old}, is {new}"
 
 
 def _finished(out: Path, part: int) -> list[dict[str, Any]]:
@@ -258,6 +267,9 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(job: Job, done: Any, tokens: Any, threads: int) -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the process that started this one ends it
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
 
@@ -363,7 +375,10 @@ def _progress(parts: Sequence[Part]) -> Iterator[Report]:
         def report(size: int, new: int) -> None:
             nonlocal tokens
             tokens += new
-            shown.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s", refresh=False)
+            seconds = time.perf_counter() - start
+            shown.set_postfix_str(f"{tokens:,} tokens, {tokens / seconds:,.0f} tokens/s", refresh=False)
             shown.update(size)
+            if new and not size and seconds > DELAY:  # in the middle of a streamed file
+                shown.refresh()
 
         yield report

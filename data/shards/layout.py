@@ -23,6 +23,8 @@ from farsight.json_files import fields_of, read_object
 
 FORMAT = 1
 MANIFEST, INDEX, TOKENS, TOKENIZER = "manifest.json", "index.npy", "tokens", "tokenizer"
+JOB = "prepare.json"
+"""Settings that a preparation was begun with."""
 
 RECORD = np.dtype([("hash", "<u8"), ("start", "<u8"), ("shard", "<u4"), ("tokens", "<u4")])
 """Of a row: hash of its text (`documents.text_hash`), place of its first token in its shard, the shard, number of tokens."""
@@ -161,7 +163,5 @@ def map_raw(path: str | Path, dtype: np.dtype) -> np.ndarray:
 
 
 def folders_of(place: Path) -> list[Path]:
-    """The folders of shards that a path names: itself, or those in it."""
-    if (place / MANIFEST).is_file():
-        return [place]
-    return sorted(path.parent for path in place.glob(f"*/{MANIFEST}"))
+    """The folders of shards that a path names, finished or not: itself, or those in it."""
+    return [place] if (place / JOB).is_file() else sorted(path.parent for path in place.glob(f"*/{JOB}"))

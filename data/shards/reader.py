@@ -8,7 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from farsight.data.shards.layout import INDEX, MANIFEST, RECORD, TOKENIZER, TOKENS, ArrayFile, checksum, read_manifest
+from farsight.data.shards.layout import (
+    INDEX,
+    MANIFEST,
+    RECORD,
+    TOKENIZER,
+    TOKENS,
+    ArrayFile,
+    Manifest,
+    checksum,
+    read_manifest,
+)
 from farsight.data.tokenizers.base import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.errors import DataError
@@ -114,3 +124,12 @@ class Shards(TokenRows):
             described = self.manifest.shards[shard]
             file = self._open[shard] = ArrayFile(self.folder / TOKENS / described.file, self._dtype, described.tokens)
         return file.read(start, length)
+
+
+def checked(folder: Path) -> Manifest:
+    """The manifest of a folder whose files have the sizes that it says. Raises `DataError` for the first that has not."""
+    manifest = read_manifest(folder)
+    ArrayFile(folder / INDEX, RECORD, manifest.rows).close()
+    for shard in manifest.shards:
+        ArrayFile(folder / TOKENS / shard.file, np.dtype(manifest.dtype), shard.tokens).close()
+    return manifest

@@ -146,7 +146,7 @@ def test_duplicates_are_dropped_once_whatever_part_they_are_in(tmp_path):
     first = [text.encode() if text not in rows[:i] else b"" for i, text in enumerate(rows)]
     assert stored(tmp_path / "out") == first
     assert manifest.duplicates == len(rows) - len(set(rows))
-    assert f"{manifest.duplicates} documents dropped" in summary_of(tmp_path / "out")
+    assert f"{manifest.duplicates} rows dropped" in summary_of(tmp_path / "out")
 
 
 def test_bad_rows(tmp_path):
@@ -234,14 +234,44 @@ def test_other_settings_do_not_go_on_with_it(tmp_path):
     assert written(source, tmp_path / "out") == read_manifest(tmp_path / "out")
     with pytest.raises(DataError, match="other data or settings: drop_duplicates was False, is True"):
         written(source, tmp_path / "out", drop_duplicates=True)
+    with pytest.raises(DataError, match="settings: tokenizer was bytes, is "):
+        written(source, tmp_path / "out", tokenizer=train_sentencepiece(texts(), 300, tmp_path / "tokenizer"))
     jsonl(tmp_path / "a.jsonl", texts(59))
-    with pytest.raises(DataError, match="other data or settings: content was"):
+    with pytest.raises(DataError, match=r"other data or settings: a\.jsonl changed\. Put them back"):
         written(source, tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a").touch()
     with pytest.raises(ValueError, match="not empty"):
         written(source, tmp_path / "full")
     assert contents(tmp_path / "out") == before
+
+
+def test_moved_data_goes_on(tmp_path, monkeypatch):
+    source = jsonl(tmp_path / "a.jsonl", texts())
+    written(source, tmp_path / "whole")
+    monkeypatch.chdir(tmp_path)
+    written(JsonlSource(path="a.jsonl"), tmp_path / "whole")
+
+
+def test_bad_rows_may_be_skipped_from_then_on(tmp_path):
+    lines = [json.dumps({"text": text}) for text in texts()]
+    lines[50] = "{"
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = JsonlSource(path=str(tmp_path / "a.jsonl"))
+    with pytest.raises(DataError, match="bad JSON"):
+        written(source, tmp_path / "out")
+    assert len(list((tmp_path / "out" / "parts").glob("*.json"))) > 3
+    assert written(source, tmp_path / "out", on_bad_row="skip").skipped == {"bad JSON": 1}
+    assert stored(tmp_path / "out") == [b"" if i == 50 else text.encode() for i, text in enumerate(texts())]
+
+
+def test_a_finished_folder_that_was_cut_is_not_taken_for_good(tmp_path):
+    source = jsonl(tmp_path / "a.jsonl", texts())
+    written(source, tmp_path / "out")
+    path = sorted((tmp_path / "out" / "tokens").iterdir())[2]
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=path.name):
+        written(source, tmp_path / "out")
 
 
 def test_damage_is_found(tmp_path):
@@ -296,4 +326,12 @@ def test_a_folder_that_was_not_finished_is_refused(tmp_path):
 def test_settings_of_a_run_are_not_those_of_the_shards(tmp_path):
     source = jsonl(tmp_path / "a.jsonl", texts())
     written(source, tmp_path / "out")
-    written(replace(source, weight=3.0, min_tokens=7), tmp_path / "out")
+    written(replace(source, weight=3.0, min_tokens=7, packing="best_fit"), tmp_path / "out")
+
+
+def test_rows_without_a_document_are_counted(tmp_path):
+    rows = [*texts(), "", None, texts()[0]]
+    written(jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out", drop_duplicates=True)
+    shown = summary_of(tmp_path / "out")
+    assert "60 documents in 63 rows" in shown
+    assert "1 row dropped: their text occurs earlier\n2 rows empty\n" in shown

@@ -23,9 +23,10 @@ def folder(tmp_path, monkeypatch):
     other = '{ kind = "jsonl", path = "b.jsonl" }'
     shared = '[model]\nflavor = "tiny"\n[tokenizer]\nkind = "bytes"\n'
     (tmp_path / "run.toml").write_text(f"{shared}[data]\nsources = [{one}, {other}]\n")
+    long = one.replace("min_tokens = 9", 'max_tokens = 30, packing = "best_fit"')
     stages = "".join(
         f'[[stages]]\nname = "{name}"\n[stages.data]\nsources = [{sources}]\n'
-        for name, sources in (("short", one), ("long", f"{other}, {one.replace('min_tokens = 9', 'max_tokens = 30')}"))
+        for name, sources in (("short", one), ("long", f"{other}, {long}"))
     )
     (tmp_path / "recipe.toml").write_text(shared + stages)
     return tmp_path
@@ -36,8 +37,8 @@ def test_what_it_prints_trains_on_the_same_batches(folder, capsys):
     printed = capsys.readouterr().out
     values = tomllib.loads(printed[printed.index("[data]") :])
     assert values["data"]["sources"] == [
-        {"kind": "shards", "weight": 2.0, "min_tokens": 9, "path": "out/source-0"},
-        {"kind": "shards", "weight": 1.0, "path": "out/source-1"},
+        {"kind": "shards", "path": "out/source-0", "weight": 2.0, "min_tokens": 9},
+        {"kind": "shards", "path": "out/source-1"},
     ]
     shards, raw = (
         Loader(
@@ -57,10 +58,10 @@ def test_a_recipe_prepares_each_source_once(folder, capsys):
     assert re.findall(r"source (\d) of 2: jsonl into (\S+)", printed) == [("1", "out/source-0"), ("2", "out/source-1")]
     assert printed[printed.index("# recipe short") :] == (
         "# recipe short\n[data]\nsources = [\n"
-        '    { kind = "shards", weight = 2.0, min_tokens = 9, path = "out/source-0" },\n]\n'
+        '    { kind = "shards", path = "out/source-0", weight = 2.0, min_tokens = 9 },\n]\n'
         "# recipe long\n[data]\nsources = [\n"
-        '    { kind = "shards", weight = 1.0, path = "out/source-1" },\n'
-        '    { kind = "shards", weight = 2.0, max_tokens = 30, path = "out/source-0" },\n]\n'
+        '    { kind = "shards", path = "out/source-1" },\n'
+        '    { kind = "shards", path = "out/source-0", weight = 2.0, max_tokens = 30, packing = "best_fit" },\n]\n'
     )
     main(["prepare", "recipe.toml", "--out", "one", "--stage", "short", "--processes", "1"])
     assert [path.name for path in (folder / "one").iterdir()] == ["source-0"]
@@ -79,6 +80,21 @@ def test_looking_at_what_was_prepared(folder, capsys):
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(SystemExit, match=r"source-1/index\.npy is damaged"):
         main(["prepare", "out", "--verify"])
+    (folder / "out" / "source-0" / "manifest.json").unlink()
+    for look in (["--verify"], ["--inspect", "0"]):
+        with pytest.raises(SystemExit, match="out/source-0 is not finished: prepare it again to go on"):
+            main(["prepare", "out", *look])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["prepare", "out", "--verify", "--nonsense", "3"])
+    assert "no other options" in capsys.readouterr().err
+
+
+def test_every_source_is_opened_before_one_is_written(folder):
+    (folder / "b.jsonl").unlink()
+    with pytest.raises(SystemExit, match=r"b\.jsonl': no such file"):
+        main(["prepare", "run.toml", "--out", "out", "--processes", "1"])
+    assert not (folder / "out").exists()
 
 
 @pytest.mark.parametrize(
