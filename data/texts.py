@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,6 +88,8 @@ def _lines(path: Path, text: str, field: str) -> Iterator[str]:
             continue
         if text.lstrip().startswith("["):
             raise ConfigError(f"{path} is a JSON array: write one element per line (jq -c '.[]' '{path}' does so).")
+        if isinstance(value, dict) and field in value:
+            raise _not_a_text(f"{path}, line {number}", field, value[field])
         there = f"; it has {', '.join(value) or 'none'}" if isinstance(value, dict) else ""
         raise ConfigError(f'{path}, line {number}: not an object whose "{field}" is a text{there}.')
 
@@ -105,8 +108,12 @@ def _column(path: Path, field: str) -> Iterator[str]:
         raise _damaged(path, error) from error
     for number, value in enumerate(values):
         if not isinstance(value, str):
-            raise ConfigError(f"{path}, row {number}: '{field}' is {type(value).__name__}, not a text.")
+            raise _not_a_text(f"{path}, row {number}", field, value)
         yield value
+
+
+def _not_a_text(place: str, field: str, value: Any) -> ConfigError:
+    return ConfigError(f"{place}: '{field}' is {'null' if value is None else type(value).__name__}, not a text.")
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:

@@ -14,6 +14,7 @@ The same data, seed, tokenizer and options give the same file. Options of the fo
 A line of the file has "text", "tokens" (without bos and eos), "source", and "document": its file and line, or row.
 """
 
+import argparse
 import dataclasses
 import logging
 from itertools import islice
@@ -23,18 +24,29 @@ from farsight.cli import command, natural, new_parser, positive
 from farsight.outputs import output_file
 
 
+def _jsonl_file(text: str) -> Path:
+    # Readers tell JSON lines from one plain text by the name.
+    if not text.endswith(".jsonl"):
+        raise argparse.ArgumentTypeError(f"{text} must end with .jsonl")
+    return output_file(text)
+
+
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight corpus", __doc__, allow_abbrev=False)
     add = parser.add_argument
     add("config", type=Path, help="TOML file or a shipped one's name: a config, or a recipe with [[stages]]")
     add("--stage", help="the stage of a recipe whose data is read (default: the last)")
-    add("--out", type=output_file, required=True, metavar="FILE", help="the .jsonl file to write")
+    add("--out", type=_jsonl_file, required=True, metavar="FILE", help="the .jsonl file to write")
     add("--count", type=positive, default=100, metavar="N", help="how many documents (100)")
     add("--min-tokens", type=natural, default=65536, help="shortest document (65536)")
     add("--max-tokens", type=natural, default=131072, help="longest document (131072); 0 is no limit")
     add("--tokenizer", type=Path, metavar="DIR", help="directory whose tokenizer counts (default: the config's)")
     options, rest = parser.parse_known_args(arguments)
+    if 0 < options.max_tokens < options.min_tokens:
+        parser.error(
+            f"--min-tokens {options.min_tokens} is more than --max-tokens {options.max_tokens}: lower it, or raise --max-tokens"
+        )
     logging.basicConfig(format="%(message)s", level=logging.INFO)
 
     from farsight.data.sample import sample_documents, write_samples

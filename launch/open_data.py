@@ -4,7 +4,9 @@ A recipe may reach a source only after days; what would stop it there is said be
 """
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -73,6 +75,13 @@ class _Check:
             if self.problem is None:
                 raise
 
+    def place(self) -> str:
+        """The source's name, shortened."""
+        place = f"{self.source.kind} {getattr(self.source, 'path', '')}"
+        if isinstance(self.source, HubSource):
+            place = f"{place_of(self.source)} {self.source.config}"
+        return place.strip() if len(place) <= 60 else f"{place[:36]}…{place.strip()[-23:]}"
+
     def row(self) -> list[str]:
         """The source's line of the table."""
         passing = [f"{len(self.lengths)}", f"{fmean(self.lengths):,.0f}" if self.lengths else "–"]
@@ -83,11 +92,7 @@ class _Check:
             passing, result = ["–", "–"], "opens; no tokenizer to check lengths with"
         if self.skipped:
             result += f"; {self.skipped} bad rows"
-        place = f"{self.source.kind} {getattr(self.source, 'path', '')}"
-        if isinstance(self.source, HubSource):
-            place = f"{place_of(self.source)} {self.source.config}"
-        place = place.strip() if len(place) <= 60 else f"{place[:36]}…{place.strip()[-23:]}"
-        return [place, ", ".join(self.stages), str(self.documents), str(self.held_out), *passing, result]
+        return [self.place(), ", ".join(self.stages), str(self.documents), str(self.held_out), *passing, result]
 
     def _open(self, config: Source, held_out: float, split: Split) -> tuple[DocumentSource, MixedSource | None]:
         source = open_source(config, held_out, split, self.seed, self.data.on_bad_row, self.tokenizer)
@@ -129,15 +134,33 @@ def open_data(configs: Sequence[tuple[str, JobConfig]]) -> tuple[str, list[str]]
             seed = hash64(data.seed, number)
             check = checks.setdefault(key, _Check(source, data, seed, splits, tokenizer, vocab_size))
             check.stages.append(stage)
-    with progress(desc="Reading data", total=len(checks) * DOCUMENTS, unit="document") as shown:
-        for number, check in enumerate(checks.values(), 1):
+    quiet = _quiet_libraries() if any(isinstance(c.source, HubSource) for c in checks.values()) else nullcontext()
+    with quiet, progress(desc="Reading data", total=len(checks) * DOCUMENTS, unit="document") as shown:
+        for check in checks.values():
+            shown.set_postfix_str(check.place())
             check.run(shown)
-            shown.update(number * DOCUMENTS - shown.n)
+            shown.total -= DOCUMENTS - check.documents
             if check.problem:
                 problems.setdefault(check.problem, []).extend(check.stages)
     return _table(list(checks.values())), [
         f"{', '.join(dict.fromkeys(names))}: {said}" for said, names in problems.items()
     ]
+
+
+@contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """Keeps the libraries' lines about each retry out of the output: the error says what failed."""
+    import datasets  # noqa: F401  sets the levels of its loggers and of huggingface_hub's when it is first imported
+
+    loggers = [logging.getLogger(name) for name in ("datasets", "huggingface_hub", "fsspec")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _trained_by_run(config: JobConfig) -> bool:

@@ -85,6 +85,10 @@ def read_manifest(folder: Path) -> Manifest:
     if not path.is_file():
         inner = sorted(place.parent.name for place in folder.glob(f"*/{MANIFEST}"))
         there = f" There are {', '.join(inner)} in it: name one." if inner else ""
+        if (folder.parent / MANIFEST).is_file():
+            there = f" {folder.parent} is one."
+        elif others := [f"*{suffix}" for suffix in (".bin", ".npy") if any(folder.glob(f"*{suffix}"))]:
+            there = f' Token files of Megatron-LM or OLMo are named by a glob: path = "{folder / others[0]}".'
         raise DataError(
             f"{folder}: no {MANIFEST} in it. Name a folder that `farsight prepare` has written to its end.{there}"
         )
@@ -151,13 +155,16 @@ class ArrayFile:
         return raw
 
 
-def map_raw(path: str | Path, dtype: np.dtype) -> np.ndarray:
-    """The elements of a file without a header, memory-mapped for reading. Raises `DataError` if they don't fill it evenly."""
+def map_raw(path: str | Path, dtype: np.dtype, otherwise: str = "") -> np.ndarray:
+    """The elements of a file without a header, memory-mapped for reading.
+
+    `otherwise`: what else to do, in the `DataError` for a file that they don't fill evenly.
+    """
     size = os.path.getsize(path)
     if size % dtype.itemsize:
         raise DataError(
             f"{path}: {size:,} bytes are no whole number of {dtype}, {dtype.itemsize} bytes each. Copy the file again if it was cut "
-            "short, or use the tokenizer that it was written with."
+            f"short{otherwise}."
         )
     return np.asarray(np.memmap(path, dtype, mode="r")) if size else np.empty(0, dtype)
 

@@ -78,7 +78,7 @@ def _tokens(path: str, tokenizer: Tokenizer) -> np.ndarray:
                 "in one dimension."
             )
         return ids
-    return map_raw(path, token_type(tokenizer.vocab_size))
+    return map_raw(path, token_type(tokenizer.vocab_size), ", or use the tokenizer that it was written with")
 
 
 def _tabled(table: str, path: str, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 
 from farsight.extras import how_to_install
 
+_NOT_JSON = re.compile(r"JSON parse error(?!: Column\()|when decoding|Expected object or value|Trailing data")
+"""What pyarrow's parser and that of `datasets` say of such a line; of columns that change their type, pyarrow names the column."""
+
 
 def in_words(error: BaseException) -> str:
     """An error's type and message in one line, without the hub's token."""
@@ -66,6 +69,11 @@ def what_to_do(error: BaseException, place: str) -> str | None:
             "or set `field`."
         )
     return None
+
+
+def is_not_json(error: BaseException) -> bool:
+    """Whether an error of `datasets` is about a line that is not JSON."""
+    return _NOT_JSON.search(" ".join(str(link) for link in _chain(error))) is not None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

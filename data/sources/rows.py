@@ -51,9 +51,9 @@ class JsonRows:
             for path in paths:
                 if path.endswith(COMPRESSED):
                     raise DataError(
-                        f"{path}: a compressed file allows no random access to lines. Decompress it, stream it with "
-                        f'kind = "huggingface", name = "json", data_files = "{path}", or write its tokens once with '
-                        '`farsight prepare` and read these (kind = "shards").'
+                        f"{path}: a compressed file allows no random access to lines. Decompress it, write its "
+                        'tokens once with `farsight prepare` and read these (kind = "shards"), or stream it with '
+                        f'kind = "huggingface", name = "json", data_files = "{path}", which can\'t skip lines that are not JSON.'
                     )
                 if os.path.getsize(path) == 0:
                     report.bad_row(path, path, *EMPTY_FILE)

@@ -19,7 +19,7 @@ from farsight.configs import schema
 from farsight.configs.finetuning import InstructionHub
 from farsight.data.order import hash64, shuffled
 from farsight.data.sources.documents import Document, DocumentSource, check_text, text_of
-from farsight.data.sources.failures import in_words, what_to_do
+from farsight.data.sources.failures import in_words, is_not_json, what_to_do
 from farsight.data.sources.identity import identify
 from farsight.errors import DataError
 from farsight.progress import progress
@@ -113,7 +113,7 @@ class StreamedDataset(DocumentSource):
             except Exception as error:
                 # The library raises anything from ArrowInvalid to HTTP errors, without naming the place.
                 file = self._files[shard] if len(self._files) == self.shards else "that file of the dataset"
-                remedy = what_to_do(error, place_of(self._config)) or f"Repair or replace {file}."
+                remedy = what_to_do(error, place_of(self._config)) or _repair(error, self._config, file)
                 raise DataError(
                     f"{self.name}: shard {shard} of {self.shards} can't be read after row {at}: {in_words(error)}. {remedy}"
                 ) from error
@@ -263,9 +263,30 @@ def _opening(config: schema.HubSource | InstructionHub, name: str) -> Iterator[N
         raise
     except Exception as error:
         # Anything from a missing file (StopIteration, for a glob without matches) to a network error.
-        remedy = what_to_do(error, place_of(config)) or (
-            f"Check its name, config = '{config.config}', split = '{config.split}', data_dir = '"
-            f"{', '.join(folders_of(config))}' and data_files = '{config.data_files}', and that the hub can be reached "
-            "(or that the dataset is in the local cache)."
-        )
+        remedy = what_to_do(error, place_of(config))
+        if remedy is None and _is_local(config) and is_not_json(error):
+            remedy = _repair(error, config, config.data_files or "the file")
+        if remedy is None:
+            hub = ", and that the hub can be reached (or that the dataset is in the local cache)"
+            remedy = (
+                f"Check its name, config = '{config.config}', split = '{config.split}', data_dir = '"
+                f"{', '.join(folders_of(config))}' and data_files = '{config.data_files}'{'' if _is_local(config) else hub}."
+            )
         raise DataError(f"{name}: it can't be opened: {in_words(error)}. {remedy}") from error
+
+
+def _is_local(config: schema.HubSource | InstructionHub) -> bool:
+    """Whether a source names files of this machine: a dataset in a folder, or a format with local files."""
+    files = [config.data_files, *folders_of(config)]
+    return os.path.isdir(config.name) or ("/" not in config.name and any(files) and "://" not in "".join(files))
+
+
+def _repair(error: Exception, config: schema.HubSource | InstructionHub, file: str) -> str:
+    """What to do about a damaged file; for local JSON lines also how to skip those that are not JSON."""
+    remedy = f"Repair or replace {file}."
+    if isinstance(config, schema.HubSource) and _is_local(config) and is_not_json(error):
+        remedy += (
+            ' Streaming can\'t skip lines that are not JSON: to leave them out, run `farsight prepare` with kind = "jsonl" and '
+            'data.on_bad_row = "skip", and read its shards (kind = "shards").'
+        )
+    return remedy

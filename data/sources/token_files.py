@@ -113,6 +113,12 @@ def _open(name: str, pattern: str, tokenizer: Tokenizer) -> list[TokenFile]:
                 files.append(OlmoFile(path, tokenizer, shown))
             elif os.path.isfile(f"{path}.idx") and os.path.isfile(f"{path}.bin"):
                 files.append(MegatronFile(path))
+            elif there := [suffix for suffix in (".bin", ".idx") if os.path.isfile(path + suffix)]:
+                missing = ".idx" if there == [".bin"] else ".bin"
+                raise DataError(
+                    f"{name}: there is no {path}{missing} beside {path}{there[0]}; Megatron-LM's files come in pairs. Put it there, or "
+                    "make the path match complete pairs only."
+                )
             else:
                 raise DataError(
                     f"{name}: {path} is neither a pair of Megatron-LM's files, .bin and .idx, nor OLMo's .npy. Make the path match such "

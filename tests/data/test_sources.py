@@ -18,10 +18,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farsight.configs.load import build_config
-from farsight.configs.schema import Data, HubSource, JsonlSource, ParquetSource, Source, StdlibSource, TextSource
+from farsight.configs.schema import (
+    Data,
+    HubSource,
+    JsonlSource,
+    ParquetSource,
+    ShardsSource,
+    Source,
+    StdlibSource,
+    TextSource,
+)
 from farsight.data.order import EpochOrder, hash64, shuffled
+from farsight.data.prepare.write import Job, prepare
 from farsight.data.sources.build import open_source, open_sources
 from farsight.data.sources.documents import DocumentSource
+from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.errors import DataError
 
 
@@ -376,7 +387,7 @@ class TestStreamed:
     def test_errors(self, tmp_path, shards):
         with pytest.raises(DataError, match=r"huggingface source 'json \(.*/\*\.jsonl\)': no column 'body'.* id, text"):
             open_train(HubSource(name="json", data_files=shards.data_files, field="body"))
-        with pytest.raises(DataError, match=r"can't be opened.*data_files = '/nowhere/\*'"):
+        with pytest.raises(DataError, match=r"can't be opened.*data_files = '/nowhere/\*'\.$"):
             open_train(HubSource(name="json", data_files="/nowhere/*"))
         with pytest.raises(DataError, match=r"Bad split: test.*split = 'test'"):
             open_train(HubSource(name="json", data_files=shards.data_files, split="test"))
@@ -400,6 +411,23 @@ class TestStreamed:
             match=r"shard 1 of 2 can't be read after row 0: .*JSON parse error.* Repair or replace .*/b\.jsonl\.",
         ):
             list(source.documents())
+
+    @pytest.mark.parametrize("first", [{"text": "x"}, {"text": "x", "other": 1}], ids=["read", "opened"])
+    def test_lines_that_are_not_json(self, tmp_path, first):
+        """Streaming stops at one even if told to skip, and names what skips it; with columns of two types as it is opened."""
+        lines = [json.dumps(first), json.dumps({"text": "y", "other": "z"}), "not json"]
+        path = tmp_path / "a.jsonl.gz"
+        path.write_bytes(gzip.compress("\n".join(lines).encode()))
+        with pytest.raises(DataError) as error:
+            list(open_train(HubSource(name="json", data_files=str(path)), on_bad_row="skip").documents())
+        said = str(error.value)
+        assert ("can't be opened" in said) == ("other" in first)
+        assert f"Repair or replace {path}. Streaming can't skip" in said
+        assert "hub" not in said.partition("': ")[2]
+        job = Job(JsonlSource(path=str(path)), tmp_path / "shards", *re.findall(r'data.on_bad_row = "(.*?)"', said))
+        prepare(job, BytesTokenizer(), processes=1)
+        shards = open_source(ShardsSource(path=str(job.out)), 0.0, "train", 0, tokenizer=BytesTokenizer())
+        assert sorted(document.text for document in shards.documents()) == ["x", "y"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import csv
 import gzip
 import random
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import replace
@@ -265,7 +266,7 @@ def test_ids_outside_the_vocabulary(tmp_path):
             lambda idx, ids: (idx, ids[:-4]),
             r"a\.idx does not belong to .*a\.bin, which has 6 tokens of int32.* Copy both",
         ),
-        (lambda idx, ids: (idx, ids[:-1]), r"a\.bin: 27 bytes are no whole number of int32"),
+        (lambda idx, ids: (idx, ids[:-1]), r"a\.bin: 27 bytes are no whole number of int32.* was cut short\.$"),
         (lambda idx, ids: (idx[:-8] + struct.pack("<q", 3), ids), "does not belong"),
     ],
 )
@@ -295,23 +296,47 @@ def test_a_damaged_entry_of_the_index_is_found_when_it_is_read(tmp_path, place, 
 def test_other_files_are_refused(tmp_path):
     write_megatron(tmp_path / "a", [[[1]]])
     (tmp_path / "a.idx").unlink()
-    with pytest.raises(
-        DataError, match=r"a is neither a pair of Megatron-LM's files, \.bin and \.idx, nor OLMo's \.npy"
-    ):
+    with pytest.raises(DataError, match=r"there is no .*/a\.idx beside .*/a\.bin;"):
         read(tmp_path / "a.bin")
+    (tmp_path / "a.bin").rename(tmp_path / "b.idx")
+    with pytest.raises(DataError, match=r"there is no .*/b\.bin beside .*/b\.idx;"):
+        read(tmp_path / "b.idx")
     (tmp_path / "a.jsonl").write_text("{}")
-    with pytest.raises(DataError, match=r"a\.jsonl is neither"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl is neither a pair of Megatron-LM's files, \.bin and \.idx, nor OLMo's"
+    ):
         read(tmp_path / "*.jsonl")
     with pytest.raises(DataError, match="no such file"):
         read(tmp_path / "none*")
-    with pytest.raises(DataError, match=r"no manifest\.json"):
+    with pytest.raises(DataError, match=r"no manifest\.json .* to its end\.$"):
         read(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".npy"])
+def test_a_folder_of_token_files_is_read_by_a_glob(tmp_path, suffix):
+    write = {
+        ".bin": lambda: write_megatron(tmp_path / "a", [[[1, 2]]]),
+        ".npy": lambda: np.save(tmp_path / "a", [1, EOS]),
+    }
+    write[suffix]()
+    with pytest.raises(DataError, match=r"no manifest\.json") as error:
+        read(tmp_path)
+    (glob,) = re.findall(r'path = "(.*?)"', str(error.value))
+    assert read(Path(glob)) == [[1, 2] if suffix == ".bin" else [1]]
+
+
+def test_the_tokens_of_shards_are_not_taken_for_token_files(tmp_path):
+    (tmp_path / "manifest.json").touch()
+    (tmp_path / "tokens").mkdir()
+    np.save(tmp_path / "tokens/00000-000.npy", [1, EOS])
+    with pytest.raises(DataError, match=rf"no manifest\.json .* {tmp_path} is one\.$"):
+        read(tmp_path / "tokens")
 
 
 def test_damaged_olmo_files(tmp_path):
     path, table = tmp_path / "a.npy", tmp_path / "a.csv.gz"
     path.write_bytes(b"123")
-    with pytest.raises(DataError, match=r"a\.npy: 3 bytes are no whole number of uint16"):
+    with pytest.raises(DataError, match=r"a\.npy: 3 bytes are no whole number of uint16.*, or use the tokenizer"):
         read(path)
     np.array([*range(40), EOS], "<u4").tofile(path)
     for _ in ("searched", "tabled"):

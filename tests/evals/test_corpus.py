@@ -95,6 +95,30 @@ def test_no_document_is_that_long(config, capsys):
     assert not config.with_name("none.jsonl").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--out", "x.txt"], "x.txt must end with .jsonl"),
+        (
+            ["--out", "x.jsonl", "--min-tokens", "500", "--max-tokens", "100"],
+            "--min-tokens 500 is more than --max-tokens 100",
+        ),
+    ],
+)
+def test_options_that_make_no_sense(config, capsys, monkeypatch, options, words):
+    monkeypatch.chdir(config.parent)
+    with pytest.raises(SystemExit, match="2"):
+        main([str(config), *options])
+    assert words in capsys.readouterr().err
+    assert not list(config.parent.glob("x.*"))
+
+
+def test_no_longest_document(config):
+    longest = {text for text in TEXTS if len(text.encode()) >= 300}
+    assert longest
+    assert {line["text"] for line in gathered(config, "--min-tokens", "300", "--max-tokens", "0")} == longest
+
+
 def test_long100_reads_proof_pile_and_govreport_whole():
     data = load_config(["--job.config_file", str(shipped_configs()["long100"])]).data
     proof_pile, reports = data.sources

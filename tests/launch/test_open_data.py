@@ -1,7 +1,9 @@
 """Opening the data of recipes and configs in a dry run, on local imitations of the published corpora."""
 
 import json
+import logging
 
+import datasets  # noqa: F401  sets the levels of its loggers when it is imported
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -15,6 +17,7 @@ from farsight.data.sources.documents import split_of
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.launch.open_data import open_data
 from farsight.launch.recipe.__main__ import main
+from farsight.progress import progress
 from tests.published import texts, write, write_published
 
 RECIPES = [name for name, path in shipped_configs().items() if "stages" in read_toml(path)]
@@ -181,6 +184,39 @@ def test_a_fault_is_not_taken_for_bad_data(monkeypatch):
     monkeypatch.setattr(open_data_module, "split_of", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         checked(sources=[{"kind": "stdlib"}])
+
+
+def test_the_retries_of_the_libraries_are_not_shown(tmp_path, caplog, monkeypatch):
+    """Nor those of the library for JSON, but warnings of our own."""
+
+    def fails(config, *_):
+        logging.getLogger("huggingface_hub.utils._http").warning("Retrying in 8s")
+        logging.getLogger("fsspec").error("disconnected")
+        logging.getLogger("farsight.data").warning("a bad row")
+        return opened(config, *_)
+
+    (tmp_path / "a.jsonl").write_text("not json\n")
+    opened = open_data_module.open_source
+    monkeypatch.setattr(open_data_module, "open_source", fails)
+    levels = [logging.getLogger(name).level for name in ("datasets", "huggingface_hub", "fsspec")]
+    _, (problem,) = checked(sources=[{"kind": "huggingface", "name": "json", "data_files": f"{tmp_path}/a.jsonl"}])
+    assert "JSON parse error" in problem
+    assert [record.message for record in caplog.records] == ["a bad row"]
+    assert [logging.getLogger(name).level for name in ("datasets", "huggingface_hub", "fsspec")] == levels
+
+
+def test_progress_counts_the_documents_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", [{"text": f"document {i}"} for i in range(40)])
+    bars = []
+    monkeypatch.setattr(open_data_module, "progress", lambda **given: bars.append(progress(**given)) or bars[0])
+    sources = [{"kind": "jsonl", "path": f"{name}.jsonl"} for name in ("gone", "a")]
+    checked(sources=sources)
+    assert (bars[0].n, bars[0].total) == (40, 40)
+    assert bars[0].postfix == "jsonl a.jsonl"
+    bars.clear()
+    checked(sources=sources[:1])
+    assert (bars[0].n, bars[0].total) == (0, 0)
 
 
 def test_a_single_config(capsys, tmp_path, workplace):
