@@ -113,7 +113,7 @@ def _column(path: Path, field: str) -> Iterator[str]:
 
 
 def _not_a_text(place: str, field: str, value: Any) -> ConfigError:
-    return ConfigError(f"{place}: '{field}' is {'null' if value is None else type(value).__name__}, not a text.")
+    return ConfigError(f'{place}: "{field}" is {"null" if value is None else type(value).__name__}, not a text.')
 
 
 def _damaged(path: Path, error: Exception) -> ConfigError:

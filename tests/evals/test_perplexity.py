@@ -331,11 +331,11 @@ def test_texts_of_every_kind_of_file(tmp_path):
         assert read_texts(tmp_path / name, "body") == texts
         with pytest.raises(ConfigError, match=rf"{name}.*body"):
             read_texts(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"a\.parquet, row 0: 'id' is int, not a text"):
+    with pytest.raises(ConfigError, match=r'a\.parquet, row 0: "id" is int, not a text'):
         read_texts(tmp_path / "a.parquet", "id")
     for value, name in ((None, "null"), (7, "int")):
         (tmp_path / "b.jsonl").write_text(f"{lines}\n{json.dumps({'body': value})}\n")
-        with pytest.raises(ConfigError, match=rf"b\.jsonl, line 6: 'body' is {name}, not a text"):
+        with pytest.raises(ConfigError, match=rf'b\.jsonl, line 6: "body" is {name}, not a text'):
             read_texts(tmp_path / "b.jsonl", "body")
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfword")
     assert read_texts(tmp_path / "a.txt") == ["word"]
