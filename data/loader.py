@@ -55,7 +55,7 @@ class Place:
     skipped: dict[str, dict[str, int]] = field(default_factory=dict)
     """Rows that could not be used, by source and reason, since the process started."""
     packed: Packed = field(default_factory=Packed)
-    """What packing did to this rank's rows of the step that ends here."""
+    """Padding and cut documents in this rank's rows of the step that ends here."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class ReadAheadLoader:
 
     @property
     def packed(self) -> Packed:
-        """What packing did to this rank's rows of the last step delivered."""
+        """Padding and cut documents in this rank's rows of the last step delivered."""
         return self._place.packed
 
     def rewind(self) -> None:

@@ -74,13 +74,13 @@ class Drawn:
     tokens: np.ndarray
     """int64 [n ≥ 1], special tokens included."""
     place: list[int]
-    """Where to read it again."""
+    """The source and the position in it, from which it can be read again."""
     best_fit: bool = False
     """False: it may be cut at the end of any row."""
 
 
 class Packed(NamedTuple):
-    """What packing did to some rows."""
+    """Padding and cut documents in some rows."""
 
     padding: int = 0
     """Tokens of padding."""

@@ -164,7 +164,7 @@ def _quiet_libraries() -> Iterator[None]:
 
 
 def _trained_by_run(config: JobConfig) -> bool:
-    """Whether the run or recipe trains its tokenizer on its own data, and has not yet."""
+    """True if the run or recipe trains its tokenizer on its own data, and has not yet."""
     t, folder = config.tokenizer, Path(config.job.dump_folder)
     named = t.path and Path(t.path) not in (folder / "tokenizer", folder.parent / "tokenizer")
     if named or t.kind == "bytes" or (not t.path and config.checkpoint.initial_load_path):

@@ -27,7 +27,7 @@ from farsight.model.build import ModelConfig, build_model
 
 CONFIG = CONFIGS / "finetune" / "llama3.1_8b_qlora_garfa.toml"
 WORDS = 3000
-"""Of an answer: more than a row holds, so that rows are full."""
+"""Length of an answer: longer than a row, so that rows are full."""
 
 
 def write_base(directory: Path, flavor: str, device: str) -> None:

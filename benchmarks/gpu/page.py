@@ -222,7 +222,7 @@ def _scopes(T: int) -> tuple[int, ...]:
 
 
 def _seconds(T: int, kernel: str, passes: Sequence[Pass]) -> tuple[float, float]:
-    """Of the dense attention of a layer, and of SCOPE's with wide heads in `kernel`, as the cost model has them for Hopper."""
+    """Predicted times of a layer's dense attention, and of SCOPE's with wide heads in `kernel`, by the cost model for Hopper."""
     gpu, shape, scopes = gpu_of(9), Shape(1, T, group=4, head_dim=128), _scopes(T)
     dense = sum(split_seconds((T,) * len(scopes), shape, gpu, "FA3", pass_, 1) for pass_ in passes)
     return dense, sum(best_split(scopes, shape, gpu, kernel, pass_).seconds for pass_ in passes)

@@ -72,7 +72,7 @@ class Rows:
         write_json(self.path, self.figures)
 
     def attempt(self, name: str, measure: Callable[[], Any]) -> Any:
-        """What `measure` returns; None if it failed, or there is no memory or time left for it."""
+        """Calls `measure` and returns its result; None if it failed, or if there is no memory or time left for it."""
         if self.seconds > limits.START:
             self.figures["left_out"].append(f"{name}: no time left")
             return None

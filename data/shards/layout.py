@@ -27,7 +27,7 @@ JOB = "prepare.json"
 """Settings that a preparation was begun with."""
 
 RECORD = np.dtype([("hash", "<u8"), ("start", "<u8"), ("shard", "<u4"), ("tokens", "<u4")])
-"""Of a row: hash of its text (`documents.text_hash`), place of its first token in its shard, the shard, number of tokens."""
+"""A row's entry in the index: hash of its text (`documents.text_hash`), place of its first token in its shard, shard, number of tokens."""
 
 _CHUNK = 16 << 20
 

@@ -63,7 +63,7 @@ class MegatronFile:
             raise self._not_a_pair()
 
     def bounds(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the tokens of documents [n] begin and end in `ids`, int64 [n] each. Raises `DataError` for a damaged index."""
+        """Places in `ids` at which the tokens of documents [n] begin and end, int64 [n] each. Raises `DataError` for a damaged index."""
         first, after = self._documents[documents], self._documents[documents + 1]
         if (first < 0).any() or (first > after).any() or (after > len(self._lengths)).any():
             raise self._not_a_pair()

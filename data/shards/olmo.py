@@ -27,7 +27,7 @@ _MAGIC = b"\x93NUMPY"
 _CHUNK = 1 << 24
 """Tokens that are searched for eos at once."""
 _SAMPLE, _ENOUGH = 4096, 16
-"""Of this many tokens every second one is looked at, to see whether ids have a wider type; and how many are needed to tell."""
+"""Tokens of a sample, in which every second id is 0 if ids have a wider type; and the fewest tokens that can tell."""
 _PAIR = np.dtype((np.int64, 2))
 
 
@@ -60,7 +60,7 @@ class OlmoFile:
             )
 
     def bounds(self, documents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the tokens of documents [n] begin and end in `ids`, int64 [n] each."""
+        """Places in `ids` at which the tokens of documents [n] begin and end, int64 [n] each."""
         return self._starts[documents], self._ends[documents]
 
 

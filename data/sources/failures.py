@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from farsight.extras import how_to_install
 
 _NOT_JSON = re.compile(r"JSON parse error(?!: Column\()|when decoding|Expected object or value|Trailing data")
-"""What pyarrow's parser and that of `datasets` say of such a line; of columns that change their type, pyarrow names the column."""
+"""Messages of pyarrow's parser and that of `datasets` for a line that is not JSON; for a column whose type changes, pyarrow names it."""
 
 
 def in_words(error: BaseException) -> str:
@@ -72,7 +72,7 @@ def what_to_do(error: BaseException, place: str) -> str | None:
 
 
 def is_not_json(error: BaseException) -> bool:
-    """Whether an error of `datasets` is about a line that is not JSON."""
+    """True if an error of `datasets` is about a line that is not JSON."""
     return _NOT_JSON.search(" ".join(str(link) for link in _chain(error))) is not None
 
 

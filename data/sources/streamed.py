@@ -276,13 +276,13 @@ def _opening(config: schema.HubSource | InstructionHub, name: str) -> Iterator[N
 
 
 def _is_local(config: schema.HubSource | InstructionHub) -> bool:
-    """Whether a source names files of this machine: a dataset in a folder, or a format with local files."""
+    """True if a source names files of this machine: a dataset in a folder, or a format with local files."""
     files = [config.data_files, *folders_of(config)]
     return os.path.isdir(config.name) or ("/" not in config.name and any(files) and "://" not in "".join(files))
 
 
 def _repair(error: Exception, config: schema.HubSource | InstructionHub, file: str) -> str:
-    """What to do about a damaged file; for local JSON lines also how to skip those that are not JSON."""
+    """Advice for a damaged file; for local JSON lines also how to skip those that are not JSON."""
     remedy = f"Repair or replace {file}."
     if isinstance(config, schema.HubSource) and _is_local(config) and is_not_json(error):
         remedy += (

@@ -202,8 +202,8 @@ class Tokenizer(ABC):
         return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     def _byte_sizes(self, ids: list[int]) -> list[int]:
-        """Bytes of text that each token stands for; not needed where `encode_rendered` is overridden."""
-        raise NotImplementedError
+        """Bytes of text that each token stands for."""
+        raise NotImplementedError  # tokenizers that override `encode_rendered` never call it
 
 
 def _with_spans(text: str, ids: list[int], sizes: list[int]) -> Encoded:
