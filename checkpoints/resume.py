@@ -15,7 +15,7 @@ from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.former import current
 from farsight.configs.schema import JobConfig
 from farsight.configs.typed import to_dict
-from farsight.data.loader import ORDER_KEY
+from farsight.data.read_ahead import ORDER_KEY
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.model.position.layers import select_layers

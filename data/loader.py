@@ -8,183 +8,26 @@ the same on any number of ranks, and since the state is saved per lane, a run ca
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
-
 from farsight.configs import schema
 from farsight.data.mixture import MixedSource, Mixture
 from farsight.data.packing import Packed, Packer, Rows
-from farsight.data.prefetch import Prefetch
 from farsight.data.processes import read_in_processes
+from farsight.data.read_ahead import Batch, LoaderFacts, Place, ReadAheadLoader, shared_loader
 from farsight.data.replica import ALONE, Replica
+from farsight.data.saved_order import source_settings
 from farsight.data.sources.build import open_sources
 from farsight.data.sources.documents import DocumentSource, Split
-from farsight.data.sources.identity import difference
 from farsight.data.tokenizers.tokenizer import Tokenizer, padding_id
 from farsight.errors import DataError
 
 logger = logging.getLogger(__name__)
-
-Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-
-ORDER_KEY = "order"
-"""Key of a loader's state: JSON of everything that the order of its batches depends on."""
-_FILES = "the files of "
-"""Prefix of the keys that identify a source's files."""
-_NOT_IDENTITY = ("path", "data_dir", "data_files")
-"""Fields that may change between save and resume: moved data is the same data."""
-_ADDED = {"packing": "cut"}
-"""Fields that older checkpoints lack, with what was done then."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """The position of a loader after a complete step."""
-
-    state: dict[str, Any]
-    """The part of it that a checkpoint saves, besides the order."""
-    epochs: Any
-    """Passes over the data, as the loader's `epochs`."""
-    skipped: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Rows that could not be used, by source and reason, since the process started."""
-    packed: Packed = field(default_factory=Packed)
-    """Padding and cut documents in this rank's rows of the step that ends here."""
-
-
-@dataclass(frozen=True)
-class LoaderFacts:
-    """A loader's properties that every rank of a replica knows, including those that do not read."""
-
-    order: dict[str, Any]
-    """Everything that the order of batches depends on: a flat dict, keyed by the names of the settings."""
-    start: Place
-    micro_batches_per_step: int
-
-
-class ReadAheadLoader:
-    """The endless micro-batches of one data-parallel rank, which a thread prepares at least one step ahead.
-
-    Iterating again continues after the last complete step that was delivered, and ends the older iteration. A loader of this
-    class itself is one of a rank that does not read: its replica's reading rank gives it the batches, and the places in the data.
-    """
-
-    _running: Prefetch[tuple[Batch, Place | None]] | None = None
-    replica: Replica = ALONE
-    most: int | None = None
-    """Micro-batches of an iteration; None is no limit. What lies beyond them is not read ahead."""
-    arrange: Callable[[Sequence[Rows]], list[Rows]] | None = None
-    """Makes the micro-batches of a step of those that were read, from the same rows, in the thread that reads."""
-
-    def __init__(self, facts: LoaderFacts):
-        self.facts, self._place = facts, facts.start
-
-    def _read(self, state: dict[str, Any]) -> Iterator[tuple[Rows, Place | None]]:
-        """Micro-batches from a state on; the last of each step with the place after it, others with None. For the reading rank."""
-        raise NotImplementedError  # every loader that reads overrides it
-
-    def __iter__(self) -> Iterator[Batch]:
-        self.close()
-        running = self._running = self._prefetched(self._place.state)
-        try:
-            for batch, place in running:
-                if place is not None:
-                    self._place = place
-                yield batch
-        finally:
-            running.close()
-        raise RuntimeError("this iteration of the loader was ended by a newer one; use that one.")
-
-    def _prefetched(self, state: dict[str, Any]) -> Prefetch[tuple[Batch, Place | None]]:
-        """Batches from a state on. Only its thread refers to the items, so they are closed where they are read."""
-        shared = self.replica.share(lambda: islice(self._arranged(state), self.most))
-        batches = ((to_batch(rows), place) for rows, place in shared.items)
-        return Prefetch(batches, max(2, self.micro_batches_per_step), shared.close)
-
-    def _arranged(self, state: dict[str, Any]) -> Iterator[tuple[Rows, Place | None]]:
-        step: list[Rows] = []
-        for rows, place in self._read(state):
-            if self.arrange is None:
-                yield rows, place
-                continue
-            step.append(rows)
-            if place is not None:
-                *others, last = self.arrange(step)
-                yield from ((one, None) for one in others)
-                yield last, place
-                step = []
-
-    def close(self) -> None:
-        """Stops the background thread. Iterating again starts another."""
-        if self._running is not None:
-            self._running.close()
-            self._running = None
-
-    @property
-    def micro_batches_per_step(self) -> int:
-        """G/(W·b)."""
-        return self.facts.micro_batches_per_step
-
-    @property
-    def epochs(self) -> Any:
-        """Passes over the data in the steps delivered so far."""
-        return self._place.epochs
-
-    @property
-    def skipped(self) -> dict[str, dict[str, int]]:
-        """Rows that could not be used in the steps delivered so far, by source and reason."""
-        return self._place.skipped
-
-    @property
-    def packed(self) -> Packed:
-        """Padding and cut documents in this rank's rows of the last step delivered."""
-        return self._place.packed
-
-    def rewind(self) -> None:
-        """Goes back to the first batch."""
-        self._go_to(self.facts.start.state)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The place after the last complete step that was delivered; a step in progress counts as not begun."""
-        return {ORDER_KEY: json.dumps(self.facts.order), **self._place.state}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues after the state's step; an empty state starts from the first batch.
-
-        Raises `DataError`, naming both values, if the state has another order of data.
-        """
-        if not state_dict:
-            self.rewind()
-            return
-        refuse_other_order(json.loads(state_dict[ORDER_KEY]), self.facts.order)
-        self._go_to({key: state_dict[key] for key in self.facts.start.state})
-
-    def check_order(self, saved: dict[str, Any]) -> None:
-        """Raises `DataError` unless the order of data that a checkpoint was saved under is this loader's.
-
-        Call it before loading: where the checkpoint has fewer lanes, loading fails with nothing but a missing key.
-        """
-        refuse_other_order(saved, self.facts.order)
-
-    def _go_to(self, state: dict[str, Any]) -> None:
-        self.close()
-        self._place = replace(self._place, state=state)
-
-
-def shared_loader(build: Callable[[], ReadAheadLoader], replica: Replica) -> ReadAheadLoader:
-    """The loader that `build` makes on the rank that reads for its replica; on the others one that gets its batches.
-
-    All ranks of the replica call it; an error is raised on all of them.
-    """
-    loader = replica.build(build, lambda built: built.facts, ReadAheadLoader)
-    loader.replica = replica
-    return loader
 
 
 class Loader(ReadAheadLoader):
@@ -461,20 +304,6 @@ def global_batch_size(job_config: schema.JobConfig, dp_world_size: int) -> int:
     return asked if asked > 0 else job_config.training.local_batch_size * dp_world_size
 
 
-def to_batch(rows: Rows) -> Batch:
-    """A loader's batch of some rows [b, L], as the trainer takes it.
-
-    The tensors share the rows' memory; where there are GPUs, they are pinned copies, which copy to a GPU without being waited for.
-    """
-
-    def tensor(array: np.ndarray) -> torch.Tensor:
-        shared = torch.from_numpy(array)
-        return shared.pin_memory() if torch.cuda.is_available() else shared
-
-    inputs = {"input": tensor(rows.inputs), "positions": tensor(rows.positions)}
-    return inputs | {"document_starts": tensor(rows.document_starts)}, tensor(rows.labels)
-
-
 def _lane_key(lane: int) -> str:
     return f"lane_{lane:05d}"
 
@@ -497,30 +326,3 @@ def _describe_order(
         if source.rows_if_fewer(global_batch_size) is not None:
             order[f"the way rows of a batch share data.sources[{i}]"] = "parts of documents"
     return order
-
-
-def source_settings(source: Any) -> dict[str, Any]:
-    """The settings of a source (a dataclass of the config) that affect the order of data."""
-    return {key: value for key, value in asdict(source).items() if key not in _NOT_IDENTITY}
-
-
-def refuse_other_order(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raises `DataError`, naming both values, where a checkpoint's order of data differs from the current one."""
-    differences = list(_differences(saved, now))
-    if differences:
-        raise DataError(
-            "\n  ".join(["the checkpoint's data order can't be continued, because these changed:", *differences])
-            + "\nSet them back, or begin a new order, as a new stage does: a run in a folder of its own "
-            "(job.dump_folder) that starts from the checkpoint's weights (checkpoint.initial_load_path)."
-        )
-
-
-def _differences(saved: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    for key in saved | now:
-        if key.startswith(_FILES):
-            if key not in saved:
-                logger.info("the checkpoint does not record %s: whether they have changed is not known", key)
-            elif key in now and (change := difference(saved[key], now[key])):
-                yield f"{key}: {change}"
-        elif (old := saved.get(key, _ADDED.get(key.rpartition(".")[2]))) != now.get(key):
-            yield f"{key} was {old}, is {now.get(key)}"

@@ -30,8 +30,9 @@ from farsight.checkpoints.manager import ModelWeights, RunCheckpoints
 from farsight.checkpoints.model_dir.api import TOKENIZER_FILES, check_model_out
 from farsight.configs.schema import JobConfig
 from farsight.configs.typed import to_toml
-from farsight.data.loader import build_loader, build_validation_loader, shared_loader
+from farsight.data.loader import build_loader, build_validation_loader
 from farsight.data.packing import IGNORE
+from farsight.data.read_ahead import shared_loader
 from farsight.errors import ConfigError, Interrupted, NonFiniteError, SaveError
 from farsight.files import write_text
 from farsight.model.build import ModelConfig, build_model, freeze_all_but, trained_layers

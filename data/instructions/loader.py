@@ -23,18 +23,11 @@ from farsight.configs.finetuning import FinetuneConfig, InstructionData
 from farsight.data.instructions.chat import ChatTemplate, chat_template
 from farsight.data.instructions.plan import RowSequence, plan_epoch
 from farsight.data.instructions.rows import Conversations, SourceReport, read_conversations
-from farsight.data.loader import (
-    LoaderFacts,
-    Place,
-    ReadAheadLoader,
-    ValidationLoader,
-    global_batch_size,
-    rows_of_rank,
-    source_settings,
-    to_batch,
-)
+from farsight.data.loader import ValidationLoader, global_batch_size, rows_of_rank
 from farsight.data.packing import IGNORE, Packed, Rows
+from farsight.data.read_ahead import LoaderFacts, Place, ReadAheadLoader, to_batch
 from farsight.data.replica import ALONE, Replica
+from farsight.data.saved_order import source_settings
 from farsight.data.tokenizers.tokenizer import Tokenizer, padding_id
 from farsight.errors import DataError
 

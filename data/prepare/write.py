@@ -24,6 +24,7 @@ import numpy as np
 
 from farsight.configs import schema
 from farsight.data.prepare.parts import Part, identity_of, parts_of
+from farsight.data.saved_order import source_settings
 from farsight.data.shards.layout import (
     INDEX,
     JOB,
@@ -53,8 +54,6 @@ PARTS = "parts"
 
 _BATCH_BYTES, _BATCH_ROWS = 1 << 20, 512
 _COUNTED_ROWS = 1 << 20
-_PLACES = ("path", "data_dir", "data_files")
-"""Settings of a source that may change: moved data is the same data."""
 
 Report = Callable[[int, int], None]
 """Takes the size of the work that was done, in the units of the part's `size`, and the tokens written."""
@@ -190,7 +189,7 @@ def _begin(job: Job, tokenizer: Tokenizer, content: dict[str, Any]) -> dict[str,
     of_a_run = {field.name for field in fields(schema.SourceShare)}
     source = {key: value for key, value in asdict(job.source).items() if key not in of_a_run}
     settings = {
-        **{key: value for key, value in source.items() if key not in _PLACES},
+        **{key: value for key, value in source_settings(job.source).items() if key not in of_a_run},
         "tokenizer": tokenizer.fingerprint,
         "drop_duplicates": job.drop_duplicates,
         "shard_bytes": job.shard_bytes,

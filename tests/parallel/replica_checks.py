@@ -19,7 +19,8 @@ import torch.distributed as dist
 from farsight.configs.finetuning import FinetuneConfig, InstructionData, InstructionJsonl
 from farsight.configs.schema import Architecture, Data, JobConfig, JsonlSource
 from farsight.data.instructions.loader import build_instruction_loader, build_instruction_validation_loader
-from farsight.data.loader import build_loader, build_validation_loader, shared_loader
+from farsight.data.loader import build_loader, build_validation_loader
+from farsight.data.read_ahead import shared_loader
 from farsight.data.replica import ALONE
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.errors import DataError

@@ -22,7 +22,7 @@ from farsight.checkpoints.model_dir.api import ADAPTER_MARKER, check_model_out
 from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.data.instructions.loader import build_instruction_loader, build_instruction_validation_loader
-from farsight.data.loader import shared_loader
+from farsight.data.read_ahead import shared_loader
 from farsight.errors import ConfigError, NonFiniteError
 from farsight.model.adapt.garfa import garfa_of
 from farsight.model.adapt.lora import is_lora
