@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from farsight.benchmarks.gpu.part import Rows, part_parser
+from farsight.benchmarks.gpu.part import Rows, add_length_option, part_parser
 from farsight.benchmarks.gpu.runs import measured_beside_plan
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.cli import command, positive
+from farsight.cli import command
 from farsight.configs.load import build_config
 from farsight.configs.shipped import CONFIGS
 from farsight.model.build import ModelConfig, build_model
@@ -61,9 +61,7 @@ def settings(folder: Path, rows: Rows, length: int) -> dict[str, Any]:
 @command
 def main(argv: list[str] | None = None) -> int:
     parser = part_parser("finetuning", __doc__)
-    parser.add_argument(
-        "--length", type=positive, default=8192, metavar="T", help="tokens of a row (default: %(default)s)"
-    )
+    add_length_option(parser)
     options = parser.parse_args(argv)
     rows = Rows(options, "finetuning")
     length, flavor = (128, "tiny") if rows.small else (options.length, "llama3.1-8b")

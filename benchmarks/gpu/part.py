@@ -16,7 +16,7 @@ import torch
 
 from farsight.benchmarks.gpu import limits
 from farsight.benchmarks.machine import origin
-from farsight.cli import new_parser
+from farsight.cli import new_parser, positive
 from farsight.outputs import add_json_option, write_json
 
 
@@ -26,6 +26,13 @@ def part_parser(module: str, text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--small", action="store_true", help="small shapes on the CPU, to see that it runs")
     add_json_option(parser, "the rows, after each of them,")
     return parser
+
+
+def add_length_option(parser: argparse.ArgumentParser) -> None:
+    """Adds the option for the tokens of a row."""
+    parser.add_argument(
+        "--length", type=positive, default=8192, metavar="T", help="tokens of a row (default: %(default)s)"
+    )
 
 
 class Rows:

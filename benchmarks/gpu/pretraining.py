@@ -9,17 +9,15 @@ row. MFU counts the FLOPs of the pairs that heads see, and no recomputation.
 import sys
 from functools import partial
 
-from farsight.benchmarks.gpu.part import Rows, part_parser
+from farsight.benchmarks.gpu.part import Rows, add_length_option, part_parser
 from farsight.benchmarks.gpu.runs import MODELS, PRETRAINING, measured_beside_plan, pretraining_options
-from farsight.cli import command, positive
+from farsight.cli import command
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
     parser = part_parser("pretraining", __doc__)
-    parser.add_argument(
-        "--length", type=positive, default=8192, metavar="T", help="tokens of a row (default: %(default)s)"
-    )
+    add_length_option(parser)
     options = parser.parse_args(argv)
     rows = Rows(options, "pretraining")
     T = 128 if rows.small else options.length

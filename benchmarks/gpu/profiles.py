@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from farsight.benchmarks.gpu.part import Rows, part_parser
+from farsight.benchmarks.gpu.part import Rows, add_length_option, part_parser
 from farsight.benchmarks.gpu.runs import MODELS, PRETRAINING, pretraining_options, train
-from farsight.cli import command, positive
+from farsight.cli import command
 from farsight.outputs import write_json
 
 KINDS = (
@@ -99,9 +99,7 @@ def traced(rows: Rows, options: dict[str, Any]) -> dict[str, Any]:
 @command
 def main(argv: list[str] | None = None) -> int:
     parser = part_parser("profiles", __doc__)
-    parser.add_argument(
-        "--length", type=positive, default=8192, metavar="T", help="tokens of a row (default: %(default)s)"
-    )
+    add_length_option(parser)
     parser.add_argument("--trace", type=Path, metavar="F", help="sum up this trace, and train nothing")
     options = parser.parse_args(argv)
     if options.trace:

@@ -19,15 +19,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
-from tokenizers import ByteLevelBPETokenizer
 
 from farsight.configs.schema import HubSource, JsonlSource, ParquetSource, TextSource
 from farsight.data.prepare.check import damage_of, first_documents, summary_of
 from farsight.data.prepare.write import Job, prepare
 from farsight.data.shards.layout import Manifest, read_manifest
 from farsight.data.shards.reader import Shards
-from farsight.data.tokenizers.tokenizer import BytesTokenizer, HuggingFaceTokenizer, train_sentencepiece
+from farsight.data.tokenizers.tokenizer import BytesTokenizer, train_sentencepiece
 from farsight.errors import DataError
+from tests.data.small_tokenizers import KINDS, small_tokenizer
 
 BYTES = BytesTokenizer()
 PART = 2000
@@ -86,15 +86,9 @@ def test_the_number_of_processes_changes_no_byte(tmp_path):
     assert contents(tmp_path / "1") == contents(tmp_path / "2")
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_other_tokenizers(tmp_path, kind):
-    if kind == "sentencepiece":
-        tokenizer = train_sentencepiece(texts(), 300, tmp_path / "tokenizer")
-    else:
-        fast = ByteLevelBPETokenizer()
-        fast.train_from_iterator(texts(), 300)
-        fast.save(str(tmp_path / "tokenizer.json"))
-        tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    tokenizer = small_tokenizer(kind, texts(), tmp_path)
     rows = [*texts(), "a long text of many words " * 12000]
     written(jsonl(tmp_path / "a.jsonl", rows), tmp_path / "out", tokenizer=tokenizer)
     shards = Shards(tmp_path / "out")

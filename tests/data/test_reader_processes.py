@@ -10,12 +10,12 @@ from itertools import islice
 
 import pytest
 import torch
-from tokenizers import ByteLevelBPETokenizer
 
 from farsight.configs.schema import Data, JsonlSource
 from farsight.data.loader import Loader
-from farsight.data.tokenizers.tokenizer import BytesTokenizer, HuggingFaceTokenizer, train_sentencepiece
+from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.errors import DataError
+from tests.data.small_tokenizers import KINDS, small_tokenizer
 
 pytestmark = pytest.mark.processes
 
@@ -67,15 +67,9 @@ def test_batches_and_places_are_those_of_a_thread(config, processes, ranks, pack
             one.close()
 
 
-@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_tokenizer_reaches_them(config, tmp_path, kind):
-    if kind == "sentencepiece":
-        tokenizer = train_sentencepiece(texts(), 300, tmp_path / "tokenizer")
-    else:
-        fast = ByteLevelBPETokenizer()
-        fast.train_from_iterator(texts(), 300)
-        fast.save(str(tmp_path / "tokenizer.json"))
-        tokenizer = HuggingFaceTokenizer(tmp_path / "tokenizer.json")
+    tokenizer = small_tokenizer(kind, texts(), tmp_path)
     ours, theirs = (loader(config, n, tokenizer=tokenizer) for n in (1, 0))
     assert same(drawn(ours, 8), drawn(theirs, 8))
     for one in (ours, theirs):
