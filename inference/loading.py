@@ -5,10 +5,15 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from farsight.checkpoints.adapter.config import read_adapter
 from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir.api import is_adapter
+from farsight.data.instructions.chat import ChatTemplate
+from farsight.data.instructions.conversations import UnusableRow
 from farsight.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
 from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
@@ -30,23 +35,44 @@ class LoadedModel:
     """Sequence length of the last training stage, in tokens."""
 
     @property
+    def generation_settings(self) -> tuple[Path | None, dict[str, Any]]:
+        """generation_config.json or, without that file, config.json, as in `transformers`: its path and content. An adapter
+        without these files has its base's."""
+        folders = [self.path, find_tokenizer_dir(self.path) or self.path]
+        if is_adapter(self.path):
+            folders.append(Path(read_adapter(self.path).base.path))
+        paths = (folder / name for name in ("generation_config.json", "config.json") for folder in folders)
+        path = next((path for path in paths if path.is_file()), None)
+        return path, {} if path is None else read_object(path)
+
+    @property
     def end_tokens(self) -> set[int | None]:
-        """Tokens that end a text: the tokenizer's end token and those of generation_config.json or, without that file, of
-        config.json, as in `transformers`.
+        """Tokens that end a text: the tokenizer's end token and those that `generation_settings` lists.
 
         Raises:
             ConfigError: a file whose eos_token_id is not a token's number.
         """
-        folders = (self.path, find_tokenizer_dir(self.path) or self.path)
-        paths = (folder / name for name in ("generation_config.json", "config.json") for folder in folders)
-        path = next((path for path in paths if path.is_file()), None)
-        given = None if path is None else read_object(path).get("eos_token_id")
+        path, settings = self.generation_settings
+        given = settings.get("eos_token_id")
         ends = given if isinstance(given, list) else [given]
         if any(end is not None and type(end) is not int for end in ends):
             raise ConfigError(
                 f"{path} has eos_token_id {given!r}; it must be the number of a token, or a list of them."
             )
         return {self.tokenizer.eos_id, *ends}
+
+    def end_tokens_of_chat(self, template: ChatTemplate) -> set[int | None]:
+        """`end_tokens`, and the token that ends an assistant's turn in a chat template.
+
+        Raises:
+            ConfigError: as `end_tokens`, or a template that takes no question with its answer.
+        """
+        try:
+            return self.end_tokens | {template.turn_end()}
+        except UnusableRow as error:
+            raise ConfigError(
+                f"--chat: {template.name} of {self.path} takes no question with its answer ({error}); leave --chat out."
+            ) from error
 
     @property
     def config(self) -> ModelConfig:
