@@ -19,7 +19,7 @@ EXTENSIONS = (
     "self_extend:group=0,window=0,share=0.667",
     "chunk_llama:chunk=0,window=0",
     "adagrope:limit=0,ratio=0.25",
-    "gali:chunk=0,local=0,noise=1,seed=0",
+    "gali:chunk=0,local=0,noise=1,seed=0,limit=0",
 )
 """The methods of `inference/extend`, each with its settings and their defaults."""
 
