@@ -18,6 +18,7 @@ from farsight.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_dir, lo
 from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.extend import parse_extension
+from farsight.inference.scope_growth import with_scope_max
 from farsight.json_files import read_object
 from farsight.model.build import ModelConfig
 from farsight.model.llama import Llama
@@ -33,6 +34,8 @@ class LoadedModel:
     tokenizer: Tokenizer
     trained_length: int
     """Sequence length of the last training stage, in tokens."""
+    scope_max: str | None = None
+    """The growth of scopes that was asked for; None leaves the model's own."""
 
     @property
     def generation_settings(self) -> tuple[Path | None, dict[str, Any]]:
@@ -87,7 +90,7 @@ def load(path: Path, options: argparse.Namespace, divide: Callable[[Llama], None
         divide: passed to `load_model`.
 
     Raises:
-        ConfigError: no model, no tokenizer, or an extension that does not fit the model.
+        ConfigError: no model, no tokenizer, or an extension or growth of scopes that does not fit the model.
     """
     device = torch.device(options.device or default_device())
     if device.type != "cpu" and device.index is None and "LOCAL_RANK" in os.environ:
@@ -95,9 +98,14 @@ def load(path: Path, options: argparse.Namespace, divide: Callable[[Llama], None
     dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
     config = read_model_config(path)
     trained_length = config.trained_length
+    if options.scope_max is not None:
+        if with_scope_max(config, "trained") == with_scope_max(config, "length"):
+            raise ConfigError(f"--scope-max {options.scope_max}: no head of {path} has a scope; leave --scope-max out.")
+        config = with_scope_max(config, options.scope_max)
     extension = parse_extension(options.extend) if options.extend else None
     if extension is not None:
         config = extension.change(config)
     model, config = load_model(path, device=device, dtype=dtype, config=config, divide=divide)
     tokenizer = load_tokenizer_dir(find_tokenizer_dir(path) or path)
-    return LoadedModel(path, Decoder(model, config, extension, options.chunk, str(path)), tokenizer, trained_length)
+    decoder = Decoder(model, config, extension, options.chunk, str(path))
+    return LoadedModel(path, decoder, tokenizer, trained_length, options.scope_max)

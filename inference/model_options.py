@@ -1,4 +1,4 @@
-"""The options of every command that reads a model: the device, dtype, extension and chunk size.
+"""The options of every command that reads a model: the device, dtype, extension, growth of scopes and chunk size.
 
 Parsing them imports no torch; `farsight.inference.loading` loads the model that they describe.
 """
@@ -25,7 +25,7 @@ EXTENSIONS = (
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --device, --dtype, --extend and --chunk."""
+    """Adds --device, --dtype, --extend, --scope-max and --chunk."""
     add_device_option(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: float32 on a CPU)")
     parser.add_argument(
@@ -33,6 +33,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:KEY=VALUE,…]",
         help="read further than the model was trained, without training it: one of the methods below "
         "(docs/inference/extensions.md)",
+    )
+    parser.add_argument(
+        "--scope-max",
+        choices=("trained", "length"),
+        help="past the trained length, keep scopes as trained, or let them grow with the length (default: what the model "
+        "says; needle and perplexity measure both)",
     )
     parser.epilog = "\n  ".join(
         (

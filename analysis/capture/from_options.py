@@ -15,7 +15,7 @@ from farsight.inference.loading import load
 
 CAPTURE_DEFAULTS: dict[str, Any] = {
     "data": None, "length": None, "sequences": SEQUENCES, "heads": HEADS, "buckets": BUCKETS, "per_bucket": 1.0, "seed": 0,
-    "device": None, "dtype": None, "extend": None, "chunk": CHUNK,
+    "device": None, "dtype": None, "extend": None, "scope_max": None, "chunk": CHUNK,
 }  # fmt: skip
 """Options that apply while capturing, with their defaults. Set for an existing capture, they would be ignored."""
 
@@ -28,7 +28,7 @@ def capture_from_options(path: Path, options: argparse.Namespace, folder: Path |
     tokens_SL = read_sequences(options.data, loaded.tokenizer, length, options.sequences)
     # Record the dtype in use, which may be the default.
     options.dtype = str(next(loaded.decoder.model.parameters()).dtype).removeprefix("torch.")
-    about = {"data": str(options.data), "extend": options.extend, "dtype": options.dtype}
+    about = {name: getattr(options, name) for name in ("extend", "scope_max", "dtype")} | {"data": str(options.data)}
     return capture(loaded, tokens_SL, settings, folder, about)
 
 
@@ -54,7 +54,7 @@ def captured_or_capture(path: Path, options: argparse.Namespace, own: Collection
 
 def settings_of(path: Path, options: argparse.Namespace, samples: Samples) -> dict[str, Any]:
     """The settings of a capture for a tool's JSON, with the same keys for a capture and for a model directory."""
-    names = ("model", "data", "extend", "dtype", "per_bucket", "seed")
+    names = ("model", "data", "extend", "scope_max", "dtype", "per_bucket", "seed")
     if is_capture(path):
         manifest = read_manifest(path)
         found = {name: manifest.get(name) for name in names}

@@ -159,6 +159,7 @@ def measure_models(options: argparse.Namespace) -> dict[str, Any]:
         "trained_length": {name: config.trained_length for name, config in configs.items()},
         "untie": options.untie,
         "extend": options.extend,
+        "scope_max": options.scope_max,
         "passkey": options.passkey,
         "passkey_length": None if grid is None else list(grid.lengths),
         "seed": options.seed,

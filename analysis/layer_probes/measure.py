@@ -119,5 +119,6 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
         "passkey_length": passkey_length,
         "seed": options.seed,
         "extend": options.extend,
+        "scope_max": options.scope_max,
         **probe_layers(loaded, measurement, options.probe, factors, options.seed),
     }

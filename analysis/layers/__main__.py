@@ -25,7 +25,7 @@ from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, output_file, write_json, write_picture
 
 SEQUENCES = 8
-MEASURING = ("data", "length", "sequences", "pairs", "gamma", "out", "device", "dtype", "extend", "chunk")
+MEASURING = ("data", "length", "sequences", "pairs", "gamma", "out", "device", "dtype", "extend", "scope_max", "chunk")
 """Options that only matter when a model is measured."""
 
 

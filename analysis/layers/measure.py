@@ -122,6 +122,7 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
         "pairs": None if options.pairs is None else str(options.pairs),
         "gamma": options.gamma,
         "extend": options.extend,
+        "scope_max": options.scope_max,
         "dtype": options.dtype,
         "baseline_loss": baseline,
         "rotates": rotates,

@@ -160,6 +160,6 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
         "tool": "analysis.order_awareness",
         "model": str(options.model),
         "data": str(options.data),
-        **{name: getattr(options, name) for name in ("permutations", "tolerance", "seed", "extend")},
+        **{name: getattr(options, name) for name in ("permutations", "tolerance", "seed", "extend", "scope_max")},
         **measure(loaded, tokens_SL, options.permutations, options.tolerance, options.seed),
     }

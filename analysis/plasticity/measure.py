@@ -84,7 +84,9 @@ def measure_training(checkpoints: Sequence[Checkpoint], options: argparse.Namesp
     """The figures of every checkpoint of a run."""
     check_buckets(options.buckets)
     rows = measure_checkpoints(checkpoints, options, lambda samples: _measured(samples, options))
-    chosen = {name: getattr(options, name) for name in ("length", "buckets", "per_bucket", "extend", "dtype")}
+    chosen = {
+        name: getattr(options, name) for name in ("length", "buckets", "per_bucket", "extend", "scope_max", "dtype")
+    }
     return {"model": str(options.model), "data": str(options.data), **chosen, **_settings(options), "checkpoints": rows}
 
 

@@ -118,4 +118,4 @@ def probe_from_options(path: Path, options: argparse.Namespace) -> dict[str, Any
         seed=options.seed,
     )
     tokens_SL = read_sequences(options.data, loaded.tokenizer, settings.length, options.sequences)
-    return {**probe_model(loaded, tokens_SL, settings), "extend": options.extend}
+    return {**probe_model(loaded, tokens_SL, settings), "extend": options.extend, "scope_max": options.scope_max}

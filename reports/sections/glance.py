@@ -87,7 +87,7 @@ def _needles(found: Sequence[Mapping[str, Any]], model: NamedModel) -> str | Non
 
 def _plain(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Results that compare with other models': read as trained, and not in sliding windows."""
-    return [values for values in found if not values.get("extend") and not values.get("stride")]
+    return [values for values in found if not any(map(values.get, ("extend", "scope_max", "stride")))]
 
 
 def _first(text: Callable[[Mapping[str, Any]], str]) -> Callable[[Sequence[Mapping[str, Any]], NamedModel], str]:
