@@ -107,16 +107,17 @@ def answers(model, texts: list[str], until=()) -> list[str]:
     return model.generate_until(requests("generate_until", asked), disable_tqdm=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 4])
 def test_answers_end_as_in_transformers(path, twin, rows):
-    """Fifty answers, with and without stop strings; one of these is an end token's text, where no decoded text has it."""
+    """Fifty answers, and half of them again with stop strings; one of these is an end token's text, where no decoded text has it."""
     model = ours(path, rows_at_once=rows)
     whole = answers(model, contexts())
     assert whole == answers(twin(rows), contexts())
     for until in ([" "], [max(whole, key=len)[1:3], "e", ENDS[0]]):
-        found = answers(model, contexts(), until)
-        assert found == answers(twin(rows), contexts(), until)
-        assert 0 < sum(cut != text for cut, text in zip(found, whole, strict=True)) < 50
+        found = answers(model, contexts(25), until)
+        assert found == answers(twin(rows), contexts(25), until)
+        assert 0 < sum(cut != text for cut, text in zip(found, whole, strict=False)) < 25
     # Texts do end at each of the three tokens and at many places, some at the last place alone.
     prompts = [model.tok_encode(context) for context in contexts()]
     model = model.model
@@ -211,6 +212,6 @@ def test_a_chat_s_answers_end_with_its_turns(path):
         assert ours(path).end_tokens == {ends[0], ends[2]}
         model = ours(path, chat=True)
         assert model.end_tokens == set(ends)
-        assert answers(model, contexts()) == answers(everything, contexts())
+        assert answers(model, contexts(20)) == answers(everything, contexts(20))
     finally:
         generation.write_text(before)
