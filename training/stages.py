@@ -36,7 +36,7 @@ class Recipe:
     folder: str = "runs"
     """The folder that holds the run folder: "runs" and the name "story" give runs/story."""
     gpus: Size = 1
-    """GPUs that batch sizes and layouts are planned for. Any number that divides the batches gives the same losses."""
+    """GPUs that batch sizes and layouts are written for. On others each stage fits itself to them, with the same losses."""
     start: str = ""
     """Model directory or checkpoint that the first stage starts from; empty starts from random weights."""
     perplexity_lengths: tuple[Size, ...] = (1, 2, 4)
