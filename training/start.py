@@ -69,7 +69,7 @@ def lasp_warning(config: JobConfig, start: ModelConfig | None, name: str) -> str
     ours = _thetas(model)
     if not ours:
         raise ConfigError(
-            f'[position.lasp] (schedule = "{lasp.schedule}", s_max = {lasp.s_max:g}, b_max = {lasp.b_max:g}) does nothing here, since '
+            f'[position.lasp] (schedule = "{lasp.schedule}", s_max = {lasp.s_max:.8g}, b_max = {lasp.b_max:.8g}) does nothing here, since '
             f'no layer rotates: position.rotary.kind = "{config.position.rotary.kind}". Leave it out, or set a kind such as "rope".'
         )
     layer = min(ours)
@@ -78,13 +78,13 @@ def lasp_warning(config: JobConfig, start: ModelConfig | None, name: str) -> str
     if not sets_theta(config.position) or ours[layer] == theirs:
         return None
     host = (
-        f"position.rotary.theta = {own:g}"
+        f"position.rotary.theta = {own:.8g}"
         if start is None
-        else f"{theirs:g}, with which the weights of {name} were trained"
+        else f"{theirs:.8g}, with which the weights of {name} were trained"
     )
     return (
-        f"position.lasp.b_min = {lasp.b_min:g} gives layer {layer} the RoPE base {ours[layer]:g} instead of {host}: set "
-        f"position.lasp.b_min = {theirs:g} and position.lasp.b_max above it to begin from that base."
+        f"position.lasp.b_min = {lasp.b_min:.8g} gives layer {layer} the RoPE base {ours[layer]:.8g} instead of {host}: set "
+        f"position.lasp.b_min = {theirs:.8g} and position.lasp.b_max above it to begin from that base."
     )
 
 

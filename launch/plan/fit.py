@@ -190,6 +190,8 @@ def fit(
     Raises:
         ConfigError: no layout divides the batch over the GPUs, or none fits their memory. The message says which numbers do.
     """
+    if config.engine == "deepspeed":  # whose memory is not planned
+        machine = None
     fixed, batch = frozenset(given), config.training.global_batch_size
     kept: int | None = batch if batch > 0 else None
     if batch < 1 and fixed.isdisjoint((BATCH, LOCAL)):
@@ -223,7 +225,7 @@ def _problem(config: C, gpus: int, machine: Machine | None) -> str | None:
         run = Run.of(_sized(config), gpus)
     except ConfigError as error:
         return f"{str(error)[0].lower()}{str(error)[1:].rstrip('.')}"
-    if machine is None or config.engine == "deepspeed":
+    if machine is None:
         return None
     peak, usable = max(memory.peak for memory in memory_of(run)), machine.device.usable
     return None if peak <= usable else f"it takes {gib(peak, 1)} GiB of the {gib(usable, 1)} usable on {machine.kind}"

@@ -41,7 +41,7 @@ def changed(config: C, options: Options) -> C:
     Raises:
         ConfigError: they contradict other settings.
     """
-    new = copy.deepcopy(config)
+    new = copy.copy(config)  # its sections are replaced, never changed
     # Validation uses training's batch size unless it is set.
     follows = new.validation.local_batch_size == new.training.local_batch_size
     for name, value in options.items():
@@ -51,7 +51,7 @@ def changed(config: C, options: Options) -> C:
             continue
         setattr(new, section, dataclasses.replace(getattr(new, section), **{key: value}))
     if follows:
-        new.validation.local_batch_size = new.training.local_batch_size
+        new.validation = dataclasses.replace(new.validation, local_batch_size=new.training.local_batch_size)
     check(new)
     return new
 

@@ -53,23 +53,24 @@ def machine_of(kind: str | None) -> Machine | None:
 def fit_stages(
     recipe: Recipe, stages: Sequence[Stage], gpus: int, machine: Machine | None, given: Collection[str]
 ) -> tuple[list[Stage], list[str]]:
-    """The stages, those that are not finished fitted to the GPUs; and a line on each that was changed.
+    """The stages fitted to the GPUs, and a line on each that was changed and is still to be trained.
 
     Args:
         machine: the GPUs, whose memory stages have to fit; None leaves memory out.
         given: options that stay as they are.
 
     Raises:
-        ConfigError: nothing fits; names the stage.
+        ConfigError: nothing fits a stage that is still to be trained; names it.
     """
     fitted, said = [], []
     for stage in stages:
-        if not stage.finished:
-            try:
-                found = fit(stage.config, gpus, machine, given, recipe.gpus)
-            except ConfigError as error:
+        try:
+            found = fit(stage.config, gpus, machine, given, recipe.gpus)
+        except ConfigError as error:
+            if not stage.finished:
                 raise ConfigError(f"stage {stage.name}: {error}") from error
-            if found.options:
+        else:
+            if found.options and not stage.finished:
                 where = f"{gpus} GPU{'s' * (gpus > 1)}"
                 said.append(
                     f"stage {stage.name} fitted to {where} by {as_options(found.options)}: as written, {found.why}."
