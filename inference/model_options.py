@@ -15,6 +15,7 @@ EXTENSIONS = (
     "ntk:factor=…",
     "dynamic:factor=…",
     "yarn:factor=…",
+    "llama3:factor=…",
     "ripra:limit=0,limit_ratio=0.5,near=0,chunk=256,anchors=0+middle,relevance=on,isotonic=on,round=off,block=0",
     "self_extend:group=0,window=0,share=0.667",
     "chunk_llama:chunk=0,window=0",

@@ -261,7 +261,7 @@ def test_settings():
     assert parse_extension("yarn:4") == parse_extension("yarn:factor=4") == INTERPOLATIONS["yarn"](4.0)
     assert parse_extension("ripra:limit=2048,chunk=128").limit == 2048
     assert set(METHODS) == {
-        "linear", "ntk", "dynamic", "yarn", "ripra", "self_extend", "chunk_llama", "adagrope", "gali",
+        "linear", "ntk", "dynamic", "yarn", "llama3", "ripra", "self_extend", "chunk_llama", "adagrope", "gali",
     }  # fmt: skip
     config = ModelConfig(SMALL, Position(), trained_length=WINDOW)
     for text, says in [
