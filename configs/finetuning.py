@@ -152,7 +152,7 @@ class InstructionData:
     """Share of conversations kept for validation, chosen by a hash of the text."""
     packing: bool = True
     """Pack several conversations into a row of training.seq_len tokens; false gives each its own row, padded to the
-    longest in the batch."""
+    longest of its micro-batch, which are rows of like length."""
     mask_documents: bool = True
     """Packed conversations do not see each other, and positions restart in each."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"
