@@ -108,7 +108,7 @@ class InstructionShare:
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionJsonl(InstructionShare):
-    """JSON Lines: one row per line."""
+    """JSON Lines: one row per line. A file may also be one JSON array of rows."""
 
     kind: Literal["jsonl"] = "jsonl"
     path: str = ""

@@ -230,7 +230,7 @@ def _open(share: InstructionSource, report: SourceReport) -> _Rows:
     try:
         match share:
             case InstructionJsonl():
-                return JsonRows(report.name, match_files(report.name, share.path), report)
+                return JsonRows(report.name, match_files(report.name, share.path), report, arrays=True)
             case InstructionParquet():
                 return ParquetTables(report.name, match_files(report.name, share.path), report)
             case InstructionHub():

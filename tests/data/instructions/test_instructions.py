@@ -351,6 +351,56 @@ class TestBadRows:
             build_instruction_loader(config, BYTES, 0, 1)
 
 
+class TestJsonArrays:
+    """A file of instructions may be one JSON array instead of JSON lines."""
+
+    @pytest.mark.parametrize("indent", [None, 2])
+    def test_the_rows_are_those_of_its_lines(self, folder, tmp_path, data, indent):
+        rows = [alpaca(i) | {"input": '], "é\u2028 \\"' * (i % 3)} for i in range(20)]
+        lines = write(tmp_path / "rows.jsonl", rows)
+        path = tmp_path / "rows.json"
+        # Both with and without escapes, after a byte-order mark.
+        path.write_text(
+            "\ufeff \n" + json.dumps(rows, indent=indent, ensure_ascii=indent is None) + "\n", encoding="utf-8"
+        )
+        of_array, of_lines = (
+            build(replace(data, sources=(InstructionJsonl(path=str(where)),))).conversations for where in (path, lines)
+        )
+        assert of_array.fingerprint == of_lines.fingerprint
+        assert of_array.keys == [f"{path}[{i}]" for i in range(20)]
+        both = build(replace(data, sources=(InstructionJsonl(path=f"{tmp_path}/rows.json*"),))).conversations
+        assert both.sizes == (40,)
+
+    def test_bad_elements_are_named_by_their_numbers(self, tmp_path, data):
+        path = tmp_path / "rows.json"
+        path.write_text(json.dumps([alpaca(0), 5, alpaca(1), {"instruction": "x"}]))
+        data = replace(data, sources=(InstructionJsonl(path=str(path)),))
+        with pytest.raises(
+            DataError, match=r"rows\.json\[1\]: not an object: .* found int\. To go on, write each row as"
+        ):
+            build(data)
+        skipped = build(replace(data, on_bad_row="skip"))
+        assert skipped.conversations.keys == [f"{path}[0]", f"{path}[2]"]
+        assert [*skipped.skipped.values()] == [{"not an object": 1, "no known format": 1}]
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ('[{"text": "a"}, {"text": "b', r"can't be read after 1 elements: Unterminated string .*Repair the file"),
+            ('[{"text": "a"} {"text": "b"}]', r"can't be read after 1 elements: Expecting ',' or '\]'"),
+            ('[{"text": "a"}', r"can't be read after 1 elements: Expecting ',' or '\]'"),
+            ('[{"text": "a"},]', r"can't be read after 1 elements: Expecting value"),
+            ('[{"text": "a"}]\n{"text": "b"}', r":1: not an object: a JSON object was expected, found list"),
+            ("[]", "no conversation is in the train split"),
+        ],
+    )
+    def test_what_is_no_array_is_refused(self, tmp_path, data, text, said):
+        path = tmp_path / "rows.json"
+        path.write_text(text)
+        with pytest.raises(DataError, match=said):
+            build(replace(data, sources=(InstructionJsonl(path=str(path)),)))
+
+
 class TestHeldOut:
     def test_split_is_whole_disjoint_and_the_same_for_copies_in_another_format(self, folder, tmp_path, data):
         data = replace(data, held_out=0.2)
