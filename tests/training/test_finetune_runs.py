@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from farsight.checkpoints.load import load_model
 from farsight.configs.schema import Llama3Rope, Position
@@ -314,6 +315,14 @@ def test_other_adapters_are_not_resumed(config, tmp_path):
     assert "holds other adapters" in done.stderr
     write_base(tmp_path / "other", Position(rotary=Llama3Rope(original_length=64)), seed=5)
     done = finetune(config, tmp_path / "run", f"--base_model.path={tmp_path / 'other'}", check=False)
+    assert done.returncode == 2
+    assert "holds other weights" in done.stderr
+    shutil.copytree(config.parent / "base", tmp_path / "changed")
+    (path,) = (tmp_path / "changed").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][2, 3] += 1e-3
+    save_file(tensors, path)
+    done = finetune(config, tmp_path / "run", f"--base_model.path={tmp_path / 'changed'}", check=False)
     assert done.returncode == 2
     assert "holds other weights" in done.stderr
     shutil.copytree(config.parent / "base", tmp_path / "moved")

@@ -59,7 +59,7 @@ class Finetuner(Trainer):
         (model,) = self.model_parts
         base = Path(config.base_model.path).expanduser()
         self.base, self.checkpoints.history = on_rank_zero(lambda: (base_entry(base), read_history(base)))
-        self.checkpoints.base = self.base["fingerprint"]
+        self.checkpoints.base = {"base": self.base["fingerprint"], "base_checksum": self.base["checksum"]}
         self.before = len(self.checkpoints.history)
         """Training runs in the base's history."""
         self.adapters = adapters_of(config, model)
