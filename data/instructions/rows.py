@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -126,6 +127,19 @@ def read_conversations(
             + (f" Skipped: {skipped}" if skipped else "")
         )
     return Conversations(np.concatenate(ids), np.concatenate(trained), np.cumsum(lengths), tuple(sizes), keys, reports)
+
+
+def first_conversations(
+    config: InstructionData, template: ChatTemplate, tokenizer: Tokenizer, most: int, *, seq_len: int, vocab_size: int
+) -> Iterator[Tokens]:
+    """The first usable conversations of a config's first source, up to `most`; what lies beyond them is not tokenised.
+
+    Raises `DataError` as `read_conversations`.
+    """
+    share, *_ = config.sources
+    report = SourceReport(_name(share, 0), config.on_bad_row)
+    reader = _Reader(config, template, tokenizer, "train", seq_len, vocab_size, report)
+    return (tokens for _, tokens in islice(reader.read(share, hash64(config.seed, _ROWS, 0)), most))
 
 
 @dataclass(frozen=True)
