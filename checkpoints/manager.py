@@ -90,8 +90,8 @@ class RunCheckpoints:
             has a `state_dict`, whose tensors are loaded in place, and a `load_state_dict` for the rest.
     """
 
-    base: str | None = None
-    """In fine-tuning, the fingerprint of the base, which checkpoints don't contain."""
+    base: dict[str, str] | None = None
+    """In fine-tuning, "base" and "base_checksum": fingerprint and checksum of the base, which checkpoints don't contain."""
 
     def __init__(self, config: JobConfig, states: dict[str, Any]) -> None:
         self.config, self.model_config, self.states = config, ModelConfig.from_job(config), states
@@ -380,9 +380,7 @@ class RunCheckpoints:
         entry = training_entry(self.config, step - self.done[0], self._tokens_seen() - self.done[1])
         if self.done[0]:
             entry["start"] = "the run above, with other settings"
-        if self.base is not None:
-            entry["base"] = self.base
-        return [*self.history, entry]
+        return [*self.history, entry | (self.base or {})]
 
     def _finish_saving(self) -> bool:
         """Waits for a save in progress; returns whether it succeeded, the same on all ranks."""

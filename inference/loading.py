@@ -12,6 +12,7 @@ import torch
 from farsight.checkpoints.adapter.config import read_adapter
 from farsight.checkpoints.load import load_model, read_model_config
 from farsight.checkpoints.model_dir.api import is_adapter
+from farsight.configs.finetuning import Base
 from farsight.data.instructions.chat import ChatTemplate
 from farsight.data.instructions.conversations import UnusableRow
 from farsight.data.tokenizers.tokenizer import Tokenizer, find_tokenizer_dir, load_tokenizer_dir
@@ -86,7 +87,7 @@ def load(path: Path, options: argparse.Namespace, divide: Callable[[Llama], None
     """Loads the model at `path` as the options say.
 
     Args:
-        options: those of `add_model_options`.
+        options: those of `add_model_options`; and `quantization`, if the command has it, is a base's in fine-tuning.
         divide: passed to `load_model`.
 
     Raises:
@@ -96,6 +97,11 @@ def load(path: Path, options: argparse.Namespace, divide: Callable[[Llama], None
     if device.type != "cpu" and device.index is None and "LOCAL_RANK" in os.environ:
         device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
     dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+    stored, quantization = None, getattr(options, "quantization", None)
+    if quantization is not None:
+        if dtype == torch.float16:
+            raise ConfigError("--quantization needs --dtype float32 or bfloat16, not float16.")
+        stored = Base(quantization=quantization, dtype="float32" if dtype == torch.float32 else "bfloat16")
     config = read_model_config(path)
     trained_length = config.trained_length
     if options.scope_max is not None:
@@ -105,7 +111,7 @@ def load(path: Path, options: argparse.Namespace, divide: Callable[[Llama], None
     extension = parse_extension(options.extend) if options.extend else None
     if extension is not None:
         config = extension.change(config)
-    model, config = load_model(path, device=device, dtype=dtype, config=config, divide=divide)
+    model, config = load_model(path, device=device, dtype=dtype, config=config, divide=divide, stored=stored)
     tokenizer = load_tokenizer_dir(find_tokenizer_dir(path) or path)
     decoder = Decoder(model, config, extension, options.chunk, str(path))
     return LoadedModel(path, decoder, tokenizer, trained_length, options.scope_max)
