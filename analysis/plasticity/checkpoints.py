@@ -11,6 +11,7 @@ from farsight.analysis.capture.from_options import capture_from_options
 from farsight.analysis.capture.options import is_capture
 from farsight.analysis.capture.samples import Samples
 from farsight.analysis.geometry.rotation import planar_rotation
+from farsight.analysis.plasticity.options import AP
 from farsight.checkpoints.steps import complete_steps
 from farsight.configs.load import read_toml
 from farsight.errors import ConfigError
@@ -94,7 +95,7 @@ def measure_checkpoints(
                 "length": length,
                 "path": str(checkpoint.path),
                 **bias_figures(samples),
-                **{key: figures[key] for key in ("overall", "first", "last", "drop")},
+                **{key: figures[key] for key in AP},
                 **{key: figures[key] for key in ("sequences", "not_measurable")},
             }
         )

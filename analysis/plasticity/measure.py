@@ -22,8 +22,8 @@ def measure(
     """The figures of all captured heads; pairs of keys are drawn for each head separately.
 
     Returns:
-        "positions", "profile", "counted", "overall", "first", "last", "drop", "quintiles", "heat", "layers", "heads" and the
-        other entries that docs/analysis/plasticity.md lists.
+        "positions", "profile", "counted", the keys of AP, "quintiles", "heat", "layers", "heads" and the other
+        entries that docs/analysis/plasticity.md lists.
 
     Raises:
         ConfigError: too few buckets or tokens.

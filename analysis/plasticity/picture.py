@@ -35,9 +35,9 @@ def draw_training(figures: dict[str, Any], path: Path) -> None:
         lines = [
             (panels[0], "bias_strength", "per token", 0),
             (panels[1], "bias_context", "× context", 0),
-            (panels[2], "first", "AP first 20 %", 2),
-            (panels[2], "last", "AP last 20 %", 1),
-            (panels[2], "drop", "AP_drop", 4),
+            (panels[2], "ap_first", "AP first 20 %", 2),
+            (panels[2], "ap_last", "AP last 20 %", 1),
+            (panels[2], "ap_drop", "AP_drop", 4),
         ]
         for panel, key, label, colour in lines:
             for stage in stages:  # one line per stage, as lengths differ
@@ -74,7 +74,7 @@ def _profiles(axes: Any, figures: dict[str, Any]) -> None:
     axes.plot(positions, _values(figures["counted"]), "--", color=PALETTE[4], linewidth=1.4, label="mean, counted")
     axes.plot(positions, _values(figures["profile"]), color=PALETTE[1], linewidth=2, label="mean, closed form")
     axes.set(xlabel="position of the query", ylabel="plasticity", ylim=(0, 1.02), xlim=(0, figures["length"]))
-    drop = "–" if figures["drop"] is None else f"{figures['drop']:.3f}"
+    drop = "–" if figures["ap_drop"] is None else f"{figures['ap_drop']:.3f}"
     axes.set_title(f"profiles of {len(heads)} heads, AP_drop {drop}", fontsize="small")
     axes.legend(loc="lower left")
 
@@ -92,7 +92,8 @@ def _heat_map(figure: Any, axes: Any, figures: dict[str, Any]) -> None:
 
 
 def _layers(axes: Any, figures: dict[str, Any]) -> None:
-    layers = [(int(layer), values["drop"]) for layer, values in figures["layers"].items() if values["drop"] is not None]
+    drops = {int(layer): values["ap_drop"] for layer, values in figures["layers"].items()}
+    layers = [(layer, drop) for layer, drop in drops.items() if drop is not None]
     axes.bar([layer for layer, _ in layers], [drop for _, drop in layers], color=PALETTE[0])
     axes.axhline(figures["target_drop"], color=PALETTE[4], linestyle="--", linewidth=1, label="target")
     axes.axhline(0, color=PALETTE[4], linewidth=0.8)

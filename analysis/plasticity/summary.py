@@ -12,7 +12,7 @@ from torch import Tensor
 
 from farsight.analysis.capture.heads import Head
 from farsight.analysis.plasticity.heads import HeadProfile, midpoint
-from farsight.analysis.plasticity.options import TARGET_DROP
+from farsight.analysis.plasticity.options import AP, TARGET_DROP
 from farsight.configs.metrics import LEAST_BUCKETS
 from farsight.errors import ConfigError
 
@@ -39,9 +39,9 @@ def band(profile: Profile, low: float, high: float) -> float | None:
 
 
 def bands(profile: Profile) -> dict[str, float | None]:
-    """{"first", "last", "drop"}: AP of the first and of the last 20 %, and their difference; None where there is no value."""
+    """{"ap_first", "ap_last", "ap_drop"}: AP of the first and of the last 20 %, and their difference; None where there is no value."""
     first, last = band(profile, 0.0, BAND), band(profile, 1 - BAND, 1.0)
-    return {"first": first, "last": last, "drop": None if first is None or last is None else first - last}
+    return {"ap_first": first, "ap_last": last, "ap_drop": None if first is None or last is None else first - last}
 
 
 def quintiles(profile: Profile) -> list[float | None]:
@@ -78,7 +78,7 @@ def head_figures(head: Head, profile: HeadProfile) -> dict[str, Any]:
         "measurable": bool(profile.of_bucket),
         "profile": values,
         "counted": counted,
-        "overall": overall(values, profile.queries),
+        "ap_overall": overall(values, profile.queries),
         **bands(values),
         "quintiles": quintiles(values),
     }
@@ -90,7 +90,7 @@ def means_over(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "profile": mean_profile([head["profile"] for head in heads]),
         "counted": mean_profile([head["counted"] for head in heads]),
         "quintiles": mean_profile([head["quintiles"] for head in heads]),
-        **{key: mean(head[key] for head in heads) for key in ("overall", "first", "last", "drop")},
+        **{key: mean(head[key] for head in heads) for key in AP},
     }
 
 
@@ -98,7 +98,7 @@ def model_figures(heads: Sequence[dict[str, Any]], heat: "DistanceMap") -> dict[
     """The figures of a model, from its heads' figures."""
     layers = sorted({head["layer"] for head in heads})
     whole = means_over(heads)
-    drop = whole["drop"]
+    drop = whole["ap_drop"]
     return {
         **whole,
         "target_drop": TARGET_DROP,

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from farsight.analysis.plasticity.options import AP
+
 
 def table(figures: dict[str, Any]) -> str:
     """A model's profile, its layers, and a summary."""
@@ -17,13 +19,13 @@ def table(figures: dict[str, Any]) -> str:
         lines.append(f"{position:>10,.1f} {_figure(value):>11} {_figure(counted):>8}")
     lines.append(f"{'layer':>10} {'overall':>11} {'first 20%':>10} {'last 20%':>9} {'drop':>7}")
     for layer, values in [*figures["layers"].items(), ("all", figures)]:
-        shown = [_figure(values[key]) for key in ("overall", "first", "last", "drop")]
+        shown = [_figure(values[key]) for key in AP]
         lines.append(f"{layer:>10} {shown[0]:>11} {shown[1]:>10} {shown[2]:>9} {shown[3]:>7}")
     lines.append("by fifths of the positions: " + "  ".join(map(_figure, figures["quintiles"])))
     verdict = {True: "below", False: "not below", None: "no head has both bands, so it can't be compared with"}[
         figures["meets_target"]
     ]
-    lines.append(f"AP_drop {_figure(figures['drop'])}: {verdict} the target of {figures['target_drop']:.2f}")
+    lines.append(f"AP_drop {_figure(figures['ap_drop'])}: {verdict} the target of {figures['target_drop']:.2f}")
     if figures["not_measurable"]:
         lines.append(
             f"{len(figures['not_measurable'])} heads are not measurable at this bucket width ({width:g} tokens), since no two "
@@ -53,7 +55,7 @@ def training_table(rows: Sequence[dict[str, Any]]) -> str:
         f"{'overall':>8} {'first 20%':>10} {'last 20%':>9} {'drop':>7}"
     ]
     for row in rows:
-        overall, first, last, drop = (_figure(row[key]) for key in ("overall", "first", "last", "drop"))
+        overall, first, last, drop = (_figure(row[key]) for key in AP)
         lines.append(
             f"{row['stage']:<{width}} {row['step']:>8,} {row['length']:>8,} {row['bias_strength']:>10.3e} "
             f"{row['bias_context']:>10.3f} {row['key_slope']:>10.3e} {row['key_correlation']:>6.3f} "

@@ -111,11 +111,11 @@ ROWS = (
     Row(
         "plasticity",
         "plasticity",
-        _first(lambda values: figure_text(values.get("overall"))),
+        _first(lambda values: figure_text(values.get("ap_overall"))),
         "Plasticity: the mean over positions, and what it loses from the first fifth of the context to the last "
         f"(target: below {TARGET_DROP:.2f}).",
     ),
-    Row("plasticity", "drop", _first(lambda values: figure_text(values.get("drop")))),
+    Row("plasticity", "drop", _first(lambda values: figure_text(values.get("ap_drop")))),
     Row(
         "geometry",
         "bias × context",

@@ -51,13 +51,13 @@ def _profile_parts(results: Sequence[Result]) -> list[Markup]:
         Axis("position of the query in tokens"),
         Axis("attention plasticity", say="{:.3f}".format, ends=(0, 1)),
     )
-    drops = [Series(name, by_layer(r.values["layers"], "drop"), n) for r, name, n in found]
+    drops = [Series(name, by_layer(r.values["layers"], "ap_drop"), n) for r, name, n in found]
     header = ["model", "0–20 %", "20–40 %", "40–60 %", "60–80 %", "80–100 %", "overall", "drop", "target"]
     rows = [
         [
             name,
-            *map(figure_text, (*r.values["quintiles"], r.values["overall"], r.values["drop"])),
-            "met" if or_nan(r.values["drop"]) < TARGET_DROP else "not met",
+            *map(figure_text, (*r.values["quintiles"], r.values["ap_overall"], r.values["ap_drop"])),
+            "met" if or_nan(r.values["ap_drop"]) < TARGET_DROP else "not met",
         ]
         for r, name, _ in found
     ]
@@ -104,7 +104,7 @@ def _checkpoints_table(result: Result) -> Markup:
             f"{c['bias_strength']:.3g}",
             figure_text(c["bias_context"], 2),
             f"{c['key_slope']:.3g}",
-            *(figure_text(c[key]) for key in ("key_correlation", "overall", "first", "drop")),
+            *(figure_text(c[key]) for key in ("key_correlation", "ap_overall", "ap_first", "ap_drop")),
         ]
         for c in result.values["checkpoints"]
     ]
