@@ -14,7 +14,7 @@ from farsight.analysis.layer_probes.one_layer import RopeProbe, mean_loss, probe
 from farsight.analysis.layers.agreement import Overlap, spearman
 from farsight.analysis.layers.rankings import usual_top
 from farsight.analysis.layers.sensitivity import OWN_PAIRS, over_domains, read_pairs, sensitivity
-from farsight.analysis.sequences import read_sequences
+from farsight.analysis.sequences import sequences_from_options, text_settings
 from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import load
@@ -109,7 +109,7 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
     loaded = load(options.model, options)
     pairs = read_pairs(options.pairs or OWN_PAIRS)
     length = options.length or loaded.trained_length
-    tokens_SL = read_sequences(options.data, loaded.tokenizer, length, options.sequences)
+    tokens_SL = sequences_from_options(options, loaded.tokenizer, length)
     baseline, rho = rope_influence(loaded.decoder, tokens_SL, options.gamma)
     domains = sensitivity(loaded.decoder, loaded.tokenizer, pairs)
     delta, rotates = over_domains(domains), rotating_layers(loaded.config)
@@ -121,6 +121,7 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
         "sequences": len(tokens_SL),
         "pairs": None if options.pairs is None else str(options.pairs),
         "gamma": options.gamma,
+        **text_settings(options),
         "extend": options.extend,
         "dtype": options.dtype,
         "baseline_loss": baseline,
@@ -151,6 +152,19 @@ def compare_profile(options: argparse.Namespace) -> dict[str, Any]:
 
 def profile_of(figures: dict[str, Any]) -> dict[str, Any]:
     """The layer profile that fine-tuning reads."""
-    settings = ("model", "data", "length", "sequences", "pairs", "gamma", "extend", "dtype", "baseline_loss", "rotates")
+    settings = (
+        "model",
+        "data",
+        "length",
+        "sequences",
+        "pairs",
+        "gamma",
+        "bos",
+        "document_starts",
+        "extend",
+        "dtype",
+        "baseline_loss",
+        "rotates",
+    )
     source = f"farsight layers: {figures['model']}, rho from {figures['gamma']:g} x each layer's RoPE base"
     return {"source": source, **{name: figures[name] for name in (*settings, "delta", "rho")}}

@@ -80,7 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     results: dict[str, dict[str, Any]] = {}
     for path in options.models:
-        results[str(path)] = probe_from_options(path, options)
+        # A copy, as it gets the model's own dtype and start token.
+        results[str(path)] = probe_from_options(path, argparse.Namespace(**vars(options)))
     first = next(iter(results.values()))
     lengths = {figures["length"] for figures in results.values()}
     if len(lengths) > 1:

@@ -20,7 +20,7 @@ from farsight.analysis.probes.position_probe import (
     train_probes,
 )
 from farsight.analysis.probes.settings import ProbeSettings
-from farsight.analysis.sequences import read_sequences
+from farsight.analysis.sequences import sequences_from_options, text_settings
 from farsight.inference.loading import LoadedModel, load
 from farsight.model.llama import Llama
 from farsight.progress import progress
@@ -117,5 +117,5 @@ def probe_from_options(path: Path, options: argparse.Namespace) -> dict[str, Any
         buckets=options.buckets,
         seed=options.seed,
     )
-    tokens_SL = read_sequences(options.data, loaded.tokenizer, settings.length, options.sequences)
-    return {**probe_model(loaded, tokens_SL, settings), "extend": options.extend}
+    tokens_SL = sequences_from_options(options, loaded.tokenizer, settings.length)
+    return {**probe_model(loaded, tokens_SL, settings), "extend": options.extend, **text_settings(options)}
