@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         type=positive,
         default=default.tokens_per_sequence,
         metavar="N",
-        help="tokens to use per sequence at most, drawn uniformly (%(default)s)",
+        help="tokens to use per sequence at most, drawn uniformly of longer ones (%(default)s, the paper's length)",
     )
     add(
         "--held-out",
