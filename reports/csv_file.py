@@ -29,8 +29,9 @@ def csv_files(results: Sequence[Result]) -> dict[str, str]:
             for at, plasticity, counted in zip(values["positions"], values["profile"], values["counted"], strict=True)
         ],
         "checkpoints.csv": [
-            {"model": name, **checkpoint}
-            for name, values in _named(results, "plasticity")
+            {"model": name, "measured": kind, **_scalars(checkpoint), **_scalars(checkpoint.get("model_summary", {}))}
+            for kind in ("plasticity", "geometry")
+            for name, values in _named(results, kind)
             for checkpoint in values.get("checkpoints", [])
         ],
         "probes.csv": [

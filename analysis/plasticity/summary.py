@@ -3,8 +3,9 @@
 Shapes: P pairs of keys, T sampled tokens.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,26 @@ def bands(profile: Profile) -> dict[str, float | None]:
 def quintiles(profile: Profile) -> list[float | None]:
     """Means over fifths of the positions (Table 6.1)."""
     return [band(profile, fifth / 5, (fifth + 1) / 5) for fifth in range(5)]
+
+
+def range_edges(checkpoints: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Edges of ranges of positions for checkpoints of several lengths (Table A.1): each twice the one before, the longest halved.
+
+    With the longest at 64K and 64 buckets: 0, 1K, 2K, 4K, 8K, 16K, 32K, 48K, 64K. The first range begins at 0 and is the shortest
+    that contains the middle of a bucket of some checkpoint, not counting the first.
+    """
+    longest = max(row["length"] for row in checkpoints)
+    least = min(1.5 * row["length"] / len(row["profile"]) for row in checkpoints)
+    edges = [longest, 3 * longest // 4, longest // 2]
+    while edges[-1] // 2 > least:
+        edges.append(edges[-1] // 2)
+    return [0, *reversed(edges)]
+
+
+def by_range(checkpoint: Mapping[str, Any], edges: Sequence[int]) -> list[float | None]:
+    """A checkpoint's plasticity in each range of positions: the mean over the buckets whose middle is in it."""
+    length = checkpoint["length"]
+    return [band(checkpoint["profile"], low / length, high / length) for low, high in itertools.pairwise(edges)]
 
 
 def overall(profile: Profile, queries: Sequence[int]) -> float | None:

@@ -418,7 +418,6 @@ def test_rows_of_a_recipe_and_a_capture(llama, tmp_path, capsys):
         assert row["bias_context"] == pytest.approx(64 * row["bias_strength"])
     assert "<svg" in picture.read_text()[:500]
     for arguments, says in (
-        ([str(root), "--data", data, "--needle", data], "--needle is for one model"),
         ([str(llama / "llama")], "is not a capture; to capture the model there, add --data FILE"),
         ([str(llama / "none"), "--data", data], "is not a folder; name a model directory"),
         ([str(llama / "llama"), "--data", data, "--covariance", "half"], "invalid choice: 'half'"),
@@ -433,6 +432,7 @@ def test_rows_of_a_recipe_and_a_capture(llama, tmp_path, capsys):
     for arguments, says in (
         ([str(llama / "llama"), "--data", data, "--buckets", "4"], "4 buckets: the first has no earlier keys"),
         ([str(root), "--data", data, "--buckets", "4"], "4 buckets: the first has no earlier keys"),
+        ([str(root), "--data", data, "--needle", data], "--needle is for one model"),
         ([str(llama), "--data", data], "Nor is it a run folder"),
         ([str(tmp_path / "c"), "--data", data], "which fixes --data: leave"),
         ([str(tmp_path / "c"), "--per-bucket", "2"], "which fixes --per-bucket: leave"),
