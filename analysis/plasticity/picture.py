@@ -100,8 +100,8 @@ def _training(figure: Any, figures: dict[str, Any]) -> None:
     rows = figures["checkpoints"]
     named = {round(place * (len(rows) - 1) / 9) for place in range(10)} if len(rows) > 10 else range(len(rows))
     for number, (row, shade) in enumerate(zip(rows, shades(len(rows)), strict=True)):
-        label = checkpoint_name(row) if number in named else None
-        axes.plot(row["positions"], _values(row["profile"]), color=shade, linewidth=1.4, label=label)
+        name = checkpoint_name(row) if number in named else None
+        axes.plot(row["positions"], _values(row["profile"]), color=shade, linewidth=1.4, label=name)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.set(xlabel="position of the query", ylabel="plasticity")
