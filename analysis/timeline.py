@@ -23,7 +23,7 @@ class Timeline:
         self.rows = rows
         self.known = all(row["tokens"] is not None for row in rows)
         unit, self.size = token_unit(rows[-1]["tokens"]) if self.known else ("", 1.0)
-        self.label = f"{unit} tokens trained on (dotted: end of a stage)" if self.known else "checkpoint"
+        self.label = f"{unit} tokens (dotted: end of a stage)" if self.known else "checkpoint"
         places = [row["tokens"] / self.size for row in rows] if self.known else list(range(len(rows)))
         stages = itertools.groupby(
             zip(places, rows, strict=True), key=lambda pair: pair[1]["stage" if self.known else "length"]

@@ -59,8 +59,9 @@ def main(arguments: list[str] | None = None) -> None:
     last: list[Samples] = []
 
     def of_model(own: argparse.Namespace) -> dict[str, Any]:
-        last[:] = [captured_or_capture(own.model, own)]
-        return measure_model(*last, own)
+        samples = captured_or_capture(own.model, own)
+        last[:] = [samples]  # the picture of one model shows some of them
+        return measure_model(samples, own)
 
     results = measure_each(options, of_model, measure_training)
     write_figures(options.json, results, allow_nan=False)

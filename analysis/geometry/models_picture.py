@@ -52,7 +52,7 @@ def draw_models(results: Mapping[str, dict[str, Any]], path: Path) -> None:
             separation.scatter(apart, strength, marker=marker, label=label, **style)
         draw_thresholds(scatter)
         scatter.set_title("first principal component, a point per head")
-        scatter.legend()
+        scatter.legend(loc="lower left")
         separation.axhline(0, color=GREY, linewidth=0.8)
         separation.set(xlabel="separation of queries and keys", ylabel="bias strength per token")
         separation.set_title("bias and separation, with their correlation")
@@ -96,6 +96,7 @@ def _training(figure: Any, rows: Sequence[dict[str, Any]]) -> None:
     query.legend()
     for axes in (bias, query, slope):
         line.finish([axes])
+        axes.xaxis.label.set_fontsize("small")
     _draw_shares(classes, summaries)
     every = range(0, len(rows), -(-len(rows) // _NAMED))
     names = [checkpoint_name(rows[number]) for number in every]

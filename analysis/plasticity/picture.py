@@ -71,10 +71,10 @@ def draw_trainings(trainings: Sequence[dict[str, Any]], path: Path) -> None:
     many = len(trainings)
     with picture(path, 7.5 * many, 11.5) as figure:
         columns = figure.subfigures(1, many, squeeze=False)[0]
-        for column, figures in zip(columns, trainings, strict=True):
+        names = short_names([figures["model"] for figures in trainings])
+        for column, name, figures in zip(columns, names, trainings, strict=True):
             _training(column, figures)
-        named = ", ".join(short_names([figures["model"] for figures in trainings]))
-        figure.suptitle(f"{named}: positional bias and plasticity over training")
+            column.suptitle(f"{name}: positional bias and plasticity over training")
 
 
 def _training(figure: Any, figures: dict[str, Any]) -> None:

@@ -38,7 +38,7 @@ def compare(plasticity: Sequence[Path], scores: Sequence[str], wanted: str | Non
     found, unknown = _by_model([*of_model], [scored for argument in scores for scored in read_scores(argument)])
     name = wanted or _common({model: own for model, (own, _) in found.items() if own})
     named = dict(zip(of_model, short_names(of_model), strict=True))
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         model: {"name": named[model], "family": found[model][1], "score": found[model][0][name], **of_model[model]}
         for model in sorted(
             (model for model in of_model if name in found[model][0]), key=lambda model: -found[model][0][name]

@@ -22,7 +22,7 @@ from farsight.reports.inside import main as inside
 from tests.model.test_model import SMALL, fresh_model
 from tests.reports.test_report import Page, write_run
 
-OPTIONS = ["--buckets", "8", "--per-bucket", "4"]
+OPTIONS = ["--buckets", "8", "--per-bucket", "4", "--heads", "5", "--sequences", "12"]
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +51,18 @@ def measured(tool, models, root, tmp_path, *options):
     return json.loads(out.read_text())
 
 
-@pytest.mark.slow
-def test_a_row_of_a_run_is_its_model(root, tmp_path):
-    """In both tools, which also agree with each other on what bias strength consists of."""
-    alone = {
-        tool: [measured(tool, [name], root, tmp_path) for name in ("one", "two")] for tool in (plasticity, geometry)
+@pytest.fixture(scope="module")
+def alone(root, tmp_path_factory):
+    """What each tool says of each model by itself."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {
+        tool: {name: measured(tool, [name], root, folder) for name in ("one", "two")} for tool in (plasticity, geometry)
     }
+
+
+@pytest.mark.slow
+def test_a_row_of_a_run_is_its_model(root, alone, tmp_path):
+    """In both tools, which also agree with each other on what bias strength consists of."""
     for tool, picture in ((plasticity, "p.png"), (geometry, "g.svg")):
         figures = measured(tool, ["recipe"], root, tmp_path, "--picture", str(tmp_path / picture))
         assert (tmp_path / picture).stat().st_size > 10_000
@@ -67,7 +73,7 @@ def test_a_row_of_a_run_is_its_model(root, tmp_path):
             ("short", 2, 2000.0, 64),
             ("long", 2, 4000.0, 64),
         ]
-        for row, own, other in zip(rows, alone[tool], alone[geometry], strict=True):
+        for row, own, other in zip(rows, alone[tool].values(), alone[geometry].values(), strict=True):
             if tool is geometry:
                 assert {key: row[key] for key in ("model_summary", "layers", "heads")} == {
                     key: own[key] for key in ("model_summary", "layers", "heads")
@@ -86,29 +92,28 @@ def test_a_row_of_a_run_is_its_model(root, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_models_side_by_side(root, tmp_path, capsys):
+def test_several_models_side_by_side(root, alone, tmp_path, capsys):
     capture.main([str(root / "two"), "--data", str(root / "text.txt"), *OPTIONS, "--out", str(tmp_path / "captured")])
     for tool in (plasticity, geometry):
-        alone = {name: measured(tool, [name], root, tmp_path) for name in ("one", "two")}
         capsys.readouterr()
         both = measured(tool, ["one", "two"], root, tmp_path, "--picture", str(tmp_path / "both.png"))
-        assert both == {"models": {str(root / name): figures for name, figures in alone.items()}}
+        assert both == {"models": {str(root / name): figures for name, figures in alone[tool].items()}}
         assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
         printed = capsys.readouterr().out
         if tool is plasticity:
-            for name, figures in alone.items():
+            for name, figures in alone[tool].items():
                 shown = [f"{value:.3f}" for value in (*figures["quintiles"], figures["ap_overall"], figures["ap_drop"])]
                 assert re.search(rf"^{name} +64 +" + " +".join(map(re.escape, shown)), printed, re.MULTILINE)
             continue
         # Figure A.3: over the heads of both, and within each.
         pairs = [
             np.array([(head["bias_strength"], head["separation"]) for head in figures["heads"]])
-            for figures in alone.values()
+            for figures in alone[tool].values()
         ]
         over, one, two = (np.corrcoef(of, rowvar=False)[0, 1] for of in (np.concatenate(pairs), *pairs))
         assert f"{over:+.2f} over all; one {one:+.2f}, two {two:+.2f}" in printed
     geometry.main([str(tmp_path / "captured"), "--json", str(tmp_path / "c.json")])
-    assert json.loads((tmp_path / "c.json").read_text())["heads"] == alone["two"]["heads"]
+    assert json.loads((tmp_path / "c.json").read_text())["heads"] == alone[geometry]["two"]["heads"]
 
 
 def test_ranges_of_positions():
