@@ -1,6 +1,7 @@
 """Reads models' plasticity and their scores on benchmarks from the files of our tools, and scores from CSV files."""
 
 import csv
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ def _scores_of(path: Path, values: Mapping[str, Any]) -> dict[str, float]:
         case {"results": dict(results)}:
             named = {task: entry["value"] for task, entry in results.items()} | values.get("means", {})
             named["mean"] = values.get("mean")
-            return {name: value for name, value in named.items() if value is not None}
+            return {name: value for name, value in named.items() if value is not None and math.isfinite(value)}
     raise ConfigError(f"--scores {path} was not written by farsight needle, farsight harness or farsight external.")
 
 
@@ -108,15 +109,23 @@ def _csv_rows(path: Path) -> Iterator[Scored]:
                 for column, text in row.items():
                     if column in ("model", "family", None) or not (text or "").strip():
                         continue
-                    try:
-                        scores[column] = float(text)
-                    except ValueError:
+                    if (value := _number(text)) is None:
                         raise ConfigError(
                             f"--scores {path}, line {reader.line_num}: {column} is {text!r}, not a number."
-                        ) from None
+                        )
+                    scores[column] = value
                 yield Scored(row["model"], str(path), scores, row.get("family") or None)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--scores {path} can't be read: {error}.") from None
+
+
+def _number(text: str) -> float | None:
+    """A finite number; None for any other text."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def is_named(name: str, model: str) -> bool:
