@@ -46,7 +46,6 @@ def main(arguments: list[str] | None = None) -> None:
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
-
     check_models(parser, options)
 
     from farsight.analysis.capture.from_options import captured_or_capture

@@ -279,6 +279,7 @@ def test_pairs_that_are_none_name_line_and_field(content, said, tmp_path):
         (["m", "--data", "x", "--gamma", "1"], "--gamma 1 leaves RoPE's base"),
         (["m", "--data", "x", "--out", "/dev/null/p.json"], "/dev/null/p.json: its folder can't be made"),
         (["--profile", str(TABLE_7), "--pairs", "x"], "--pairs is for measuring"),
+        (["--profile", str(TABLE_7), "--document-starts"], "--document-starts is for measuring"),
         (["m", "--profile", str(TABLE_7)], "model directory, or --profile"),
     ],
 )
