@@ -96,7 +96,7 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
         parser.error("give a model directory, or --profile FILE for profiles measured earlier")
     given = [name for name in MEASURING if getattr(options, name) != parser.get_default(name)]
     if options.profile and given:
-        parser.error(f"--{given[0]} is for measuring a model; --profile measures nothing")
+        parser.error(f"--{given[0].replace('_', '-')} is for measuring a model; --profile measures nothing")
     if options.model is not None and options.data is None:
         parser.error("--data FILE is needed: a text to measure the loss on, for each layer's rho")
     if options.gamma == 1:
