@@ -65,7 +65,7 @@ ALL_KINDS = [
 FAMILIES = [
     *[f"--architecture.{name}" for name in (
         "norm_placement=sandwich", "zero_centered_norms", "qk_norm", "qk_norm_span=projection", "attention_bias=all",
-        "mlp_bias", "activation=gelu_tanh", "rotary_dim=8", "softmax_scale=0.3", "scaled_embeddings", "tie_embeddings",
+        "mlp_bias", "activation=gelu_tanh", "rotary_dim=4", "softmax_scale=0.3", "scaled_embeddings",
     )],
     "--position.query_scaling.beta=0.5", "--position.query_scaling.original_length=8",
     "--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op", "--optimizer.lr=1e-2",
@@ -85,7 +85,7 @@ FAMILIES = [
             ALL_KINDS,
             [PIPELINE, f"--parallelism.pipeline_parallel_schedule={'ZBVZeroBubble' if ZERO_BUBBLE else '1F1B'}"],
         ),
-        (FAMILIES, [TENSOR]),
+        ([*FAMILIES, "--architecture.tie_embeddings"], [TENSOR]),
         (["--architecture.norm_placement=post", *FAMILIES[1:]], [PIPELINE, "--parallelism.context_parallel_degree=2"]),
         ([], [TENSOR, PIPELINE, "--compile.enable", "--compile.backend", "aot_eager"]),
     ],
