@@ -80,6 +80,11 @@ class Architecture:
     depth_init: bool = True
     """Scale output projections' initial std by 1/sqrt(2·(layer+1)); false uses 1/sqrt(2·n_layers) for all."""
 
+    @property
+    def rotated_dim(self) -> int:
+        """Dimensions of each head that rotate in layers with RoPE."""
+        return self.rotary_dim or self.head_dim
+
 
 # ── Rotary embeddings, one class per kind ─────────────────────────────────────────────────────────────
 

@@ -67,7 +67,7 @@ def load_adapter(
             module = modules[name.rpartition(".")[0]]
             if plain in own:
                 parameter.copy_(own[plain])
-            elif is_quantized(module):
+            elif is_quantized(module) and name.endswith(".weight"):
                 # As in training: int8 quantises the weights as stored, 4 bits after rounding them.
                 weight = read(plain)
                 fill(module, weight if kept.quantization == "int8" else weight.to(trained), kept)

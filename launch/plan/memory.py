@@ -189,7 +189,7 @@ def rope_tables_bytes(run: Run, layers: Sequence[int]) -> int:
     if not run.cpu:
         return 0
     rotaries = {run.positions[number].rotary for number in layers} - {NoRotary()}
-    return 8 * run.config.architecture.head_dim * run.tokens * len(rotaries)
+    return 8 * run.config.architecture.rotated_dim * run.tokens * len(rotaries)
 
 
 def block_bytes(run: Run, number: int) -> int:
@@ -198,10 +198,12 @@ def block_bytes(run: Run, number: int) -> int:
     heads, kv_heads = a.n_heads // layout.tp * a.head_dim, a.n_kv_heads // layout.tp * a.head_dim
     whole = number in run.layers.whole
     norm = norm_bytes(run, whole)
-    stream = tokens // layout.tp * 2 * norm
+    stream = tokens // layout.tp * (4 if a.norm_placement == "sandwich" else 2) * norm
     if a.qk_norm:
-        inputs = _norm_inputs(run, whole)
-        stream += tokens * ((heads + kv_heads) * inputs * product + 4 * (heads + kv_heads) // a.head_dim)
+        inputs, scales = _norm_inputs(run, whole), (heads + kv_heads) // a.head_dim
+        if a.qk_norm_span == "projection":
+            scales = 2
+        stream += tokens * ((heads + kv_heads) * inputs * product + 4 * scales)
     attention = 2 * heads * product + 4 * a.n_heads // layout.tp  # queries, output, log-sum-exp
     hidden = 2 * a.ffn_dim // layout.tp
     keys = 2 * kv_heads * product * tokens

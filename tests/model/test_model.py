@@ -343,7 +343,7 @@ def test_rope_tables_stay_fp32_under_fsdp_in_bf16():
 
 def test_swiglu_equals_the_formula_and_keeps_two_tensors_of_the_hidden_width():
     dim, ffn = 8, 20
-    module = FeedForward(dim, ffn)
+    module = FeedForward(dataclasses.replace(SMALL, dim=dim, ffn_dim=ffn))
     x = torch.randn(2, 5, dim, requires_grad=True)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):

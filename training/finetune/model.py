@@ -150,7 +150,7 @@ class BaseWeights:
         else:
             module = self.modules[name.rpartition(".")[0] + "."]
             weight = self.read(name.replace(".base_layer.", "."))
-            if is_quantized(module):
+            if is_quantized(module) and name.endswith(".weight"):
                 fill(module, weight, base)
             else:
                 copy_whole(parameter, weight.to(parameter.device))
