@@ -50,8 +50,8 @@ class Attention(nn.Module):
         self.wv = nn.Linear(a.dim, keys, bias=biases)
         self.wo = nn.Linear(queries, a.dim, bias=a.attention_bias == "all")
         whole = a.qk_norm_span == "projection"
-        self.q_norm = build_norm(a, queries if whole else a.head_dim) if a.qk_norm else None
-        self.k_norm = build_norm(a, keys if whole else a.head_dim) if a.qk_norm else None
+        self.q_norm: nn.Module | None = build_norm(a, queries if whole else a.head_dim) if a.qk_norm else None
+        self.k_norm: nn.Module | None = build_norm(a, keys if whole else a.head_dim) if a.qk_norm else None
         self.norms_whole_projection = a.qk_norm and whole
         # The kernels multiply scores by 1/sqrt(H); queries are multiplied by what is left of another scale.
         self.query_factor = 1.0 if a.softmax_scale is None else a.softmax_scale * a.head_dim**0.5

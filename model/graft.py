@@ -115,7 +115,8 @@ def _unlike(front: ModelConfig, back: ModelConfig) -> list[str]:
         for field in fields(front.architecture)
         if field.name not in _MAY_DIFFER
     }
-    pairs["position.embedding"] = front.position.embedding, back.position.embedding
+    for name in ("embedding", "query_scaling"):
+        pairs[f"position.{name}"] = getattr(front.position, name), getattr(back.position, name)
     return [
         f"{name} is {a!r} in the front model and {b!r} in the back model" for name, (a, b) in pairs.items() if a != b
     ]
@@ -173,7 +174,8 @@ def _by_rules(front: ModelConfig, back: ModelConfig, layers: int, trained_length
                 )
             )
     garfa = _garfa(front, back, layers)
-    return Position(front.position.embedding, shared[0], lasp, shared[1], shared[2], tuple(rules), garfa)
+    rotary, heads, bias = shared
+    return replace(front.position, rotary=rotary, lasp=lasp, heads=heads, bias=bias, rules=tuple(rules), garfa=garfa)
 
 
 def _with_fixed_longest(heads: Heads, config: ModelConfig, trained_length: int) -> Heads:

@@ -25,7 +25,7 @@ from farsight.model.position.layers import LayerPosition
 from farsight.model.position.rope import RopeFrequencies, rope_frequencies, rope_tables
 from farsight.model.position.sinusoidal import sinusoidal_embedding
 
-_ACTIVATIONS = {
+_ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "silu": (F.silu, torch.ops.aten.silu_backward),
     "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")),
 }

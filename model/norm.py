@@ -38,7 +38,7 @@ class DividedRMSNorm(nn.Module):
 
     def __init__(self, norm: nn.RMSNorm) -> None:
         super().__init__()
-        self.weight, self.eps = norm.weight, norm.eps
+        self.weight, self.eps = norm.weight, norm.eps or 0.0
         self.width, self.offset = norm.normalized_shape[0], float(isinstance(norm, ZeroCenteredRMSNorm))
 
     def forward(self, x: Tensor) -> Tensor:
