@@ -34,7 +34,7 @@ from farsight.checkpoints.finite import refuse_non_finite
 from farsight.checkpoints.intact.check import is_complete, look
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.model_dir.api import check_tensors
-from farsight.checkpoints.model_dir.names import to_hf_name
+from farsight.checkpoints.model_dir.dcp_reader import SafetensorsReader
 from farsight.checkpoints.resume import (
     refuse_another_model,
     refuse_other_layers,
@@ -147,9 +147,8 @@ class RunCheckpoints:
         """
         state = self._state(parts)
         if from_hf:
-            reader = dcp.HuggingFaceStorageReader(str(checkpoint))
-            tensors = {to_hf_name(name): tensor for name, tensor in state.items()}
-            dcp.load(tensors, storage_reader=reader, process_group=file_group())
+            reader = SafetensorsReader(check_tensors(checkpoint, read_model_config(checkpoint)))
+            dcp.load(state, storage_reader=reader, process_group=file_group())
         else:
             load(state, checkpoint, file_group())
         for part in parts:
