@@ -176,12 +176,17 @@ def saved_activations(run: Run, stage: PipelineStage) -> int:
 
 def norm_bytes(run: Run, trains: bool) -> int:
     """Bytes per token that a norm over the residual stream keeps: its input and a scale."""
-    return _norm_inputs(run, trains) * run.config.architecture.dim * run.product + 4
+    return _norm_inputs(run, trains) * run.config.architecture.dim * _norm_width(run) + 4
+
+
+def _norm_width(run: Run) -> int:
+    """Bytes of a number in a norm's input; norms that multiply by 1 + weight compute in fp32."""
+    return 4 if run.config.architecture.zero_centered_norms else run.product
 
 
 def _norm_inputs(run: Run, trains: bool) -> int:
     """Copies of its input that a norm keeps: on CPUs a trained norm also keeps it normalised, and a frozen one in fp32."""
-    return 2 if run.cpu and (trains or run.product < 4) else 1
+    return 2 if run.cpu and (trains or _norm_width(run) < 4) else 1
 
 
 def rope_tables_bytes(run: Run, layers: Sequence[int]) -> int:
@@ -203,7 +208,7 @@ def block_bytes(run: Run, number: int) -> int:
         inputs, scales = _norm_inputs(run, whole), (heads + kv_heads) // a.head_dim
         if a.qk_norm_span == "projection":
             scales = 2
-        stream += tokens * ((heads + kv_heads) * inputs * product + 4 * scales)
+        stream += tokens * ((heads + kv_heads) * inputs * _norm_width(run) + 4 * scales)
     attention = 2 * heads * product + 4 * a.n_heads // layout.tp  # queries, output, log-sum-exp
     hidden = 2 * a.ffn_dim // layout.tp
     keys = 2 * kv_heads * product * tokens

@@ -148,7 +148,9 @@ def _stored(weight: Weight, base: Base) -> Weight:
 def module_shapes(config: JobConfig) -> dict[Projection, tuple[int, ...]]:
     """(outputs, inputs) of a block's linear layers."""
     shapes = {
-        name.split(".")[-2]: shape for name, layer, shape in _shapes(ModelConfig.from_job(config), 1) if layer == 0
+        name.split(".")[-2]: shape
+        for name, layer, shape in _shapes(ModelConfig.from_job(config), 1)
+        if layer == 0 and name.endswith(".weight")
     }
     return {module: shapes[ours] for module, ours in MODULES.items()}
 
