@@ -162,9 +162,9 @@ def _from_values(values: dict[str, Any], path: Path) -> ModelConfig:
         text = values.get("text_config")
         if not isinstance(text, dict):
             raise ConfigError(f"{path} has model_type {model_type!r}, but no text_config.")
-        # The outer config says what is tied, where the inner one does not.
+        # transformers goes by the outer config to tie embedding and head.
         outer = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
-        text = {"model_type": VISION[model_type].text} | outer | text
+        text = {"model_type": VISION[model_type].text} | text | outer
         place = Path(f"{path}: text_config")
     family = FAMILIES.get(str(text["model_type"])) if "model_type" in text else None
     if family is None:
