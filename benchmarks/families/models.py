@@ -74,7 +74,9 @@ def hf_vision_model(name: str) -> Any:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "patch_size": 4, **settings}
     if name == "mistral3":
         config = transformers.Mistral3Config(
-            text_config=text, vision_config=transformers.PixtralVisionConfig(**sizes, head_dim=16), tie_word_embeddings=False
+            text_config=text,
+            vision_config=transformers.PixtralVisionConfig(**sizes, head_dim=16),
+            tie_word_embeddings=False,
         )
         model: Any = transformers.Mistral3ForConditionalGeneration(config)
     else:

@@ -28,7 +28,7 @@ from farsight.checkpoints.model_dir.families.known import FAMILIES, VISION
 from farsight.checkpoints.model_dir.fingerprint import checksum, fingerprint
 from farsight.checkpoints.model_dir.hf_config import MODEL_TYPE
 from farsight.checkpoints.model_dir.names import BY_PLACEMENT, TensorNames
-from farsight.checkpoints.model_dir.safetensors_files import read_tensors
+from farsight.checkpoints.model_dir.safetensors_files import Stored, read_tensors
 from farsight.configs.finetuning import Base, GarfaTraining, Lora
 from farsight.configs.schema import Architecture, Garfa, Position
 from farsight.configs.typed import from_dict
@@ -146,8 +146,8 @@ class Adapter:
         """The factor on B·A of a linear layer of the model (`layers.3.attention.wq`)."""
         return float(lora_layers(self.lora_model)[linear].scaling[ADAPTER])
 
-    def base_files(self, base: Path | None = None, other_base: bool = False) -> dict[str, Path]:
-        """The safetensors file of each of the base's tensors, by our names.
+    def base_files(self, base: Path | None = None, other_base: bool = False) -> dict[str, Stored]:
+        """The place of each of the base's tensors, by our names.
 
         Args:
             base: the base's directory, instead of the one recorded in training.

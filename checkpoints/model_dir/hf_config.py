@@ -159,12 +159,12 @@ def _from_values(values: dict[str, Any], path: Path) -> ModelConfig:
         return from_dict(ModelConfig, values["farsight"], f"{path}: farsight")
     text, place = values, path
     if model_type in VISION:
-        text = values.get("text_config")
-        if not isinstance(text, dict):
+        inner = values.get("text_config")
+        if not isinstance(inner, dict):
             raise ConfigError(f"{path} has model_type {model_type!r}, but no text_config.")
         # transformers goes by the outer config to tie embedding and head.
         outer = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
-        text = {"model_type": VISION[model_type].text} | text | outer
+        text = {"model_type": VISION[model_type].text} | inner | outer
         place = Path(f"{path}: text_config")
     family = FAMILIES.get(str(text["model_type"])) if "model_type" in text else None
     if family is None:

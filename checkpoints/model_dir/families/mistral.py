@@ -8,16 +8,12 @@ from farsight.checkpoints.model_dir.families.rope import read_rope
 from farsight.checkpoints.model_dir.families.values import Values
 from farsight.model.build import ModelConfig
 
-WINDOW = 4096
-"""transformers' default for a config that has no `sliding_window`; null is dense attention."""
-
 
 def read(values: Values) -> ModelConfig:
     values.only("hidden_act", "silu")
     values.only("layer_types")
     rotary, _ = read_rope(values)
-    window = values.whole("sliding_window") if "sliding_window" in values.given else WINDOW
-    return decoder(values, [(rotary, window)] * values.get("num_hidden_layers"))
+    return decoder(values, [(rotary, values.whole("sliding_window"))] * values.get("num_hidden_layers"))
 
 
 def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None:
@@ -27,4 +23,4 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
     return {**rope, "sliding_window": window}
 
 
-FAMILY = Family("mistral", "Mistral", read, write, defaults={"num_key_value_heads": 8})
+FAMILY = Family("mistral", "Mistral", read, write, defaults={"num_key_value_heads": 8, "sliding_window": 4096})

@@ -28,9 +28,10 @@ def read_layers(values: Values) -> list[Layer]:
     values.only("hidden_act", "silu")
     rotary, _ = read_rope(values)
     used, first = values.flag("use_sliding_window"), values.get("max_window_layers")
-    types = layer_types(values, lambda number: used and number >= first)
+    slides = used and values.whole("sliding_window") is not None
+    types = layer_types(values, lambda number: slides and number >= first)
     # Without use_sliding_window, transformers ignores the window of layers that are marked as sliding.
-    return [(rotary, window if used else None) for window in windows(values, types)]
+    return [(rotary, size) for size in (windows(values, types) if used else [None] * len(types))]
 
 
 def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None:

@@ -52,7 +52,8 @@ def read_rope(
     Raises:
         ConfigError: an unknown kind, or a setting that it does not take.
     """
-    given = _table(values, "rope_parameters") or _table(values, "rope_scaling")
+    # In this order, as transformers 5 does where both are given.
+    given = _table(values, "rope_scaling") or _table(values, "rope_parameters")
     if any(isinstance(given.get(kind), dict) for kind in (FULL, SLIDING)):
         raise ConfigError(
             f"{values.path} has rope_parameters by layer type, which {values.get('model_type')} models are not read with."

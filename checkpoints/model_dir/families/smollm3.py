@@ -27,7 +27,7 @@ def read(values: Values) -> ModelConfig:
     if rotates is None:
         rotates = [int((number + 1) % every != 0) for number in range(values.get("num_hidden_layers"))]
     used = values.flag("use_sliding_window")
-    slides = used and values.get("sliding_window") is not None
+    slides = used and values.whole("sliding_window") is not None
     types = layer_types(values, lambda number: slides and not rotates[number])
     sizes = windows(values, types) if used else [None] * len(types)
     layers = [(rotary if turns else NoRotary(), size) for turns, size in zip(rotates, sizes, strict=True)]

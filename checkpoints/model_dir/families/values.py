@@ -38,12 +38,12 @@ class Values:
                 raise ConfigError(f"{self.path} has {name} = {value!r}; it must be a whole number of 1 or more.")
 
     def whole(self, name: str) -> int | None:
-        """A number of 1 or more, or None.
+        """A number of 1 or more, or None; null is None too, as it is where transformers has a default.
 
         Raises:
             ConfigError: another value.
         """
-        value = self.get(name)
+        value = self.given.get(name, self.defaults.get(name))
         if value is not None and (type(value) is not int or value < 1):
             raise ConfigError(f"{self.path} has {name} = {value!r}; it must be a whole number of 1 or more.")
         return value
