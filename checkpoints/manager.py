@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from farsight.checkpoints.finite import refuse_non_finite
 from farsight.checkpoints.intact.check import is_complete, look
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.model_dir.api import check_tensors
-from farsight.checkpoints.model_dir.names import to_hf_name
+from farsight.checkpoints.model_dir.dcp_reader import SafetensorsReader
 from farsight.checkpoints.resume import (
     refuse_another_model,
     refuse_other_layers,
@@ -153,9 +154,8 @@ class RunCheckpoints:
         """
         state = self._state(parts)
         if from_hf:
-            reader = dcp.HuggingFaceStorageReader(str(checkpoint))
-            tensors = {to_hf_name(name): tensor for name, tensor in state.items()}
-            dcp.load(tensors, storage_reader=reader, process_group=file_group())
+            reader = SafetensorsReader(check_tensors(checkpoint, read_model_config(checkpoint)))
+            dcp.load(state, storage_reader=reader, process_group=file_group())
         else:
             load(state, checkpoint, file_group())
         for part in parts:
@@ -258,6 +258,7 @@ class RunCheckpoints:
         """Raises unless model, trained layers, settings and order of data allow resuming from a checkpoint."""
         saved = ModelConfig.load(checkpoint / CONFIG)
         refuse_another_model(saved, self.model_config, str(checkpoint))
+        self._keep_family(saved)
         refuse_other_layers(checkpoint, self.config, self.base)
         refuse_other_settings(checkpoint, self.config, saved)
         self.states["dataloader"].check_order(saved_order(checkpoint))
@@ -291,6 +292,7 @@ class RunCheckpoints:
     def _check_start(self, start: Path, is_checkpoint: bool) -> None:
         source = read_model_config(start)
         refuse_another_model(source, self.model_config, f"checkpoint.initial_load_path = {start}")
+        self._keep_family(source)
         if not is_checkpoint:
             check_tensors(start, source)
         elif not self.options.initial_load_model_only:
@@ -304,6 +306,10 @@ class RunCheckpoints:
             self.saved_at = self.clock()
         minutes = self.options.interval_minutes
         return dist.get_rank() == 0 and 0 < 60 * minutes <= self.clock() - self.saved_at
+
+    def _keep_family(self, start: ModelConfig) -> None:
+        """Remembers where the weights came from, for exports."""
+        self.model_config = replace(self.model_config, family=start.family)
 
     def due(self, step: int, last_step: bool = False) -> bool:
         """True if a step has to be saved."""

@@ -23,6 +23,10 @@ def check(config: JobConfig) -> None:
         )
     if a.head_dim % 2:
         raise ConfigError(f"architecture.head_dim = {a.head_dim} must be even: RoPE rotates pairs.")
+    if a.rotary_dim % 2 or a.rotary_dim > a.head_dim:
+        raise ConfigError(
+            f"architecture.rotary_dim = {a.rotary_dim} must be even and at most head_dim = {a.head_dim}; 0 rotates all of them."
+        )
     if t.tokens and t.global_batch_size < 1:
         raise ConfigError(f"training.tokens = {t.tokens:g} needs training.global_batch_size to give a number of steps.")
     if config.checkpoint.keep_latest_k == 1:

@@ -52,14 +52,38 @@ class Architecture:
     head_dim: Dim = 16
     """Head dimension H, even; a separate field because N·H need not equal D."""
     ffn_dim: Dim = 384
-    """Hidden dimension of the SwiGLU feed-forward."""
+    """Hidden dimension of the gated feed-forward."""
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """The gate's activation: SwiGLU, or GeGLU with the tanh approximation of GELU (Gemma)."""
     norm_eps: Positive = 1e-5
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """RMSNorm of what attention and feed-forward read (pre: Llama), of what they add to the residual stream (post: Olmo 2),
+    or of both (sandwich: Gemma 3)."""
+    zero_centered_norms: bool = False
+    """RMSNorm multiplies by 1 + weight, and weights start at 0 (Gemma)."""
     qk_norm: bool = False
-    """RMSNorm over each head's queries and keys before rotation (Qwen3)."""
+    """RMSNorm of queries and keys before rotation."""
+    qk_norm_span: Literal["head", "projection"] = "head"
+    """Normalise each head on its own (Qwen3), or all heads of a projection together (Olmo 2)."""
+    attention_bias: Literal["none", "qkv", "all"] = "none"
+    """Biases of the attention's projections: of queries, keys and values (Qwen2), or of the output too."""
+    mlp_bias: bool = False
+    """Biases of the feed-forward's projections."""
+    rotary_dim: Count = 0
+    """Dimensions of each head that rotate, its first ones; 0 rotates all of them."""
+    softmax_scale: Positive | None = None
+    """Scores are multiplied by it before the softmax; None is 1/sqrt(head_dim)."""
     tie_embeddings: bool = False
     """Use the embedding matrix as the output head."""
+    scaled_embeddings: bool = False
+    """Multiply the token embeddings by sqrt(dim), rounded to the weights' dtype (Gemma)."""
     depth_init: bool = True
     """Scale output projections' initial std by 1/sqrt(2·(layer+1)); false uses 1/sqrt(2·n_layers) for all."""
+
+    @property
+    def rotated_dim(self) -> int:
+        """Dimensions of each head that rotate in layers with RoPE."""
+        return self.rotary_dim or self.head_dim
 
 
 # ── Rotary embeddings, one class per kind ─────────────────────────────────────────────────────────────
@@ -227,6 +251,17 @@ Bias = NoBias | Alibi
 
 
 @dataclass(frozen=True)
+class QueryScaling:
+    """A factor on each query that grows with its position p: 1 + beta · ln(1 + floor(p / original_length)) (Llama 4, Ministral 3).
+
+    It keeps attention sharp over more keys than the model was first trained with.
+    """
+
+    beta: Positive = 0.1
+    original_length: Size = 16384
+
+
+@dataclass(frozen=True)
 class LayerRule:
     """Replaces a field of `[position]` on the named layers. Later rules win over earlier ones."""
 
@@ -267,6 +302,7 @@ class Position:
     lasp: Lasp | None = None
     heads: Heads = field(default_factory=Dense)
     bias: Bias = field(default_factory=NoBias)
+    query_scaling: QueryScaling | None = None
     rules: tuple[LayerRule, ...] = ()
     garfa: Garfa | None = None
     """Written when an adapter is merged; `train.py finetune` trains one."""

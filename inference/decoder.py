@@ -94,8 +94,8 @@ class Decoder:
         for row, length in zip(rows, lengths, strict=True):
             layers = self.config.layers(length)
             rotaries = {layer.rotary for layer in layers if not isinstance(layer.rotary, NoRotary)}
-            head_dim = self.config.architecture.head_dim
-            turns = [tuple(rope_frequencies(rotary, head_dim, length).inv_freq.tolist()) for rotary in rotaries]
+            rotated_dim = self.config.architecture.rotated_dim
+            turns = [tuple(rope_frequencies(rotary, rotated_dim, length).inv_freq.tolist()) for rotary in rotaries]
             groups.setdefault((layers, frozenset(turns)), []).append(row)
         return list(groups.values())
 

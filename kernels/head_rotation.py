@@ -50,7 +50,8 @@ def rotate_heads(
     Args:
         x_BLKH: queries or keys; bf16, fp16, fp32 or fp64.
         positions_BL: integers from 0, exact up to 2^24; [1, L] if all sequences share their positions.
-        inv_freq_KF: radians per token of each head, fp32 (fp64 for fp64 inputs).
+        inv_freq_KF: radians per token of each head, fp32 (fp64 for fp64 inputs). Fewer than H/2 rotate the head's first
+            dimensions and leave the others.
         attention_factor: multiplies cosines and sines (YaRN's temperature); a 0-dim tensor of `inv_freq_KF`'s dtype,
             because torch.compile would compile a program for each Python number.
         backend: "triton" (GPUs), "torch" (any device), or "auto": "triton" on CUDA devices, checked against "torch" once
@@ -65,10 +66,13 @@ def rotate_heads(
         RuntimeError: the Triton kernels give wrong results on this machine.
     """
     (B, L, K, H), positions, frequencies = x_BLKH.shape, tuple(positions_BL.shape), tuple(inv_freq_KF.shape)
-    if H % 2 or frequencies != (K, H // 2):
+    if H % 2 or len(frequencies) != 2 or frequencies[0] != K or not 0 < frequencies[1] <= H // 2:
         raise ValueError(
-            f"x_BLKH is {[B, L, K, H]} and inv_freq_KF {list(frequencies)}: pass frequencies [heads, head dim / 2]"
+            f"x_BLKH is {[B, L, K, H]} and inv_freq_KF {list(frequencies)}: pass frequencies [heads, head dim / 2], or fewer"
         )
+    if (rotated := 2 * frequencies[1]) < H:
+        first = rotate_heads(x_BLKH[..., :rotated], positions_BL, inv_freq_KF, attention_factor, backend)
+        return torch.cat((first, x_BLKH[..., rotated:]), dim=-1)
     if positions not in ((B, L), (1, L)):
         raise ValueError(f"x_BLKH is {[B, L, K, H]} and positions_BL {list(positions)}: pass [{B}, {L}] or [1, {L}]")
     chosen = backend if backend != "auto" else "triton" if x_BLKH.is_cuda else "torch"

@@ -10,7 +10,7 @@ from farsight.configs.schema import Architecture
 from farsight.kernels.head_rotation import rotate_heads
 from farsight.kernels.scoped_attention import Visibility, remember_scopes
 from farsight.model.context import OwnKV, PendingKV, SequenceContext
-from farsight.model.norm import RMSNorm
+from farsight.model.norm import build_norm
 from farsight.model.position.garfa import HeadFrequencies, HeadRope
 from farsight.model.position.layers import LayerPosition
 from farsight.model.position.rope import rotate
@@ -20,7 +20,7 @@ class Attention(nn.Module):
     """Grouped-query attention in which every head has its own scope.
 
     Args:
-        architecture: shapes; `qk_norm` adds RMSNorm over each head's queries and keys.
+        architecture: shapes, norms, biases and scale.
         position: the layer's scopes and bias, in physical head order. (Its rotation is passed to `forward` as
             tables, because layers that rotate alike share them.)
         backend: attention kernel, as in `scoped_attention`.
@@ -44,12 +44,17 @@ class Attention(nn.Module):
         super().__init__()
         a = architecture
         self.head_dim, self.backend = a.head_dim, backend
-        self.wq = nn.Linear(a.dim, a.n_heads * a.head_dim, bias=False)
-        self.wk = nn.Linear(a.dim, a.n_kv_heads * a.head_dim, bias=False)
-        self.wv = nn.Linear(a.dim, a.n_kv_heads * a.head_dim, bias=False)
-        self.wo = nn.Linear(a.n_heads * a.head_dim, a.dim, bias=False)
-        self.q_norm = RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None
-        self.k_norm = RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None
+        queries, keys, biases = a.n_heads * a.head_dim, a.n_kv_heads * a.head_dim, a.attention_bias != "none"
+        self.wq = nn.Linear(a.dim, queries, bias=biases)
+        self.wk = nn.Linear(a.dim, keys, bias=biases)
+        self.wv = nn.Linear(a.dim, keys, bias=biases)
+        self.wo = nn.Linear(queries, a.dim, bias=a.attention_bias == "all")
+        whole = a.qk_norm_span == "projection"
+        self.q_norm: nn.Module | None = build_norm(a, queries if whole else a.head_dim) if a.qk_norm else None
+        self.k_norm: nn.Module | None = build_norm(a, keys if whole else a.head_dim) if a.qk_norm else None
+        self.norms_whole_projection = a.qk_norm and whole
+        # The kernels multiply scores by 1/sqrt(H); queries are multiplied by what is left of another scale.
+        self.query_factor = 1.0 if a.softmax_scale is None else a.softmax_scale * a.head_dim**0.5
         self.bias_kind = None if position.bias is None else position.bias.kind
         self.coefficients = 0 if position.bias is None else len(position.bias.coefficients)
         self.group = a.n_heads // a.n_kv_heads
@@ -90,6 +95,7 @@ class Attention(nn.Module):
         rope: tuple[Tensor, Tensor] | None = None,
         document_starts_BL: Tensor | None = None,
         head_rope: HeadRope | None = None,
+        query_scale: Tensor | None = None,
     ) -> Tensor:
         """Attends within each head's scope and each token's document: [B, L, D], in x's dtype.
 
@@ -98,14 +104,12 @@ class Attention(nn.Module):
             document_starts_BL: integers, the index in the row at which each token's document starts; None is one
                 document. It covers the whole sequence even where a rank holds a part of it.
             head_rope: rotates keys, and queries if its `queries` is set, in place of `rope`.
+            query_scale: fp32 [B or 1, L, 1, 1], multiplies the queries.
         """
         if self.context is not None and self.context.rotates:
             rope = head_rope = None
-        # -1 instead of N or K: under tensor parallelism a rank holds only some heads.
-        k_BLKH = self.wk(x_BLD).unflatten(-1, (-1, self.head_dim))
-        v_BLKH = self.wv(x_BLD).unflatten(-1, (-1, self.head_dim))
-        if self.k_norm is not None:
-            k_BLKH = self.k_norm(k_BLKH)
+        k_BLKH = self._heads(self.wk(x_BLD), self.k_norm)
+        v_BLKH = self._heads(self.wv(x_BLD), None)
         if head_rope is not None:
             k_BLKH = rotate_heads(k_BLKH, *head_rope[:3])
         elif rope is not None:
@@ -115,9 +119,11 @@ class Attention(nn.Module):
             pending: PendingKV = OwnKV(k_BLKH, v_BLKH)
         else:
             pending = self.context.exchange(k_BLKH, v_BLKH, self.scopes)
-        q_BLNH = self.wq(x_BLD).unflatten(-1, (-1, self.head_dim))
-        if self.q_norm is not None:
-            q_BLNH = self.q_norm(q_BLNH)
+        q_BLNH = self._heads(self.wq(x_BLD), self.q_norm)
+        if self.query_factor != 1.0:
+            q_BLNH = q_BLNH * self.query_factor
+        if query_scale is not None:
+            q_BLNH = q_BLNH * query_scale.to(q_BLNH.dtype)
         if head_rope is not None and head_rope.queries:
             positions_BL, inv_freq_KF, attention_factor, _ = head_rope
             inv_freq_NF = inv_freq_KF.repeat_interleave(self.group, dim=0)
@@ -127,3 +133,11 @@ class Attention(nn.Module):
         visibility = Visibility.of_parts(self.scopes_N, document_starts_BL, self.bias_PN, self.bias_kind)
         o_BLNH = pending.attend(q_BLNH, visibility, self.backend)
         return self.wo(o_BLNH.flatten(-2))
+
+    def _heads(self, x_BLD: Tensor, norm: nn.Module | None) -> Tensor:
+        """A projection's heads [B, L, heads of the rank, H], normalised."""
+        if norm is not None and self.norms_whole_projection:
+            x_BLD, norm = norm(x_BLD), None
+        # -1 instead of N or K: under tensor parallelism a rank holds only some heads.
+        heads_BLNH = x_BLD.unflatten(-1, (-1, self.head_dim))
+        return heads_BLNH if norm is None else norm(heads_BLNH)

@@ -35,6 +35,8 @@ class ModelConfig:
     attention: Attention = field(default_factory=Attention)
     loss: Loss = field(default_factory=Loss)
     init_seed: int = 0
+    family: str = ""
+    """transformers' model type that the weights came from; exports keep it where it can express the model."""
 
     @classmethod
     def from_job(cls, job: JobConfig) -> "ModelConfig":
@@ -72,6 +74,8 @@ class ModelConfig:
             raise ConfigError(f"{place}: n_heads = {a.n_heads} is not a multiple of n_kv_heads = {a.n_kv_heads}.")
         if a.head_dim % 2:
             raise ConfigError(f"{place}: head_dim = {a.head_dim} must be even: RoPE rotates pairs.")
+        if a.rotary_dim % 2 or a.rotary_dim > a.head_dim:
+            raise ConfigError(f"{place}: rotary_dim = {a.rotary_dim} must be even and at most head_dim = {a.head_dim}.")
         if not 0 < a.norm_eps < 1:
             raise ConfigError(f"{place}: norm_eps = {a.norm_eps} must be more than 0 and less than 1.")
         if not 1 <= self.trained_length <= 2**40:
@@ -96,7 +100,7 @@ class ModelConfig:
                 n_layers=a.n_layers,
                 n_heads=a.n_heads,
                 n_kv_heads=a.n_kv_heads,
-                head_dim=a.head_dim,
+                rotated_dim=a.rotated_dim,
                 trained_length=self.trained_length,
                 length=length or self.trained_length,
             )
@@ -117,6 +121,7 @@ def build_model(config: ModelConfig, length: int | None = None) -> Llama:
         config.architecture,
         config.layers(length),
         sinusoidal=config.position.embedding == "sinusoidal",
+        query_scaling=config.position.query_scaling,
         length=length or config.trained_length,
         backend=config.attention.backend,
         chunk_tokens=config.loss.chunk_tokens,

@@ -115,7 +115,8 @@ def _unlike(front: ModelConfig, back: ModelConfig) -> list[str]:
         for field in fields(front.architecture)
         if field.name not in _MAY_DIFFER
     }
-    pairs["position.embedding"] = front.position.embedding, back.position.embedding
+    for name in ("embedding", "query_scaling"):
+        pairs[f"position.{name}"] = getattr(front.position, name), getattr(back.position, name)
     return [
         f"{name} is {a!r} in the front model and {b!r} in the back model" for name, (a, b) in pairs.items() if a != b
     ]
@@ -172,12 +173,12 @@ def with_rope(config: ModelConfig, rope: ModelConfig) -> ModelConfig:
     Raises:
         ConfigError: models of other numbers of layers or dimensions of a head, or scopes that grow past a trained length.
     """
-    shapes = [(one.architecture.n_layers, one.architecture.head_dim) for one in (config, rope)]
+    shapes = [(one.architecture.n_layers, one.architecture.rotated_dim) for one in (config, rope)]
     if shapes[0] != shapes[1]:
         (n, dim), (other_n, other_dim) = shapes
         raise ConfigError(
-            f"--rope: that model has {other_n} layers with heads of {other_dim} dimensions, and this one {n} with {dim}: name one of "
-            "the same shape."
+            f"--rope: that model has {other_n} layers whose heads rotate {other_dim} dimensions, and this one {n} with "
+            f"{dim}: name one of the same shape."
         )
     settings, length = layer_settings(config.position, shapes[0][0]), max(config.trained_length, rope.trained_length)
     if length != config.trained_length and any(

@@ -6,6 +6,7 @@ Shapes: B batch, L sequence, D model, V vocabulary, H head dimension.
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -14,56 +15,69 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from farsight.configs.schema import Architecture, NoRotary
+from farsight.configs.schema import Architecture, NoRotary, QueryScaling
 from farsight.kernels.chunked_loss import chunked_cross_entropy
 from farsight.kernels.scoped_attention.choice import can_run_triton
 from farsight.model.attention import Attention
-from farsight.model.norm import RMSNorm
+from farsight.model.norm import build_norm
 from farsight.model.position.garfa import HeadRope
 from farsight.model.position.layers import LayerPosition
 from farsight.model.position.rope import RopeFrequencies, rope_frequencies, rope_tables
 from farsight.model.position.sinusoidal import sinusoidal_embedding
 
+_ACTIVATIONS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "silu": (F.silu, torch.ops.aten.silu_backward),
+    "gelu_tanh": (partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")),
+}
+"""Each activation, and the gradient of its input from that of its output."""
 
-class _SwiGlu(torch.autograd.Function):
-    """silu(a) · b. Saves only a and b, a third less than autograd would: silu(a) is cheap to recompute."""
+
+class _GatedLinearUnit(torch.autograd.Function):
+    """act(a) · b. Saves only a and b, a third less than autograd would: act(a) is cheap to recompute."""
 
     @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+    def forward(ctx: Any, a: Tensor, b: Tensor, activation: str) -> Tensor:
         ctx.save_for_backward(a, b)
-        gate = F.silu(a)
+        ctx.activation = activation
+        gate = _ACTIVATIONS[activation][0](a)
         # Compiled by PyTorch 2.11, a function loses its gradient if its last operator returns a tensor it was given.
         return gate * b if torch.compiler.is_compiling() else gate.mul_(b)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad * b, a), F.silu(a).mul_(grad)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        (a, b), (act, act_backward) = ctx.saved_tensors, _ACTIVATIONS[ctx.activation]
+        return act_backward(grad * b, a), act(a).mul_(grad), None
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) · w3 x)."""
+    """Gated linear unit: w2(act(w1 x) · w3 x); SwiGLU with SiLU, GeGLU with GELU."""
 
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+    def __init__(self, architecture: Architecture) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+        a = architecture
+        self.activation = a.activation
+        self.w1 = nn.Linear(a.dim, a.ffn_dim, bias=a.mlp_bias)
+        self.w2 = nn.Linear(a.ffn_dim, a.dim, bias=a.mlp_bias)
+        self.w3 = nn.Linear(a.dim, a.ffn_dim, bias=a.mlp_bias)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """[B, L, D], in x's dtype."""
-        return self.w2(_SwiGlu.apply(self.w1(x_BLD), self.w3(x_BLD)))
+        return self.w2(_GatedLinearUnit.apply(self.w1(x_BLD), self.w3(x_BLD), self.activation))
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to the residual stream."""
+    """Attention and feed-forward, each added to the residual stream, with norms before them, after them or both."""
 
     def __init__(self, architecture: Architecture, position: LayerPosition, backend: str) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(architecture.dim, eps=architecture.norm_eps)
-        self.attention = Attention(architecture, position, backend)
-        self.ffn_norm = RMSNorm(architecture.dim, eps=architecture.norm_eps)
-        self.feed_forward = FeedForward(architecture.dim, architecture.ffn_dim)
+        a = architecture
+        before, after = a.norm_placement != "post", a.norm_placement != "pre"
+        self.attention_norm = build_norm(a, a.dim) if before else nn.Identity()
+        self.attention = Attention(a, position, backend)
+        self.attention_post_norm = build_norm(a, a.dim) if after else nn.Identity()
+        self.ffn_norm = build_norm(a, a.dim) if before else nn.Identity()
+        self.feed_forward = FeedForward(a)
+        self.ffn_post_norm = build_norm(a, a.dim) if after else nn.Identity()
 
     def forward(
         self,
@@ -71,13 +85,19 @@ class Block(nn.Module):
         rope: tuple[Tensor, Tensor] | None = None,
         document_starts_BL: Tensor | None = None,
         head_rope: HeadRope | None = None,
+        query_scale: Tensor | None = None,
     ) -> Tensor:
         """[B, L, D], in x's dtype; the other arguments are `Attention.forward`'s."""
         # As keyword arguments: tensor parallelism gathers positional arguments, and only the tokens need it.
-        h_BLD = x_BLD + self.attention(
-            self.attention_norm(x_BLD), rope=rope, document_starts_BL=document_starts_BL, head_rope=head_rope
+        attended_BLD = self.attention(
+            self.attention_norm(x_BLD),
+            rope=rope,
+            document_starts_BL=document_starts_BL,
+            head_rope=head_rope,
+            query_scale=query_scale,
         )
-        return h_BLD + self.feed_forward(self.ffn_norm(h_BLD))
+        h_BLD = x_BLD + self.attention_post_norm(attended_BLD)
+        return h_BLD + self.ffn_post_norm(self.feed_forward(self.ffn_norm(h_BLD)))
 
 
 class OutputHead(nn.Module):
@@ -125,6 +145,7 @@ class Llama(nn.Module):
         architecture: shapes.
         layers: each layer's position, from `resolve_layers`.
         sinusoidal: add a sinusoidal position embedding to the token embeddings.
+        query_scaling: factor on queries by their position; None for no factor.
         length: sequence length that length-dependent RoPE (dynamic NTK, LongRoPE) is set for.
         backend: attention kernel, as in `scoped_attention`.
         chunk_tokens: tokens whose logits the loss holds at once; 0 picks a number.
@@ -141,6 +162,7 @@ class Llama(nn.Module):
         layers: Sequence[LayerPosition],
         *,
         sinusoidal: bool,
+        query_scaling: QueryScaling | None = None,
         length: int,
         backend: str = "auto",
         chunk_tokens: int = 0,
@@ -148,14 +170,14 @@ class Llama(nn.Module):
     ) -> None:
         super().__init__()
         a = self.architecture = architecture
-        self.sinusoidal, self.init_seed = sinusoidal, init_seed
+        self.sinusoidal, self.query_scaling, self.init_seed = sinusoidal, query_scaling, init_seed
         self.fill_parameter: Callable[[str, nn.Parameter], None] = self.init_parameter
         """Called by `init_weights` for each parameter; fine-tuning replaces it to read weights from a directory."""
         # Optional, because pipeline stages set the parts they do not hold to None.
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(a.vocab_size, a.dim)
         # A ModuleDict keyed by layer number, since a pipeline split would renumber a ModuleList.
         self.layers = nn.ModuleDict({str(i): Block(a, layer, backend) for i, layer in enumerate(layers)})
-        self.norm: RMSNorm | None = RMSNorm(a.dim, eps=a.norm_eps)
+        self.norm: nn.RMSNorm | None = build_norm(a, a.dim)
         self.output: OutputHead | None = OutputHead(a.dim, a.vocab_size, chunk_tokens, a.tie_embeddings)
 
         # Layers that rotate alike share a row of frequencies, and thus one pair of tables in each forward pass.
@@ -164,14 +186,14 @@ class Llama(nn.Module):
             str(i): None if isinstance(p.rotary, NoRotary) else self.rotaries.index(p.rotary)
             for i, p in enumerate(layers)
         }
-        frequencies = torch.empty(len(self.rotaries), a.head_dim // 2, dtype=torch.float32)
+        frequencies = torch.empty(len(self.rotaries), a.rotated_dim // 2, dtype=torch.float32)
         self.register_buffer("rope_frequencies", frequencies, persistent=False)
         self.set_position(layers, length)
 
     def set_position(self, layers: Sequence[LayerPosition], length: int) -> None:
         """Sets scopes, slopes and frequencies for sequences of `length` tokens; shapes and rotary kinds must not change."""
         self.positions, self.length = tuple(layers), length
-        frequencies = [rope_frequencies(r, self.architecture.head_dim, length) for r in self.rotaries]
+        frequencies = [rope_frequencies(r, self.architecture.rotated_dim, length) for r in self.rotaries]
         self.attention_factors = [f.attention_factor for f in frequencies]
         if frequencies and not self.rope_frequencies.is_meta:
             self.rope_frequencies.copy_(torch.stack([f.inv_freq for f in frequencies]))
@@ -220,6 +242,8 @@ class Llama(nn.Module):
         h_BLD = tokens
         if self.tok_embeddings is not None:
             h_BLD = self.tok_embeddings(tokens)
+            if self.architecture.scaled_embeddings:
+                h_BLD = h_BLD * _rounded(self.architecture.dim**0.5, h_BLD.dtype)
             if self.sinusoidal:
                 part, parts = self.token_shard
                 own = positions.chunk(parts, dim=1)[part]
@@ -227,9 +251,10 @@ class Llama(nn.Module):
 
         tables = self._token_tables(positions) if positions.shape[1] == 1 else {}
         # With a gradient, tables would be kept until the backward pass, for each kind of rotation.
-        kind = h_BLD.device.type, str(h_BLD.dtype), self.architecture.head_dim
+        kind = h_BLD.device.type, str(h_BLD.dtype), self.architecture.rotated_dim
         in_kernels = torch.is_grad_enabled() and can_run_triton(*kind)
         shared: dict[int, HeadRope] = {}
+        query_scale = self._query_scale(positions)
         for name, block in self.layers.items():
             row, attention = self.rotary_of_layer[name], cast(Attention, block.attention)
             head_rope = self._head_rope(attention, row, positions)
@@ -240,11 +265,18 @@ class Llama(nn.Module):
             elif row is not None and row not in tables:
                 frequencies = RopeFrequencies(self.rope_frequencies[row], self.attention_factors[row])
                 tables[row] = rope_tables(positions, frequencies)
-            h_BLD = block(h_BLD, None if row is None else tables.get(row), document_starts, head_rope)
+            h_BLD = block(h_BLD, None if row is None else tables.get(row), document_starts, head_rope, query_scale)
 
         if self.norm is not None:
             h_BLD = self.norm(h_BLD)
         return h_BLD
+
+    def _query_scale(self, positions: Tensor) -> Tensor | None:
+        """The factor on each position's queries, fp32 [B or 1, L, 1, 1]; None for no factor."""
+        if self.query_scaling is None:
+            return None
+        beta, original = self.query_scaling.beta, self.query_scaling.original_length
+        return 1 + beta * (positions // original).float().log1p()[..., None, None]
 
     def _token_tables(self, positions: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """All layers' tables for one token a row, computed together where attention factors are equal; those of longer sequences
@@ -295,7 +327,9 @@ class Llama(nn.Module):
     def init_parameter(self, name: str, parameter: Tensor) -> None:
         """Fills a parameter, sharded or not, with the initial values that belong to its name."""
         if name.endswith("norm.weight"):
-            nn.init.ones_(parameter)
+            nn.init.constant_(parameter, 0.0 if self.architecture.zero_centered_norms else 1.0)
+        elif name.endswith(".bias"):
+            nn.init.zeros_(parameter)
         elif name.endswith("garfa.raw"):
             garfa = cast(Attention, self.layers[name.split(".")[1]].attention).garfa
             assert garfa is not None
@@ -306,13 +340,19 @@ class Llama(nn.Module):
     def _init_std(self, name: str) -> float:
         a = self.architecture
         if name.startswith("tok_embeddings"):
-            return a.dim**-0.5 if a.tie_embeddings else 1.0
+            return a.dim**-0.5 if a.tie_embeddings or a.scaled_embeddings else 1.0
         if name.startswith("output"):
             return a.dim**-0.5
         if name.endswith(("wo.weight", "w2.weight")):
             depth = int(name.split(".")[1]) + 1 if a.depth_init else a.n_layers
             return 0.02 / (2 * depth) ** 0.5
         return 0.02
+
+
+@cache
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """The nearest number of that dtype."""
+    return torch.tensor(value, dtype=dtype, device="cpu").item()
 
 
 def unwrapped(name: str) -> str:

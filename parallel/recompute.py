@@ -43,6 +43,10 @@ def recompute(model: Llama, config: JobConfig) -> None:
             model.layers.register_module(name, checkpoint_wrapper(block, **how))
 
 
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+"""Linear layers, without and with a bias."""
+
+
 class _Policy:
     """Keeps the results of some operators, and of every second matrix product if `half_of_products` is set."""
 
@@ -51,7 +55,7 @@ class _Policy:
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = operator in self.kept
-        if operator == torch.ops.aten.mm.default and self.half_of_products:
+        if operator in PRODUCTS and self.half_of_products:
             self.products[context.is_recompute] += 1  # forward and recomputation count the same products
             keep = self.products[context.is_recompute] % 2 == 1
         elif operator == torch.ops.aten._to_copy.default and "cuda" in str(args[0].device):
@@ -89,7 +93,7 @@ def expensive_ops() -> set[Any]:
     """Operators besides attention whose results "op" saves, because they are the most expensive to recompute."""
     return {
         *exchanges(),
-        torch.ops.aten.mm.default,
+        *PRODUCTS,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         # The absolute maximum scales a float8 cast.
         torch.ops.aten.max.default,

@@ -29,6 +29,7 @@ from farsight.configs.schema import Architecture, JobConfig
 from farsight.errors import ConfigError
 from farsight.model.attention import Attention
 from farsight.model.llama import Llama
+from farsight.model.norm import DividedRMSNorm
 
 
 def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> None:
@@ -41,7 +42,7 @@ def apply_tensor_parallel(model: Llama, mesh: DeviceMesh, config: JobConfig) -> 
     if config.parallelism.enable_async_tensor_parallel:
         torch._inductor.config._micro_pipeline_tp = True
     for block in model.layers.values():
-        parallelize_module(block, mesh, _block_plan(qk_norm=config.architecture.qk_norm))
+        parallelize_module(block, mesh, _block_plan(config.architecture))
         attention = cast(Attention, block.attention)
         _hold_heads(attention, mesh, config.architecture)
         if attention.garfa is not None and attention.garfa.trained:
@@ -96,26 +97,38 @@ def shard_for_decoding(model: Llama, mesh: DeviceMesh) -> None:
 
 
 def _hold_heads(attention: Attention, mesh: DeviceMesh, architecture: Architecture) -> None:
+    """Gives the rank its heads: their scopes and slopes, and its part of a norm over all of them."""
     per_rank = architecture.n_heads // mesh.size()
     attention.hold_heads(mesh.get_local_rank() * per_rank, (mesh.get_local_rank() + 1) * per_rank)
+    if attention.norms_whole_projection:
+        attention.q_norm, attention.k_norm = (_divided(norm, mesh) for norm in (attention.q_norm, attention.k_norm))
 
 
-def _block_plan(qk_norm: bool) -> dict[str, ParallelStyle]:
+def _divided(norm: nn.Module | None, mesh: DeviceMesh) -> DividedRMSNorm:
+    assert isinstance(norm, nn.RMSNorm)
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight, mesh, [Shard(0)]))
+    return DividedRMSNorm(norm)
+
+
+def _block_plan(architecture: Architecture) -> dict[str, ParallelStyle]:
     whole_sequence = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     plan: dict[str, ParallelStyle] = {
-        "attention_norm": SequenceParallel(),
         "attention": whole_sequence,
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
-        "ffn_norm": SequenceParallel(),
         "feed_forward": whole_sequence,
         "feed_forward.w1": ColwiseParallel(),
         "feed_forward.w3": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
     }
-    if qk_norm:
+    if architecture.norm_placement != "post":
+        plan |= {"attention_norm": SequenceParallel(), "ffn_norm": SequenceParallel()}
+    if architecture.norm_placement != "pre":
+        tokens = SequenceParallel(use_local_output=True)
+        plan |= {"attention_post_norm": tokens, "ffn_post_norm": tokens}
+    if architecture.qk_norm and architecture.qk_norm_span == "head":
         # One weight for all heads: sharding the heads, not the tokens, makes its gradient a sum over the ranks.
         heads = SequenceParallel(sequence_dim=2, use_local_output=True)
         plan |= {"attention.q_norm": heads, "attention.k_norm": heads}

@@ -51,7 +51,7 @@ class RopeProbe:
         name, caches = str(self.layer), rolling_layers(model, batch)
         rotary = model.positions[self.layer].rotary
         assert not isinstance(rotary, NoRotary), f"layer {self.layer} does not rotate"
-        frequencies = rope_frequencies(self.rotary(rotary), model.architecture.head_dim, model.length)
+        frequencies = rope_frequencies(self.rotary(rotary), model.architecture.rotated_dim, model.length)
         return {**caches, name: _ProbedLayer(dict(model.attentions())[name], batch, frequencies, self)}
 
     def rotary(self, rotary: Rotating) -> Rotating:

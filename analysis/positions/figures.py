@@ -34,7 +34,7 @@ def share_by_distance(layers: Sequence[LayerPosition], length: int) -> Tensor:
 
 def figures(config: ModelConfig, length: int) -> dict[str, Any]:
     """The numbers that the picture shows."""
-    layers, head_dim = config.layers(length), config.architecture.head_dim
+    layers, head_dim = config.layers(length), config.architecture.rotated_dim
     return {
         "length": length,
         "trained_length": config.trained_length,

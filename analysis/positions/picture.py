@@ -42,7 +42,7 @@ def draw(config: ModelConfig, length: int, path: Path) -> None:
 
 def _draw_wavelengths(axes: Any, config: ModelConfig, layers: Sequence[LayerPosition], length: int) -> None:
     """Wavelength of each pair of dimensions, a line per kind of rotation; dashed for the same theta unscaled."""
-    head_dim = config.architecture.head_dim
+    head_dim = config.architecture.rotated_dim
     layers_of: dict[Rotating, list[int]] = {}
     for number, layer in enumerate(layers):
         if not isinstance(layer.rotary, NoRotary):

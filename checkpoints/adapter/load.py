@@ -60,14 +60,16 @@ def load_adapter(
     modules = dict(model.named_modules())
     model.to_empty(device=device)
     parameters = {name.replace(".base_layer.", "."): (name, p) for name, p in model.named_parameters()}
-    order = sorted(parameters, key=lambda name: str(read.files.get(name, "")))  # one file of the base after the other
+    order = sorted(
+        parameters, key=lambda name: str(read.files[name].path) if name in read.files else ""
+    )  # one file of the base after the other
     with torch.no_grad():
         for plain in progress(order, desc="load", unit="tensor"):
             name, parameter = parameters[plain]
             module = modules[name.rpartition(".")[0]]
             if plain in own:
                 parameter.copy_(own[plain])
-            elif is_quantized(module):
+            elif is_quantized(module) and name.endswith(".weight"):
                 # As in training: int8 quantises the weights as stored, 4 bits after rounding them.
                 weight = read(plain)
                 fill(module, weight if kept.quantization == "int8" else weight.to(trained), kept)

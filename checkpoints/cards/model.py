@@ -117,6 +117,34 @@ def checked_history(history: Any, path: Path) -> list[dict[str, Any]]:
     return list(history)
 
 
+def shape_text(config: ModelConfig) -> str:
+    """Sizes of a model, and what makes it differ from a Llama, on one line."""
+    a, position = config.architecture, config.position
+    heads = f"{a.n_heads} heads of {a.head_dim}" + f", {a.n_kv_heads} for keys and values" * (a.n_kv_heads != a.n_heads)
+    unit = {"silu": "SwiGLU", "gelu_tanh": "GeGLU"}[a.activation]
+    scaling = position.query_scaling
+    return ", ".join(
+        text
+        for text, holds in {
+            f"{a.n_layers} layers of dimension {a.dim:,}, {heads}, {unit} of {a.ffn_dim:,}": True,
+            f"{a.vocab_size:,} tokens in the vocabulary": True,
+            "norms after attention and feed-forward": a.norm_placement == "post",
+            "norms before and after attention and feed-forward": a.norm_placement == "sandwich",
+            f"queries and keys normalised{' over all heads' * (a.qk_norm_span == 'projection')}": a.qk_norm,
+            "biases of queries, keys and values": a.attention_bias == "qkv",
+            "biases of attention": a.attention_bias == "all",
+            "biases of the feed-forward": a.mlp_bias,
+            f"{a.rotated_dim} dimensions of each head that rotate": a.rotated_dim != a.head_dim,
+            f"scores scaled by {a.softmax_scale or 0:.4g}": a.softmax_scale is not None,
+            "queries that grow with their position": scaling is not None,
+            "scaled embeddings": a.scaled_embeddings,
+            "embedding and head tied": a.tie_embeddings,
+            "sinusoidal positions added to the embedding": position.embedding == "sinusoidal",
+        }.items()
+        if holds
+    )
+
+
 def model_card(
     name: str, config: ModelConfig, hf_config: dict[str, Any], history: Sequence[dict[str, Any]], tokenizer: bool
 ) -> str:
@@ -127,20 +155,15 @@ def model_card(
         hf_config: content of `config.json`.
         tokenizer: whether the directory has a tokenizer that `transformers` can read.
     """
-    a, own_type = config.architecture, hf_config["model_type"] == "farsight"
+    own_type = hf_config["model_type"] == "farsight"
     title = history[-1]["name"] if history and "grafted" not in history[-1] else name
-    heads = f"{a.n_heads} heads of {a.head_dim}" + (
-        f", {a.n_kv_heads} for keys and values" * (a.n_kv_heads != a.n_heads)
-    )
     options = 'dtype="auto", trust_remote_code=True' if own_type else 'dtype="auto"'
     lines = [
         *heading(title, "transformers", _mechanisms(config)),
         f"A Llama-style language model of {count_parameters(config):,} parameters for sequences of up to "
         f"{config.trained_length:,} tokens{', trained with Farsight' * bool(history)}.\n",
         "## What it is\n",
-        f"{a.n_layers} layers of dimension {a.dim:,}, {heads}, SwiGLU of {a.ffn_dim:,}, {a.vocab_size:,} tokens in the "
-        f"vocabulary{', queries and keys normalised' * a.qk_norm}{', embedding and head tied' * a.tie_embeddings}"
-        f"{', sinusoidal positions added to the embedding' * (config.position.embedding == 'sinusoidal')}.",
+        f"{shape_text(config)}.",
         "How each layer knows position (scopes: how many tokens back its heads see, the token itself included):\n",
         f"```\n{describe(config.layers())}\n```\n",
         *_past_the_trained_length(config),

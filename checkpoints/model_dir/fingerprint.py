@@ -17,9 +17,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from farsight.checkpoints.model_dir.api import check_tensors, read_config
-from farsight.checkpoints.model_dir.names import to_hf_name
-from farsight.checkpoints.model_dir.safetensors_files import DTYPES, opened
+from farsight.checkpoints.model_dir.api import check_tensors, model_type, read_config
+from farsight.checkpoints.model_dir.safetensors_files import DTYPES, Stored, TensorReader
 from farsight.configs.typed import to_dict
 from farsight.errors import ConfigError
 from farsight.progress import progress
@@ -31,7 +30,7 @@ _THREADS, _BLOCK = 8, 1 << 20
 
 
 def base_entry(directory: Path) -> dict[str, Any]:
-    """An adapter's record of its base: path, positions, and the weights' fingerprint and checksum.
+    """An adapter's record of its base: path, model type, origin, positions, and the weights' fingerprint and checksum.
 
     Raises:
         ConfigError: not a model directory, or tensors that don't fit its config.
@@ -41,12 +40,14 @@ def base_entry(directory: Path) -> dict[str, Any]:
     return {
         "path": str(directory.resolve()),
         "position": to_dict(config.position),
+        "family": config.family,
+        "model_type": model_type(directory),
         "fingerprint": fingerprint(files),
         "checksum": checksum(files),
     }
 
 
-def fingerprint(files: Mapping[str, Path]) -> str:
+def fingerprint(files: Mapping[str, Stored]) -> str:
     """A hash of the tensors' names, dtypes, shapes and some rows, independent of their division into files.
 
     A few MB are read of a model of 8 B parameters.
@@ -55,20 +56,19 @@ def fingerprint(files: Mapping[str, Path]) -> str:
         files: from `check_tensors`.
     """
     each: dict[str, str] = {}
-    for path in {*files.values()}:
-        with opened(path) as file:
-            for name in (name for name in files if files[name] == path):
-                tensor = file.get_slice(to_hf_name(name))
-                shape = tensor.get_shape()
-                digest = hashlib.blake2b(f"{name} {tensor.get_dtype()} {shape}".encode(), digest_size=16)
-                rows = torch.linspace(0, shape[0] - 1, ROWS).long().tolist() if len(shape) == 2 else [slice(None)]
-                for row in rows:
-                    digest.update(_raw(tensor[row]))
-                each[name] = digest.hexdigest()
+    read = TensorReader(files)
+    for name in sorted(files, key=files.__getitem__):
+        part = read.part(name)
+        digest = hashlib.blake2b(f"{name} {part.dtype} {list(part.shape)}".encode(), digest_size=16)
+        rows = torch.linspace(0, part.shape[0] - 1, ROWS).long().tolist() if len(part.shape) == 2 else []
+        for values in [part[slice(row, row + 1), slice(None)] for row in rows] or [part.whole()]:
+            digest.update(_raw(values))
+        each[name] = digest.hexdigest()
+    read.close()
     return hashlib.blake2b("".join(each[name] for name in sorted(each)).encode(), digest_size=16).hexdigest()
 
 
-def checksum(files: Mapping[str, Path]) -> str:
+def checksum(files: Mapping[str, Stored]) -> str:
     """A hash of the tensors' names, dtypes, shapes and all bytes, independent of their division into files.
 
     Args:
@@ -77,7 +77,7 @@ def checksum(files: Mapping[str, Path]) -> str:
     Raises:
         ConfigError: a file that is shorter than its header says.
     """
-    headers = {path: _header(path) for path in {*files.values()}}
+    headers = {path: _header(path) for path in {stored.path for stored in files.values()}}
     total = sum(path.stat().st_size for path in headers)
     with (
         progress(total=total, unit="B", unit_scale=True, desc="checksum of the base") as bar,
@@ -85,18 +85,21 @@ def checksum(files: Mapping[str, Path]) -> str:
     ):
 
         def of_tensor(name: str) -> str:
-            path = files[name]
-            start, header = headers[path]
-            entry = header[to_hf_name(name)]
+            stored = files[name]
+            path, (start, header) = stored.path, headers[stored.path]
+            entry = header[stored.key]
             dtype = next(dtype for dtype, kept in DTYPES.items() if kept == entry["dtype"])
-            digest = xxhash.xxh3_128(f"{name} {dtype} {tuple(entry['shape'])}".encode())
-            begin, end = entry["data_offsets"]
+            (begin, end), (rows, *columns) = entry["data_offsets"], entry["shape"]
+            first, last = stored.rows or (0, rows)
+            of_row = (end - begin) // rows
+            begin, end = begin + first * of_row, begin + last * of_row
+            digest = xxhash.xxh3_128(f"{name} {dtype} {(last - first, *columns)}".encode())
             with path.open("rb", buffering=0) as file:
                 file.seek(start + begin)
                 block = memoryview(bytearray(min(_BLOCK, end - begin)))
                 while begin < end:
                     if not (count := file.readinto(block[: end - begin])):
-                        raise ConfigError(f"{path} is damaged: it ends within {to_hf_name(name)}. Copy it again.")
+                        raise ConfigError(f"{path} is damaged: it ends within {stored.key}. Copy it again.")
                     digest.update(block[:count])
                     begin += count
                     bar.update(count)

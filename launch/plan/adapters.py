@@ -53,8 +53,8 @@ def added_bytes(run: Run, layer: int, norm: int) -> int:
     if layer in layers.garfa:  # keys before their rotation, and queries if they are rotated too
         kept += run.tokens * run.product * a.head_dim * (a.n_kv_heads + a.n_heads * run.turns_queries)
     if layer == layers.lowest and layer not in layers.whole:
-        # Its input needs no gradient: the first norm keeps nothing, and the projections' dropouts keep no masks.
-        norm += run.product * a.dim * (run.base.quantization == "int8")
+        # Its input needs no gradient: a norm before attention keeps nothing, and the projections' dropouts keep no masks.
+        norm = norm * (a.norm_placement != "post") + run.product * a.dim * (run.base.quantization == "int8")
         masked = sum(module in lora.modules for module in ("q_proj", "k_proj", "v_proj")) * adapted
         kept -= run.tokens * (norm + masked * a.dim * _mask(run))
     return kept

@@ -35,7 +35,7 @@ class Seconds:
     matmul: float = 0.0
     attention: float = 0.0
     memory: float = 0.0
-    """Norms, rotation, SwiGLU, residual sums, softmax of the loss."""
+    """Norms, rotation, activation, residual sums, softmax of the loss."""
     tp: float = 0.0
     """Collectives of tensor parallelism."""
     cp: float = 0.0
@@ -188,10 +188,11 @@ def pairs_of_busiest_rank(run: Run, position: LayerPosition, windows: float) -> 
 
 
 def numbers_moved(a: Architecture, position: LayerPosition) -> int:
-    """Numbers that a layer's forward pass reads and writes per token outside of products: two norms, two sums, SwiGLU, rotation."""
+    """Numbers that a layer's forward pass reads and writes per token outside of products: norms, two sums, activation, rotation."""
     heads = (a.n_heads + a.n_kv_heads) * a.head_dim
+    norms = 4 if a.norm_placement == "sandwich" else 2
     rotated = not isinstance(position.rotary, NoRotary)
-    return 2 * 2 * a.dim + 2 * 3 * a.dim + 3 * a.ffn_dim + 2 * heads * rotated + 2 * heads * a.qk_norm
+    return norms * 2 * a.dim + 2 * 3 * a.dim + 3 * a.ffn_dim + 2 * heads * rotated + 2 * heads * a.qk_norm
 
 
 # Traffic

@@ -176,12 +176,17 @@ def saved_activations(run: Run, stage: PipelineStage) -> int:
 
 def norm_bytes(run: Run, trains: bool) -> int:
     """Bytes per token that a norm over the residual stream keeps: its input and a scale."""
-    return _norm_inputs(run, trains) * run.config.architecture.dim * run.product + 4
+    return _norm_inputs(run, trains) * run.config.architecture.dim * _norm_width(run) + 4
+
+
+def _norm_width(run: Run) -> int:
+    """Bytes of a number in a norm's input; norms that multiply by 1 + weight compute in fp32."""
+    return 4 if run.config.architecture.zero_centered_norms else run.product
 
 
 def _norm_inputs(run: Run, trains: bool) -> int:
     """Copies of its input that a norm keeps: on CPUs a trained norm also keeps it normalised, and a frozen one in fp32."""
-    return 2 if run.cpu and (trains or run.product < 4) else 1
+    return 2 if run.cpu and (trains or _norm_width(run) < 4) else 1
 
 
 def rope_tables_bytes(run: Run, layers: Sequence[int]) -> int:
@@ -189,7 +194,7 @@ def rope_tables_bytes(run: Run, layers: Sequence[int]) -> int:
     if not run.cpu:
         return 0
     rotaries = {run.positions[number].rotary for number in layers} - {NoRotary()}
-    return 8 * run.config.architecture.head_dim * run.tokens * len(rotaries)
+    return 8 * run.config.architecture.rotated_dim * run.tokens * len(rotaries)
 
 
 def block_bytes(run: Run, number: int) -> int:
@@ -198,10 +203,12 @@ def block_bytes(run: Run, number: int) -> int:
     heads, kv_heads = a.n_heads // layout.tp * a.head_dim, a.n_kv_heads // layout.tp * a.head_dim
     whole = number in run.layers.whole
     norm = norm_bytes(run, whole)
-    stream = tokens // layout.tp * 2 * norm
+    stream = tokens // layout.tp * (4 if a.norm_placement == "sandwich" else 2) * norm
     if a.qk_norm:
-        inputs = _norm_inputs(run, whole)
-        stream += tokens * ((heads + kv_heads) * inputs * product + 4 * (heads + kv_heads) // a.head_dim)
+        inputs, scales = _norm_inputs(run, whole), (heads + kv_heads) // a.head_dim
+        if a.qk_norm_span == "projection":
+            scales = 2
+        stream += tokens * ((heads + kv_heads) * inputs * _norm_width(run) + 4 * scales)
     attention = 2 * heads * product + 4 * a.n_heads // layout.tp  # queries, output, log-sum-exp
     hidden = 2 * a.ffn_dim // layout.tp
     keys = 2 * kv_heads * product * tokens

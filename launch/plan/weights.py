@@ -105,20 +105,25 @@ def weights(config: JobConfig, tp: int = 1) -> Iterator[Weight]:
         yield from _adapters(finetune, layers, kept)
 
 
+_QK_NORMS = ("q_norm.weight", "k_norm.weight")
+
+
 @cache
 def _shapes(model: ModelConfig, tp: int) -> tuple[tuple[str, int | None, tuple[int, ...]], ...]:
     """Names, layers and shapes of the parameters on a tensor-parallel rank, read off the model on the meta device."""
+    projection_norms = model.architecture.qk_norm_span == "projection"
     with torch.device("meta"):
         parameters = [(name, name.split("."), tuple(p.shape)) for name, p in build_model(model).named_parameters()]
     return tuple(
-        (name, int(path[1]) if path[0] == "layers" else None, _divided(name, shape, tp))
+        (name, int(path[1]) if path[0] == "layers" else None, _divided(name, shape, tp, projection_norms))
         for name, path, shape in parameters
     )
 
 
-def _divided(name: str, shape: tuple[int, ...], tp: int) -> tuple[int, ...]:
-    """A parameter's shape on a tensor-parallel rank: norms are whole, `wo` and `w2` split by inputs, all others by rows."""
-    if name.endswith("norm.weight"):
+def _divided(name: str, shape: tuple[int, ...], tp: int, projection_norms: bool) -> tuple[int, ...]:
+    """A parameter's shape on a tensor-parallel rank: norms of tokens or heads and biases of `wo` and `w2` are whole, their weights
+    split by inputs, all others by rows."""
+    if name.endswith(("norm.weight", "wo.bias", "w2.bias")) and not (projection_norms and name.endswith(_QK_NORMS)):
         return shape
     if name.endswith(("wo.weight", "w2.weight")):
         return shape[0], shape[1] // tp
@@ -143,7 +148,9 @@ def _stored(weight: Weight, base: Base) -> Weight:
 def module_shapes(config: JobConfig) -> dict[Projection, tuple[int, ...]]:
     """(outputs, inputs) of a block's linear layers."""
     shapes = {
-        name.split(".")[-2]: shape for name, layer, shape in _shapes(ModelConfig.from_job(config), 1) if layer == 0
+        name.split(".")[-2]: shape
+        for name, layer, shape in _shapes(ModelConfig.from_job(config), 1)
+        if layer == 0 and name.endswith(".weight")
     }
     return {module: shapes[ours] for module, ours in MODULES.items()}
 

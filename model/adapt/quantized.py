@@ -55,6 +55,7 @@ def _quantized(linear: nn.Linear, base: Base, dtype: torch.dtype) -> nn.Module:
         scales = torch.empty(rows, dtype=torch.float32, device="meta")
         eight.weight = bnb.nn.Int8Params(numbers, requires_grad=False, has_fp16_weights=False, CB=numbers, SCB=scales)  # type: ignore[assignment]
         eight.state.SCB = scales
+        eight.bias = linear.bias
         return eight
     four = bnb.nn.Linear4bit(
         **shapes, compute_dtype=dtype, compress_statistics=base.double_quantization, quant_type=base.quantization
@@ -72,6 +73,7 @@ def _quantized(linear: nn.Linear, base: Base, dtype: torch.dtype) -> nn.Module:
         packed, requires_grad=False, compress_statistics=base.double_quantization, quant_type=base.quantization,
         bnb_quantized=True, quant_state=state,
     )  # fmt: skip
+    four.bias = linear.bias
     return four
 
 

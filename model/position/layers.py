@@ -54,7 +54,7 @@ def resolve_layers(
     n_layers: int,
     n_heads: int,
     n_kv_heads: int,
-    head_dim: int,
+    rotated_dim: int,
     trained_length: int,
     length: int,
 ) -> tuple[LayerPosition, ...]:
@@ -72,7 +72,7 @@ def resolve_layers(
             if setting.lasp is not None:
                 rotary = apply_lasp(rotary, setting.lasp, layer, n_layers)
             if not isinstance(rotary, NoRotary):
-                rope_frequencies(rotary, head_dim, length)  # refuses bad settings before a model is built
+                rope_frequencies(rotary, rotated_dim, length)  # refuses bad settings before a model is built
         except ValueError as error:
             raise ValueError(f"layer {layer}: {error}") from None
         if layer in garfas and isinstance(rotary, NoRotary):

@@ -41,7 +41,7 @@ class RopeFrequencies(NamedTuple):
 def rope_frequencies(rotary: Rotary, head_dim: int, length: int) -> RopeFrequencies:
     """Frequencies of one layer's RoPE, computed on the CPU; move `inv_freq` to where it is used.
 
-    `length` is the sequence length in tokens. Only dynamic NTK and LongRoPE depend on it.
+    `head_dim` counts the dimensions that rotate; `length` is the sequence length in tokens. Only dynamic NTK and LongRoPE depend on it.
 
     Raises ValueError for an odd head dim and for settings the formulas cannot take, and TypeError for
     `NoRotary`, which has no frequencies: the caller must not rotate.
@@ -96,8 +96,10 @@ def rotate(x_BLNH: Tensor, cos_BLH: Tensor, sin_BLH: Tensor) -> Tensor:
     """Rotate queries or keys (RoFormer, Eq. 34, with half-split pairs); returns x's shape and dtype.
 
     The tables are [B, L, H] from `rope_tables` (B may be 1), or [B, L, N, H] if each head has its own
-    frequencies. Products are fp32 whatever x's dtype. On GPUs, where no gradient is needed, shared tables take one kernel.
+    frequencies. Narrower tables rotate the first dimensions of each head and leave the others. Products are fp32 whatever x's dtype. On GPUs, where no gradient is needed, shared tables take one kernel.
     """
+    if (rotated := cos_BLH.shape[-1]) < x_BLNH.shape[-1]:
+        return torch.cat((rotate(x_BLNH[..., :rotated], cos_BLH, sin_BLH), x_BLNH[..., rotated:]), dim=-1)
     if cos_BLH.dim() == x_BLNH.dim() - 1:
         kind = x_BLNH.device.type, str(x_BLNH.dtype), x_BLNH.shape[-1]
         if not torch.is_grad_enabled() and can_run_triton(*kind):

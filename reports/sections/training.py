@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from farsight.analysis.loss_curves.curves import read_losses, smoothed
-from farsight.checkpoints.cards.model import read_history, training_rows
+from farsight.checkpoints.cards.model import read_history, shape_text, training_rows
 from farsight.configs.load import read_toml
 from farsight.model.build import count_parameters
 from farsight.model.position.layers import describe
@@ -33,17 +33,12 @@ def models_section(models: Sequence[NamedModel]) -> Markup:
 
 
 def _model(model: NamedModel) -> Markup:
-    a, position = model.config.architecture, model.config.position
     history = read_history(model.weights) if model.weights is not None else []
     tokens = trained_tokens(model)
     known = {
         "path": str(model.path),
         "weights": "none yet" if model.weights is None else str(model.weights),
-        "shape": f"{a.n_layers} layers of dimension {a.dim:,}, {a.n_heads} query heads and {a.n_kv_heads} key/value heads "
-        f"of {a.head_dim}, SwiGLU of {a.ffn_dim:,}, vocabulary of {a.vocab_size:,}"
-        + ", queries and keys normalised" * a.qk_norm
-        + ", embedding and head tied" * a.tie_embeddings
-        + ", sinusoidal embedding of positions" * (position.embedding == "sinusoidal"),
+        "shape": shape_text(model.config),
         "parameters": f"{count_parameters(model.config):,}",
         "trained length": f"{model.config.trained_length:,} tokens",
         "trained on": "not recorded" if tokens is None else f"{tokens:,} tokens",

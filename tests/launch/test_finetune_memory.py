@@ -271,6 +271,9 @@ def kept_bytes(config):
         ({"lora": {"dropout": 0.0}}, 1e-9),
         ({"base_model": {"dtype": "float32"}}, 1e-9),
         ({"base_model": {"quantization": "none"}, "architecture": {"qk_norm": True}}, 1e-9),
+        ({"architecture": {"norm_placement": "sandwich", "attention_bias": "all", "mlp_bias": True}}, 1e-9),
+        ({"architecture": {"zero_centered_norms": True, "activation": "gelu_tanh", "rotary_dim": 4}}, 1e-3),  # 1 + weight
+        ({"architecture": {"qk_norm": True, "qk_norm_span": "projection", "norm_placement": "post"}}, 1e-9),
         ({"lora": {"dropout": 0.05, "layers": [1, 2], "modules": ["v_proj", "up_proj"]}}, 1e-9),
         ({"lora": {"dora": True}}, 0.005),
         ({"lora": {"layers": [1]}, "garfa": {"enable": True}}, 0.005),
@@ -288,7 +291,7 @@ def test_activations_are_what_is_kept_of_a_forward_pass(options, tolerance):
     width = {"bfloat16": 2, "float32": 4}[config.base_model.dtype]
     expected = memory.saved + 256 * 64 * width  # the loss's gradient by hidden states
     if config.activation_checkpoint.mode != "full":  # which holds the tables where autograd's hooks do not see them
-        expected += 8 * 16 * 256
+        expected += 8 * (config.architecture.rotary_dim or 16) * 256
     assert expected == pytest.approx(kept_bytes(config), rel=tolerance)
 
 

@@ -137,6 +137,10 @@ def saved_bytes(config):
     [
         {},
         {"architecture": {"qk_norm": True}, "position": {"heads": {"kind": "scope"}}},
+        {"architecture": {"qk_norm": True, "qk_norm_span": "projection", "norm_placement": "post"}},
+        {"architecture": {"norm_placement": "sandwich", "zero_centered_norms": True, "activation": "gelu_tanh"}},
+        {"architecture": {"attention_bias": "all", "mlp_bias": True, "softmax_scale": 0.3}},
+        {"architecture": {"rotary_dim": 4}, "position": {"query_scaling": {"beta": 0.1}}},
         {"architecture": {"n_kv_heads": 4, "ffn_dim": 96}, "position": {"rotary": {"kind": "none"}}},
         {"position": {"rotary": {"kind": "yarn"}, "lasp": {"s_max": 4.0, "anchor_layers": 2}}},
     ],

@@ -279,10 +279,10 @@ def test_hf_config_round_trip_and_refusals(tmp_path):
     assert from_hf_config(old).position.rotary == LinearRope(theta=5.0, factor=2.0)
     for change, says in [
         ({"model_type": "gpt2"}, "gpt2"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "su"}}, "su"),
-        ({"model_type": "mistral"}, "sliding_window 4096"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window = 0"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "mscale"),
     ]:
         with pytest.raises(ConfigError, match=says):
@@ -343,7 +343,7 @@ def test_rope_tables_stay_fp32_under_fsdp_in_bf16():
 
 def test_swiglu_equals_the_formula_and_keeps_two_tensors_of_the_hidden_width():
     dim, ffn = 8, 20
-    module = FeedForward(dim, ffn)
+    module = FeedForward(dataclasses.replace(SMALL, dim=dim, ffn_dim=ffn))
     x = torch.randn(2, 5, dim, requires_grad=True)
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):

@@ -62,6 +62,16 @@ ALL_KINDS = [
     "--activation_checkpoint.mode", "full",
 ]  # fmt: skip
 
+FAMILIES = [
+    *[f"--architecture.{name}" for name in (
+        "norm_placement=sandwich", "zero_centered_norms", "qk_norm", "qk_norm_span=projection", "attention_bias=all",
+        "mlp_bias", "activation=gelu_tanh", "rotary_dim=4", "softmax_scale=0.3", "scaled_embeddings",
+    )],
+    "--position.query_scaling.beta=0.5", "--position.query_scaling.original_length=8",
+    "--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op", "--optimizer.lr=1e-2",
+    "--checkpoint.enable=false",
+]  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("model", "layout"),
@@ -75,15 +85,17 @@ ALL_KINDS = [
             ALL_KINDS,
             [PIPELINE, f"--parallelism.pipeline_parallel_schedule={'ZBVZeroBubble' if ZERO_BUBBLE else '1F1B'}"],
         ),
+        ([*FAMILIES, "--architecture.tie_embeddings"], [TENSOR]),
+        (["--architecture.norm_placement=post", *FAMILIES[1:]], [PIPELINE, "--parallelism.context_parallel_degree=2"]),
         ([], [TENSOR, PIPELINE, "--compile.enable", "--compile.backend", "aot_eager"]),
     ],
-    ids=["tp", "pp", "tp-pp-compiled"],
+    ids=["tp", "pp", "families-tp", "families-pp-cp", "tp-pp-compiled"],
 )
 def test_every_part_of_a_model(tmp_path, model, layout):
     short = ["--training.steps", "3", "--checkpoint.interval", "100"]
     config = TINY.replace("[position]", f"[position]\n{GARFA}")
     train(tmp_path / "one", *short, *model, config=config)
-    ranks = 4 if {TENSOR, PIPELINE} <= {*layout} else 2
+    ranks = 2 ** sum("_parallel_degree" in option for option in layout)
     train(tmp_path / "two", *short, *model, *layout, ranks=ranks, config=config)
     for key in ("loss", "grad_norm"):
         for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "two"), strict=True):
