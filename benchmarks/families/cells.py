@@ -1,5 +1,6 @@
 """What is compared with transformers for a family: each function returns the largest difference."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from farsight.benchmarks.families.models import LENGTH, tokens, write_hf
+from farsight.benchmarks.forked import Forked
 from farsight.checkpoints.adapter.peft import PeftNames
 from farsight.checkpoints.adapter.write import write_adapter
 from farsight.checkpoints.cards.model import CONFIG
@@ -117,8 +119,8 @@ def gradients(name: str, folder: Path) -> float:
     ours.train()
     loss(ours(rows), rows).backward()
     loss(theirs(rows).logits, rows).backward()
-    found = by_hf_names(_gradients(ours), directory_names(folder / "hf"))
-    return relative(found, _gradients(theirs))
+    found = by_hf_names(gradients_of(ours), directory_names(folder / "hf"))
+    return relative(found, gradients_of(theirs))
 
 
 def trained(name: str, folder: Path) -> float:
@@ -170,11 +172,19 @@ def quantized(name: str, folder: Path) -> float:
     loss(ours(rows), rows).backward()
     loss(theirs(rows).logits, rows).backward()
     names = PeftNames(base_entry(folder / "hf")["model_type"], ours.architecture)
-    own = {key: value for key, value in _gradients(ours).items() if is_lora(key)}
-    expected = {key.replace(".default", ""): value for key, value in _gradients(theirs).items() if is_lora(key)}
+    own = {key: value for key, value in gradients_of(ours).items() if is_lora(key)}
+    expected = {key.replace(".default", ""): value for key, value in gradients_of(theirs).items() if is_lora(key)}
     # Where transformers fuses modules, B has gradients between our blocks too.
     inside = names.join({key: torch.ones_like(value) for key, value in own.items()})
     return relative(names.join(own), {key: value * inside[key] for key, value in expected.items()})
+
+
+def tensor_parallel(name: str, folder: Path) -> float:
+    """Loss and gradients of a model divided over two ranks, and the logits that it decodes (`two_ranks.py`)."""
+    done = Forked([str(folder), name], 2, folder / "printed", "benchmarks/families/two_ranks.py").wait()
+    if done.returncode:
+        raise RuntimeError(done.stderr[-4000:])
+    return json.loads((folder / f"{name}.json").read_text())
 
 
 CELLS = {
@@ -184,6 +194,7 @@ CELLS = {
     "from-hf → 2 steps → to-hf": trained,
     "quantised step": quantized,
     "cache": cache,
+    "TP 2": tensor_parallel,
 }
 TOLERANCES = dict.fromkeys(CELLS, 1e-4) | {"generate": 0.0}
 """In fp32. A part that is missing or in the wrong place changes logits by 0.1 or more."""
@@ -209,5 +220,6 @@ def adapted(base: Base, lora: Lora) -> tuple[Llama, FinetuneConfig]:
     return model.eval(), config
 
 
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of a model, by name."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

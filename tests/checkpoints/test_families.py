@@ -26,7 +26,7 @@ from farsight.model.build import ModelConfig
 from farsight.training.finetune.model import whole_weights
 from tests.families import FAMILIES, LENGTH, VISION, hf_vision_model, tokens, write_hf
 
-SLOW = {"from-hf → 2 steps → to-hf", "quantised step"}
+SLOW = {"from-hf → 2 steps → to-hf", "quantised step", "TP 2"}
 
 
 @pytest.mark.parametrize("cell", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CELLS])
