@@ -9,7 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from farsight.benchmarks.families.cells import CELLS, TOLERANCES, adapted, hf_load, largest
+from farsight.benchmarks.families.cells import CELLS, TOLERANCES, adapted, hf_load, largest, quantized
 from farsight.checkpoints.adapter.load import load_adapter
 from farsight.checkpoints.adapter.write import write_adapter
 from farsight.checkpoints.convert.from_hf import model_dir_to_checkpoint
@@ -33,6 +33,13 @@ SLOW = {"from-hf → 2 steps → to-hf", "quantised step", "TP 2"}
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_equals_transformers(tmp_path, name, cell):
     assert CELLS[cell](name, tmp_path) <= TOLERANCES[cell]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3"])
+def test_a_base_in_8_bits(tmp_path, name):
+    """Inputs are rounded to 8 bits too, so a difference in the last digit of fp32 may become a step of that."""
+    assert quantized(name, tmp_path, bits=8) < 0.05
 
 
 # ── config.json ───────────────────────────────────────────────────────────────────────────────────────

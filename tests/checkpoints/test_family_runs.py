@@ -28,7 +28,9 @@ interval = 1
 def inline(value):
     """A value of a config as TOML in one line."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{name} = {inline(inner)}" for name, inner in value.items() if inner is not None) + " }"
+        return (
+            "{ " + ", ".join(f"{name} = {inline(inner)}" for name, inner in value.items() if inner is not None) + " }"
+        )
     return "[" + ", ".join(map(inline, value)) + "]" if isinstance(value, list | tuple) else json.dumps(value)
 
 
