@@ -72,9 +72,9 @@ HUB = {
         "vocab_size": 32000,
     },
     "qwen2": {
-        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
+        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 21,
         "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0, "sliding_window": 131072, "use_sliding_window": False, "vocab_size": 152064,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "use_sliding_window": True, "vocab_size": 152064,
     },
     "phi3": {
         "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 131072, "num_attention_heads": 24,
