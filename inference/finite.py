@@ -29,8 +29,9 @@ def refuse_logits(model: Llama, name: str) -> NoReturn:
     for key, parameter in model.named_parameters():
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter  # gathers all ranks' parts
         if not is_finite(whole.detach()):
+            tensor = readable_name(key, model.architecture.norm_placement)
             raise ConfigError(
-                f"{name} gives logits that are infinite or not a number, and so are values in its tensor {readable_name(key)}. "
+                f"{name} gives logits that are infinite or not a number, and so are values in its tensor {tensor}. "
                 "Take an earlier checkpoint, or copy the directory again."
             )
     raise ConfigError(

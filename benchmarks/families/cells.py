@@ -148,23 +148,23 @@ def trained(name: str, folder: Path) -> float:
         return largest(again(rows).logits, theirs.eval()(rows).logits)
 
 
-def quantized(name: str, folder: Path) -> float:
-    """Gradients of LoRA on a base in 4 bits, relative to the largest of each; against peft and bitsandbytes.
+def quantized(name: str, folder: Path, bits: int = 4) -> float:
+    """Gradients of LoRA on a base in 4 or 8 bits, relative to the largest of each; against peft and bitsandbytes.
 
-    peft loads the adapter that we write, on transformers' model in 4 bits.
+    peft loads the adapter that we write, on transformers' quantised model.
     """
     from peft import PeftModel
     from transformers import BitsAndBytesConfig
 
     write_hf(name, folder / "hf")
-    base = Base(str(folder / "hf"), "nf4", double_quantization=False, dtype="float32")
-    lora = Lora(rank=4, alpha=8.0, dropout=0.0)
-    ours, config = adapted(base, lora)
+    base = Base(str(folder / "hf"), "nf4" if bits == 4 else "int8", double_quantization=False, dtype="float32")
+    ours, config = adapted(base, Lora(rank=4, alpha=8.0, dropout=0.0))
     write_adapter(folder / "adapter", config, whole_weights(ours), base_entry(folder / "hf"))
-    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    theirs = PeftModel.from_pretrained(
-        hf_load(folder / "hf", quantization_config=four_bits), folder / "adapter", is_trainable=True
-    )
+    settings: dict[str, Any] = {"load_in_8bit": True}
+    if bits == 4:
+        settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+    whole = hf_load(folder / "hf", quantization_config=BitsAndBytesConfig(**settings))
+    theirs = PeftModel.from_pretrained(whole, folder / "adapter", is_trainable=True)
     for module in theirs.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # it would repack weights, and no gradient would pass them again

@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "mistral": ("Mistral", {"sliding_window": _WINDOW, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}}),
     "mistral-v0.3": ("Mistral", {"sliding_window": None}),
-    "ministral3": ("Ministral3", {"rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.5}}),
+    "ministral3": ("Ministral3", {"rope_parameters": {**_YARN, "mscale": 0.8, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.5}}),
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": _WINDOW, "max_window_layers": 2}),
     "qwen3": ("Qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": _WINDOW, "layer_types": _LOCAL_AND_FULL}),
     "smollm3": ("SmolLM3", {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True, "no_rope_layer_interval": 3}),

@@ -59,6 +59,6 @@ class _StreamingPlanner(dcp.DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         tensor = self.read(index.fqn).to(self.tensors[index.fqn].dtype)
-        refuse_non_finite(index.fqn, tensor)
+        refuse_non_finite(self.read.files[index.fqn].key, tensor)
         self.progress(tensor.nbytes)
         return tensor

@@ -83,9 +83,9 @@ class TensorNames:
         return self.vision and name.startswith(_VISION)
 
 
-def readable_name(name: str) -> str:
-    """A parameter's name in Llama's files, for messages; names without a counterpart, such as an adapter's, stay as they are."""
+def readable_name(name: str, norm_placement: str = "pre") -> str:
+    """A parameter's name in Hugging Face's files, for messages; names without one, such as an adapter's, stay as they are."""
     try:
-        return TensorNames(SANDWICH | PRE).of(name)
+        return TensorNames(BY_PLACEMENT[norm_placement]).of(name)
     except (KeyError, ValueError):
         return name

@@ -9,7 +9,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from farsight.benchmarks.families.cells import CELLS, TOLERANCES, adapted, hf_load, largest
+from farsight.benchmarks.families.cells import CELLS, TOLERANCES, adapted, hf_load, largest, quantized
 from farsight.checkpoints.adapter.load import load_adapter
 from farsight.checkpoints.adapter.write import write_adapter
 from farsight.checkpoints.convert.from_hf import model_dir_to_checkpoint
@@ -33,6 +33,13 @@ SLOW = {"from-hf → 2 steps → to-hf", "quantised step", "TP 2"}
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_equals_transformers(tmp_path, name, cell):
     assert CELLS[cell](name, tmp_path) <= TOLERANCES[cell]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen2", "phi3", "gemma3"])
+def test_a_base_in_8_bits(tmp_path, name):
+    """Inputs are rounded to 8 bits too, so a difference in the last digit of fp32 may become a step of that."""
+    assert quantized(name, tmp_path, bits=8) < 0.05
 
 
 # ── config.json ───────────────────────────────────────────────────────────────────────────────────────
@@ -65,9 +72,9 @@ HUB = {
         "vocab_size": 32000,
     },
     "qwen2": {
-        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
+        "hidden_size": 3584, "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 21,
         "num_attention_heads": 28, "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0, "sliding_window": 131072, "use_sliding_window": False, "vocab_size": 152064,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "use_sliding_window": True, "vocab_size": 152064,
     },
     "phi3": {
         "hidden_size": 3072, "intermediate_size": 8192, "max_position_embeddings": 131072, "num_attention_heads": 24,

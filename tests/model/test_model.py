@@ -218,15 +218,25 @@ def test_scopes_past_the_trained_length():
         ("llama3.1-8b", 8030),
         ("70b", 70554),
         ("smollm3-3b", 3075),
+        ("mistral-7b", 7241.732),
+        ("qwen2.5-7b", 7615.617),
+        ("phi3-mini", 3821.080),
+        ("olmo2-7b", 7298.617),
+        ("gemma3-1b", 999.886),
+        ("gemma3-4b", 3880.263),
     ],
 )
 def test_sizes_have_their_papers_parameters(size, millions):
     config = ModelConfig.from_job(build_config({"model": {"flavor": size}}))
     counted = count_parameters(config)
     a = config.architecture
-    attention = 2 * a.dim * a.head_dim * (a.n_heads + a.n_kv_heads) + 2 * a.head_dim * a.qk_norm
+    attention = 2 * a.dim * a.head_dim * (a.n_heads + a.n_kv_heads)
+    spans = {"head": 2, "projection": a.n_heads + a.n_kv_heads}
+    attention += spans[a.qk_norm_span] * a.head_dim * a.qk_norm
+    attention += (a.n_heads + 2 * a.n_kv_heads) * a.head_dim * (a.attention_bias == "qkv")
+    norms = 4 if a.norm_placement == "sandwich" else 2
     by_hand = (
-        a.n_layers * (attention + 3 * a.dim * a.ffn_dim + 2 * a.dim)
+        a.n_layers * (attention + 3 * a.dim * a.ffn_dim + norms * a.dim)
         + a.dim
         + (2 - a.tie_embeddings) * a.vocab_size * a.dim
     )
@@ -237,6 +247,7 @@ def test_sizes_have_their_papers_parameters(size, millions):
 
 def test_every_size_is_tested():
     sizes = {"tiny", "nano", "2b", "8b", "llama3.2-1b", "llama3.1-8b", "70b", "smollm3-3b"}
+    sizes |= {"mistral-7b", "qwen2.5-7b", "phi3-mini", "olmo2-7b", "gemma3-1b", "gemma3-4b"}
     assert {p.stem for p in SIZES.glob("*.toml")} == sizes
 
 
