@@ -31,7 +31,8 @@ lint-imports: setup
 	find .venv/imports/farsight -type d -name __pycache__ -prune -o -type d -exec touch {}/__init__.py \;
 	cd .venv/imports && ../bin/lint-imports --no-logo --config ../../pyproject.toml --no-cache
 
-# docs/positions/pictures/*.png, each from the recipe that its page shows (GARFA's from its paper's numbers), and the picture of the README.
+# docs/positions/pictures/*.png, each from the recipe that its page shows (GARFA's, and that of its layers, from its paper's numbers), and the
+# picture of the README.
 pictures: setup
 	for recipe in configs/recipes/nano*/*.toml; do \
 		name=$${recipe##*/nano_}; \

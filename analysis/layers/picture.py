@@ -29,7 +29,11 @@ def draw(figures: dict[str, Any], path: Path) -> None:
 def _scatter(axes: Any, figures: dict[str, Any]) -> None:
     """Each rotating layer by its number, in the colour of the rankings at whose top it is, and a linear fit."""
     delta, rho, top = figures["delta"], figures["rho"], figures["top"]
+    axes.set(xlabel="rho: change in loss", ylabel="delta: cosine distance, correct and wrong text")
     rotating = [layer for layer, rotates in enumerate(figures["rotates"]) if rotates]
+    if not rotating:
+        axes.set_title("no layer rotates")
+        return
     sensitive, influential = {*top["delta"]}, {*top["absolute_rho"]}
     groups = {
         "top by delta and |rho|": (_BOTH, sensitive & influential),
@@ -40,7 +44,6 @@ def _scatter(axes: Any, figures: dict[str, Any]) -> None:
     for name, (colour, layers) in groups.items():
         if shown := sorted(layers & {*rotating}):
             axes.plot([rho[n] for n in shown], [delta[n] for n in shown], "o", color=colour, label=name)
-    axes.set(xlabel="rho: change in loss", ylabel="delta: cosine distance, correct and wrong text")
     wide = log_if_wide(axes, [delta[layer] for layer in rotating], _MOST_RATIO)
     x, y = (np.array([values[layer] for layer in rotating]) for values in (rho, delta))
     places = np.stack([values / max(np.ptp(values), 1e-30) for values in (x, np.log(y) if wide else y)], axis=1)
@@ -55,8 +58,7 @@ def _scatter(axes: Any, figures: dict[str, Any]) -> None:
         fitted = np.polyval(np.polyfit(x, np.log(y) if wide else y, 1), ends)
         name = "linear fit of log delta" if wide else "linear fit"
         axes.plot(ends, np.exp(fitted) if wide else fitted, "--", color=GREY, linewidth=1, label=name)
-    if rotating:
-        axes.legend()
+    axes.legend()
 
 
 def _profiles(left: Any, figures: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from farsight.analysis.layers.__main__ import main
 from farsight.analysis.layers.agreement import Overlap, p_value, spearman
 from farsight.analysis.layers.measure import compare, rope_influence
+from farsight.analysis.layers.picture import draw
 from farsight.analysis.layers.rows import Rows, mean_loss, read_rows
 from farsight.analysis.layers.sensitivity import OWN_PAIRS, Pair, layer_means, over_domains, read_pairs, sensitivity
 from farsight.analysis.layers.table import table
@@ -362,6 +363,16 @@ def test_a_quantised_base_has_the_rho_of_its_dequantised_weights(tmp_path, capsy
     with pytest.raises(SystemExit):
         main([str(tmp_path / "m"), *options, "--quantization", quantization, "--dtype", "float16"])
     assert "--quantization needs --dtype float32 or bfloat16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rotates", [[True, True, False], [True, False, False], [False] * 3])
+def test_pictures_of_models_with_layers_that_do_not_rotate(tmp_path, rotates):
+    delta, rho = [0.1, 0.2, 0.3], [0.01 * layer - 0.005 if turns else 0.0 for layer, turns in enumerate(rotates)]
+    figures = {"delta": delta, "rho": rho, "rotates": rotates, **compare(delta, rho, rotates, 1)}
+    draw(figures, tmp_path / "p.svg")
+    drawn = (tmp_path / "p.svg").read_text(encoding="utf-8")
+    assert ("<!-- no layer rotates -->" in drawn) is not any(rotates)
+    assert ("<!-- linear fit -->" in drawn) is (sum(rotates) > 1)
 
 
 def test_a_sequences_mean_does_not_depend_on_chunks(tmp_path):
