@@ -20,6 +20,7 @@ TINY = (
     + SETTINGS
     + """
 [position]
+rotary = { kind = "rope", theta = 500000.0 }
 heads = { kind = "scope" }
 lasp = { s_max = 2.0, anchor_layers = 1 }
 

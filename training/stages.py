@@ -127,8 +127,11 @@ def _stage(
         config: JobConfig = build_config(values)
         if last is None and recipe.start:
             _compare_theta(values, config, recipe.start)
-        host = ModelConfig.from_job(last.config) if last else model_at(Path(recipe.start)) if recipe.start else None
-        if warning := lasp_warning(config, host, f"stage {last.name}" if last else recipe.start):
+        if last is not None:
+            warning = lasp_warning(config, ModelConfig.from_job(last.config), f"stage {last.name}")
+        else:
+            warning = lasp_warning(config, model_at(Path(recipe.start)) if recipe.start else None, recipe.start)
+        if warning:
             logger.warning(f"{name or f'stage {number}'}: {warning}")
         if optimizer == "carry" and last is not None:
             before, now = trained_layers(last.config), trained_layers(config)
