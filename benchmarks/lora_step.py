@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from farsight.checkpoints.model_dir.names import from_hf_name
+from farsight.checkpoints.model_dir.names import TensorNames
 from farsight.cli import bounded, command, natural, new_parser, positive
 from farsight.configs.finetuning import Base, Lora
 from farsight.configs.load import build_config
@@ -87,15 +87,11 @@ def peft_model(ours: Llama, dropout: float) -> nn.Module:
 
 def our_name(theirs: str) -> str:
     """`base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight` → `layers.0.attention.wq.lora_A.default.weight`."""
-    plain = theirs.removeprefix("base_model.model.")
+    plain, names = theirs.removeprefix("base_model.model."), TensorNames()
     for part in (".lora_A.default", ".lora_B.default", ".base_layer"):
         if part in plain:
-            ours = from_hf_name(plain.replace(part, ""))
-            assert ours is not None
-            return ours.replace(".weight", f"{part}.weight")
-    ours = from_hf_name(plain)
-    assert ours is not None
-    return ours
+            return names.parts(plain.replace(part, ""))[0].replace(".weight", f"{part}.weight")
+    return names.parts(plain)[0]
 
 
 # ── Losses ────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,7 @@ from farsight.checkpoints.adapter.load import load_adapter
 from farsight.checkpoints.checkpoint_tensors import checkpoint_tensors, read_tensor
 from farsight.checkpoints.intact.check import is_complete
 from farsight.checkpoints.model_dir.api import check_tensors, is_adapter, read_config
-from farsight.checkpoints.model_dir.safetensors_files import TensorReader
+from farsight.checkpoints.model_dir.safetensors_files import Stored, TensorReader
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.llama import Llama, copy_whole
@@ -87,9 +87,9 @@ def saved_tensors(directory: Path, config: ModelConfig) -> Iterator[tuple[str, T
     return _read_in_order(check_tensors(directory, config))
 
 
-def _read_in_order(files: Mapping[str, Path]) -> Iterator[tuple[str, Tensor]]:
+def _read_in_order(files: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
     """Tensors by our names, one file after the other."""
     read = TensorReader(files)
-    for name in sorted(files, key=lambda name: files[name]):
+    for name in sorted(files, key=files.__getitem__):
         yield name, read(name)
     read.close()

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from farsight.checkpoints.finite import refuse_non_finite
 from farsight.checkpoints.intact.check import is_complete, look
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.model_dir.api import check_tensors
-from farsight.checkpoints.model_dir.names import to_hf_name
+from farsight.checkpoints.model_dir.dcp_reader import SafetensorsReader
 from farsight.checkpoints.resume import (
     refuse_another_model,
     refuse_other_layers,
@@ -147,9 +148,8 @@ class RunCheckpoints:
         """
         state = self._state(parts)
         if from_hf:
-            reader = dcp.HuggingFaceStorageReader(str(checkpoint))
-            tensors = {to_hf_name(name): tensor for name, tensor in state.items()}
-            dcp.load(tensors, storage_reader=reader, process_group=file_group())
+            reader = SafetensorsReader(check_tensors(checkpoint, read_model_config(checkpoint)))
+            dcp.load(state, storage_reader=reader, process_group=file_group())
         else:
             load(state, checkpoint, file_group())
         for part in parts:
@@ -252,6 +252,7 @@ class RunCheckpoints:
         """Raises unless model, trained layers, settings and order of data allow resuming from a checkpoint."""
         saved = ModelConfig.load(checkpoint / CONFIG)
         refuse_another_model(saved, self.model_config, str(checkpoint))
+        self._keep_family(saved)
         refuse_other_layers(checkpoint, self.config, self.base)
         refuse_other_settings(checkpoint, self.config, saved)
         self.states["dataloader"].check_order(saved_order(checkpoint))
@@ -285,11 +286,16 @@ class RunCheckpoints:
     def _check_start(self, start: Path, is_checkpoint: bool) -> None:
         source = read_model_config(start)
         refuse_another_model(source, self.model_config, f"checkpoint.initial_load_path = {start}")
+        self._keep_family(source)
         if not is_checkpoint:
             check_tensors(start, source)
         elif not self.options.initial_load_model_only:
             refuse_other_layers(start, self.config, self.base)
             refuse_other_optimizer(start, self.config)
+
+    def _keep_family(self, start: ModelConfig) -> None:
+        """Remembers where the weights came from, for exports."""
+        self.model_config = replace(self.model_config, family=start.family)
 
     def due(self, step: int, last_step: bool = False) -> bool:
         """True if a step has to be saved."""

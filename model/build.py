@@ -35,6 +35,8 @@ class ModelConfig:
     attention: Attention = field(default_factory=Attention)
     loss: Loss = field(default_factory=Loss)
     init_seed: int = 0
+    family: str = ""
+    """transformers' model type that the weights came from; exports keep it where it can express the model."""
 
     @classmethod
     def from_job(cls, job: JobConfig) -> "ModelConfig":

@@ -21,11 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from farsight.checkpoints.adapter.peft import PeftNames
 from farsight.checkpoints.cards.model import checked_history
 from farsight.checkpoints.model_dir.api import ADAPTER_CONFIG, ADAPTER_MARKER, GARFA_FILE, check_tensors, read_config
+from farsight.checkpoints.model_dir.families.known import FAMILIES, VISION
 from farsight.checkpoints.model_dir.fingerprint import checksum, fingerprint
-from farsight.checkpoints.model_dir.names import from_hf_name, to_peft_name
-from farsight.checkpoints.model_dir.safetensors_files import read_tensors
+from farsight.checkpoints.model_dir.hf_config import MODEL_TYPE
+from farsight.checkpoints.model_dir.names import BY_PLACEMENT, TensorNames
+from farsight.checkpoints.model_dir.safetensors_files import Stored, read_tensors
 from farsight.configs.finetuning import Base, GarfaTraining, Lora
 from farsight.configs.schema import Architecture, Garfa, Position
 from farsight.configs.typed import from_dict
@@ -59,6 +62,10 @@ class Adapter:
     """Checksum over all of the base's weights; None in adapters written by older versions."""
     base_position: Position
     """The positions of the base itself."""
+    family: str
+    """The family of transformers that the base's weights came from, as in `ModelConfig`."""
+    model_type: str
+    """The model type of the base's `config.json`, which decides the names in PEFT's file."""
     architecture: Architecture
     position: Position
     """Positions during training, without the learned factors."""
@@ -75,7 +82,7 @@ class Adapter:
             garfa: False leaves out all of GARFA, including the base's own, which gives another model.
         """
         if not garfa:
-            return ModelConfig(self.architecture, replace(self.position, garfa=None), self.trained_length)
+            return self._model(replace(self.position, garfa=None))
         position = self.position
         if self.garfa:
             learned = garfa_of_tensors(self.garfa_tensors, self.garfa["equation"], self.garfa["queries"])
@@ -84,7 +91,10 @@ class Adapter:
             now = {entry.layer: entry for entry in (*before, *learned.layers)}
             layers = tuple(now[layer] for layer in sorted(now))
             position = replace(position, garfa=Garfa(learned.equation, learned.queries, layers))
-        return ModelConfig(self.architecture, position, self.trained_length)
+        return self._model(position)
+
+    def _model(self, position: Position) -> ModelConfig:
+        return ModelConfig(self.architecture, position, self.trained_length, family=self.family)
 
     @cached_property
     def garfa_tensors(self) -> dict[str, Tensor]:
@@ -114,8 +124,10 @@ class Adapter:
             return {}
         shapes = {name: tuple(p.shape) for name, p in self.lora_model.named_parameters() if is_lora(name)}
         tensors, path = read_tensors(self.directory / LORA_FILE), self.directory / LORA_FILE
-        _check_same(path, tensors, {to_peft_name(name): shape for name, shape in shapes.items()})
-        return {name: tensors[to_peft_name(name)] for name in shapes}
+        names = PeftNames(self.model_type, self.architecture)
+        expected = names.join({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+        _check_same(path, tensors, {name: tuple(tensor.shape) for name, tensor in expected.items()})
+        return names.split(tensors, shapes, path)
 
     @cached_property
     def layer_tensors(self) -> dict[str, Tensor]:
@@ -123,7 +135,8 @@ class Adapter:
         if "layers" not in self.needs:
             return {}
         path, known = self.directory / LAYERS_FILE, dict(self.lora_model.named_parameters())
-        tensors = {from_hf_name(key) or key: tensor for key, tensor in read_tensors(path).items()}
+        names = layer_file_names(self.architecture)
+        tensors = {(names.parts(key) or (key,))[0]: tensor for key, tensor in read_tensors(path).items()}
         layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
         whole = {n: tuple(p.shape) for n, p in known.items() if n.startswith("layers.") and n.split(".")[1] in layers}
         _check_same(path, tensors, whole)
@@ -133,8 +146,8 @@ class Adapter:
         """The factor on B·A of a linear layer of the model (`layers.3.attention.wq`)."""
         return float(lora_layers(self.lora_model)[linear].scaling[ADAPTER])
 
-    def base_files(self, base: Path | None = None, other_base: bool = False) -> dict[str, Path]:
-        """The safetensors file of each of the base's tensors, by our names.
+    def base_files(self, base: Path | None = None, other_base: bool = False) -> dict[str, Stored]:
+        """The place of each of the base's tensors, by our names.
 
         Args:
             base: the base's directory, instead of the one recorded in training.
@@ -210,6 +223,10 @@ def _from_marker(directory: Path, marker: dict[str, Any], path: Path) -> Adapter
             raise ConfigError(
                 f"{directory} has {file}, which {ADAPTER_MARKER} does not name: it belongs to another adapter."
             )
+    known = ("", MODEL_TYPE, *FAMILIES, *VISION)
+    for name in ("family", "model_type"):
+        if (value := marker["base"].get(name, "")) not in known:
+            raise ConfigError(f"{path}: {name} = {value!r} of its base is none of {', '.join(known[1:])}.")
     entry = {**marker["adapter"]}
     for name in ("lora", "garfa"):
         if (name in marker["needs"]) != bool(entry.get(name)):
@@ -222,6 +239,8 @@ def _from_marker(directory: Path, marker: dict[str, Any], path: Path) -> Adapter
         marker["base"]["fingerprint"],
         marker["base"].get("checksum"),
         from_dict(Position, marker["base"]["position"], str(path)),
+        marker["base"].get("family", ""),
+        marker["base"].get("model_type", ""),
         from_dict(Architecture, marker["architecture"], str(path)),
         from_dict(Position, marker["position"], str(path)),
         marker["trained_length"],
@@ -237,6 +256,11 @@ def _from_marker(directory: Path, marker: dict[str, Any], path: Path) -> Adapter
         if not layers or isinstance(layers, str) or any(layer not in numbers for layer in layers):
             raise ConfigError(f"{path} has layers = {layers!r}, and its base has layers 0 to {len(numbers) - 1}.")
     return adapter
+
+
+def layer_file_names(architecture: Architecture) -> TensorNames:
+    """The names in `layers.safetensors`, which no other program reads: nothing is fused there."""
+    return TensorNames(BY_PLACEMENT[architecture.norm_placement])
 
 
 def layer_numbers(lora: Lora) -> tuple[int, ...]:

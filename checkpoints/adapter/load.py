@@ -60,7 +60,9 @@ def load_adapter(
     modules = dict(model.named_modules())
     model.to_empty(device=device)
     parameters = {name.replace(".base_layer.", "."): (name, p) for name, p in model.named_parameters()}
-    order = sorted(parameters, key=lambda name: str(read.files.get(name, "")))  # one file of the base after the other
+    order = sorted(
+        parameters, key=lambda name: str(read.files[name].path) if name in read.files else ""
+    )  # one file of the base after the other
     with torch.no_grad():
         for plain in progress(order, desc="load", unit="tensor"):
             name, parameter = parameters[plain]

@@ -8,20 +8,19 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from farsight.checkpoints.adapter.config import FILES, FORMAT
+from farsight.checkpoints.adapter.config import FILES, FORMAT, layer_file_names
+from farsight.checkpoints.adapter.peft import PeftNames
 from farsight.checkpoints.cards.adapter import adapter_card
 from farsight.checkpoints.cards.model import CARD, adapter_entry
 from farsight.checkpoints.model_dir.api import ADAPTER_CONFIG, ADAPTER_MARKER, TOKENIZER_FILES
-from farsight.checkpoints.model_dir.hf_config import uniform_rotary
-from farsight.checkpoints.model_dir.names import to_hf_name, to_peft_name
+from farsight.checkpoints.model_dir.hf_config import MODEL_TYPE
 from farsight.checkpoints.model_dir.safetensors_files import refuse_non_finite
 from farsight.configs.finetuning import FinetuneConfig
-from farsight.configs.schema import Position
-from farsight.configs.typed import from_dict, to_dict
+from farsight.configs.typed import to_dict
 from farsight.data.instructions.chat import chat_template
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.model.adapt.layers import adapted
-from farsight.model.adapt.lora import as_pattern, by_linear, hf_linear, is_lora
+from farsight.model.adapt.lora import is_lora
 from farsight.model.position.garfa import garfa_of_tensors
 from farsight.new_folder import check_new, holds_only, new_folder
 
@@ -70,19 +69,21 @@ def _write(
     history: Sequence[dict[str, Any]],
 ) -> None:
     parts: dict[str, dict[str, Tensor]] = {"lora": {}, "garfa": {}, "layers": {}}
+    names, layer_names = PeftNames(base["model_type"], config.architecture), layer_file_names(config.architecture)
     for name, tensor in weights.items():
         refuse_non_finite(name, tensor)
         if is_lora(name):
-            parts["lora"][to_peft_name(name)] = tensor.contiguous()
+            parts["lora"][name] = tensor.contiguous()
         elif name.endswith("garfa.raw"):
             parts["garfa"][name.replace(".attention.", ".")] = tensor.float().contiguous()
         else:
-            parts["layers"][to_hf_name(name)] = tensor.contiguous()
+            parts["layers"][layer_names.of(name)] = tensor.contiguous()
+    parts["lora"] = names.join(parts["lora"])
     needs = [name for name, tensors in parts.items() if tensors]
     for name in needs:
         save_file(parts[name], part / FILES[name], metadata={"format": "pt"})
     if parts["lora"]:
-        _write_peft_config(part, config, base["path"])
+        _write_peft_config(part, config, names, base["path"])
 
     marker = {
         "format": FORMAT,
@@ -99,15 +100,16 @@ def _write(
     tokenizer.save(part)
     chat_template(config.data, tokenizer).save(part)
     learned = garfa_of_tensors(weights, config.garfa.equation, config.garfa.queries)
-    own_type = uniform_rotary(from_dict(Position, base["position"], "the base's position")) is None
-    card = adapter_card(title, base["path"], own_type, adapter_entry(config), needs, learned, history)
+    card = adapter_card(
+        title, base["path"], base["model_type"] == MODEL_TYPE, adapter_entry(config), needs, learned, history
+    )
     (part / CARD).write_text(card, encoding="utf-8")
 
 
-def _write_peft_config(directory: Path, config: FinetuneConfig, base: str) -> None:
+def _write_peft_config(directory: Path, config: FinetuneConfig, names: PeftNames, base: str) -> None:
     from peft import LoraConfig
 
-    lora, layers = config.lora, adapted(config).lora
+    lora = config.lora
     LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
@@ -115,11 +117,7 @@ def _write_peft_config(directory: Path, config: FinetuneConfig, base: str) -> No
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT declares int, but only divides it by the rank
         lora_dropout=lora.dropout,
-        target_modules=sorted(lora.modules),
-        layers_to_transform=list(layers),
-        layers_pattern="layers",
         use_dora=lora.dora,
         use_rslora=lora.rslora,
-        rank_pattern=as_pattern(by_linear(lora.rank_pattern, lora, layers), hf_linear),
-        alpha_pattern=as_pattern(by_linear(lora.alpha_pattern, lora, layers), hf_linear),
+        **names.lora_config(lora, adapted(config).lora),
     ).save_pretrained(str(directory))

@@ -62,7 +62,9 @@ def open_model(directory: Path) -> SourceModel:
         raise ConfigError(f"{directory} holds quantised weights ({method}); graft the model that they were made from.")
     files = check_tensors(directory, config)
     reader = TensorReader(files)
-    return SourceModel(directory, config, tensor_dtypes(files), reader, lambda name: str(files[name]), reader.close)
+    return SourceModel(
+        directory, config, tensor_dtypes(files), reader, lambda name: str(files[name].path), reader.close
+    )
 
 
 def graft(

@@ -71,7 +71,7 @@ def merge_adapter(
     with torch.device("meta"):
         tensors = dict(build_model(config).named_parameters())
     # Written in the order of the base's files, so that each is opened once.
-    order = sorted(tensors, key=lambda name: str(read_base.files[name]))
+    order = sorted(tensors, key=read_base.files.__getitem__)
     history = [dict(entry) for entry in adapter.history]
     if history:
         garfa = {True: "dropped", False: "kept"}[drop_garfa] if has_garfa else "none"

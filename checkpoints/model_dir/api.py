@@ -1,8 +1,10 @@
 """Model directories: Hugging Face's layout (`config.json`, safetensors, tokenizer files) with `farsight.json` beside it."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,13 @@ from torch import Tensor
 from farsight.checkpoints.cards.model import CARD, CONFIG, model_card
 from farsight.checkpoints.checkpoint_tensors import parameter_shapes
 from farsight.checkpoints.dcp import COMPLETE
-from farsight.checkpoints.model_dir.hf_config import MODEL_TYPE, MODELING, from_hf_config, to_hf_config
-from farsight.checkpoints.model_dir.names import from_hf_name, to_hf_name
-from farsight.checkpoints.model_dir.safetensors_files import kept_dtype, opened, write_tensors
+from farsight.checkpoints.model_dir.hf_config import MODEL_TYPE, MODELING, from_hf_config, tensor_names, to_hf_config
+from farsight.checkpoints.model_dir.names import TensorNames
+from farsight.checkpoints.model_dir.safetensors_files import Stored, kept_dtype, opened, write_tensors
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 from farsight.errors import ConfigError
 from farsight.files import inside
-from farsight.json_files import read_object
+from farsight.json_files import fields_of, read_object
 from farsight.model.build import ModelConfig
 from farsight.new_folder import check_new, holds_only, new_folder
 from farsight.progress import progress
@@ -32,6 +34,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 """The files that `Tokenizer.save` writes."""
+
+logger = logging.getLogger("farsight")
 
 
 def check_model_out(out: Path) -> None:
@@ -97,8 +101,12 @@ def _write(
         bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
 
     read = read or tensors.__getitem__
-    tensors = {name: tensor.to(device="meta", dtype=dtype) for name, tensor in tensors.items()}
-    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    ours = {name: tensor.to(device="meta", dtype=dtype) for name, tensor in tensors.items()}
+    written = next(reversed(ours.values())).dtype
+    hf_config = to_hf_config(config, str(written).removeprefix("torch."), bos_id, eos_id)
+    names = tensor_names(hf_config)
+    stored = {theirs: _joined([ours[part] for part in names.parts(theirs)]) for theirs in map(names.of, ours)}
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in stored.items()}
     shards: list[list[str]] = [[]]
     for name, size in sizes.items():
         if shards[-1] and sum(sizes[other] for other in shards[-1]) + size > shard_bytes:
@@ -107,15 +115,22 @@ def _write(
     files = ["model.safetensors"]
     if len(shards) > 1:
         files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-        weight_map = {to_hf_name(name): file for file, names in zip(files, shards, strict=True) for name in names}
+        weight_map = {name: file for file, inside in zip(files, shards, strict=True) for name in inside}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         (part / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    with progress(total=sum(sizes.values()), unit="B", unit_scale=True, desc="write") as bar:
-        for file, names in zip(files, shards, strict=True):
-            write_tensors(part / file, {n: tensors[n] for n in names}, read, bar.update)
 
-    written = next(reversed(tensors.values())).dtype
-    hf_config = to_hf_config(config, str(written).removeprefix("torch."), bos_id, eos_id)
+    def values(theirs: str) -> Tensor:
+        parts = names.parts(theirs)
+        if len(parts) == 1:
+            return read(parts[0])
+        whole = torch.empty_like(stored[theirs], device="cpu")
+        for rows, name in zip(whole.split([ours[name].shape[0] for name in parts]), parts, strict=True):
+            rows.copy_(_of_shape(name, read(name), rows.shape).detach())
+        return whole
+
+    with progress(total=sum(sizes.values()), unit="B", unit_scale=True, desc="write") as bar:
+        for file, inside_file in zip(files, shards, strict=True):
+            write_tensors(part / file, {name: stored[name] for name in inside_file}, values, bar.update)
     if hf_config["model_type"] == MODEL_TYPE:
         shutil.copy(Path(__file__).with_name(f"{MODELING}.py"), part)
     (part / "config.json").write_text(json.dumps(hf_config, indent=2) + "\n", encoding="utf-8")
@@ -125,8 +140,20 @@ def _write(
     (part / CARD).write_text(card + notes, encoding="utf-8")
 
 
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """The tensor [sum of rows, ...] on the meta device that some parameters are the rows of."""
+    first = parts[0]
+    return first if len(parts) == 1 else first.new_empty(sum(p.shape[0] for p in parts), *first.shape[1:])
+
+
+def _of_shape(name: str, value: Tensor, shape: torch.Size) -> Tensor:
+    if value.shape != shape:
+        raise ConfigError(f"{name} has shape {tuple(value.shape)}, expected {tuple(shape)}.")
+    return value
+
+
 def read_config(directory: Path) -> ModelConfig:
-    """The config of a model directory or checkpoint: `farsight.json`, or a Llama-family `config.json` where there is none.
+    """The config of a model directory or checkpoint: `farsight.json`, or a known family's `config.json` where there is none.
 
     `checkpoints.load.read_model_config` takes adapter directories too.
 
@@ -176,14 +203,33 @@ def _refuse_adapter(directory: Path) -> None:
         )
 
 
-def tensor_files(directory: Path) -> dict[str, Path]:
-    """The safetensors file of each parameter, by our names.
+def model_type(directory: Path) -> str:
+    """The model type that a model directory's `config.json` names.
 
     Raises:
-        ConfigError: an adapter, no safetensors, a damaged file, or tensors that our Llama does not have.
+        ConfigError: no `config.json`, or one that holds something else.
+    """
+    return str(read_object(directory / "config.json").get("model_type"))
+
+
+def directory_names(directory: Path) -> TensorNames:
+    """The names of the tensors of a model directory, which its `config.json` decides.
+
+    Raises:
+        ConfigError: no `config.json`, or one that holds something else.
+    """
+    path = directory / "config.json"
+    with fields_of(path):
+        return tensor_names(read_object(path))
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a model directory.
+
+    Raises:
+        ConfigError: an adapter, no safetensors, or a damaged index.
     """
     _refuse_adapter(directory)
-    files: dict[str, Path] = {}
     paths, index = sorted(directory.glob("*.safetensors")), directory / INDEX
     if index.is_file():
         weight_map = read_object(index).get("weight_map")
@@ -198,53 +244,62 @@ def tensor_files(directory: Path) -> dict[str, Path]:
             )
     if not paths:
         raise ConfigError(f"{directory} holds no *.safetensors. Other weight formats (pickles) are not read.")
-    for path in paths:
-        with opened(path) as file:
-            for key in file.keys():  # noqa: SIM118  safe_open is not a dict
-                if key.endswith("rotary_emb.inv_freq"):
-                    continue  # in older exports; the config implies it
-                name = from_hf_name(key)
-                if name is None:
-                    raise ConfigError(f"{path.name} holds {key}, which a Llama of this shape does not have.")
-                files[name] = path
-    return files
+    return paths
 
 
-def tensor_dtypes(files: Mapping[str, Path]) -> dict[str, torch.dtype]:
+def tensor_dtypes(files: Mapping[str, Stored]) -> dict[str, torch.dtype]:
     """The stored dtype of each tensor.
 
     Args:
         files: from `check_tensors`.
     """
     dtypes = {}
-    for path in sorted(set(files.values())):
+    for path in sorted({stored.path for stored in files.values()}):
         with opened(path) as file:
-            for name in (name for name in files if files[name] == path):
-                dtypes[name] = kept_dtype(file, to_hf_name(name), path)
+            for name in (name for name in files if files[name].path == path):
+                dtypes[name] = kept_dtype(file, files[name].key, path)
     return dtypes
 
 
-def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Path]:
-    """`tensor_files`, checked against the config. Only file headers are read, no weights.
+def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Stored]:
+    """The place of each parameter of a model directory, checked against the config. Only file headers are read, no weights.
 
     Raises:
-        ConfigError: naming a missing or surplus tensor, a wrong shape, or a dtype that is not one of weights.
+        ConfigError: as `weight_files`; and naming a missing, unknown or surplus tensor, a wrong shape, or a dtype that is
+            not one of weights.
     """
+    paths, names = weight_files(directory), directory_names(directory)
     expected = {name: tuple(shape) for name, shape in parameter_shapes(config).items()}
-    files = tensor_files(directory)
-    if config.architecture.tie_embeddings:
-        files.pop("output.weight", None)  # a tied head is often stored as well
-    if missing := sorted(set(expected) - set(files)):
-        raise ConfigError(f"{directory} lacks {len(missing)} tensors, among them {to_hf_name(missing[0])}.")
-    if surplus := sorted(set(files) - set(expected)):
-        raise ConfigError(f"{directory} holds {to_hf_name(surplus[0])}, which does not fit its config.json.")
-    for path in sorted(set(files.values())):
+    files: dict[str, Stored] = {}
+    left_out = 0
+    for path in paths:
         with opened(path) as file:
-            for key in file.keys():  # noqa: SIM118
-                name = from_hf_name(key)
-                if name not in files:
+            for key in file.keys():  # noqa: SIM118  safe_open is not a dict
+                if key.endswith("rotary_emb.inv_freq"):
+                    continue  # in older exports; the config implies it
+                if names.ignores(key):
+                    left_out += 1
                     continue
-                if (shape := tuple(file.get_slice(key).get_shape())) != expected[name]:
-                    raise ConfigError(f"{path}: {key} has shape {shape}, config.json requires {expected[name]}.")
+                parts = names.parts(key)
+                if not parts:
+                    kind = model_type(directory)
+                    raise ConfigError(f"{path.name} holds {key}, which a {kind} model does not have.")
+                if parts == ("output.weight",) and config.architecture.tie_embeddings:
+                    continue  # a tied head is often stored as well
+                if parts[0] not in expected:
+                    raise ConfigError(f"{directory} holds {key}, which does not fit its config.json.")
+                shapes = [expected[part] for part in parts]
+                whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+                if (shape := tuple(file.get_slice(key).get_shape())) != whole:
+                    raise ConfigError(f"{path}: {key} has shape {shape}, config.json requires {whole}.")
                 kept_dtype(file, key, path)
+                ends = list(accumulate(shape[0] for shape in shapes))
+                for part, own, end in zip(parts, shapes, ends, strict=True):
+                    files[part] = Stored(path, key, None if len(parts) == 1 else (end - own[0], end))
+    if missing := sorted(set(expected) - set(files)):
+        raise ConfigError(f"{directory} lacks {len(missing)} tensors, among them {names.of(missing[0])}.")
+    if left_out:
+        logger.info(
+            f"{directory}: {left_out} tensors of its vision model are left out; the language model is opened alone"
+        )
     return files

@@ -13,9 +13,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from farsight.checkpoints.model_dir.api import check_tensors, read_config
-from farsight.checkpoints.model_dir.names import to_hf_name
-from farsight.checkpoints.model_dir.safetensors_files import TensorReader, opened
+from farsight.checkpoints.model_dir.api import check_tensors, model_type, read_config
+from farsight.checkpoints.model_dir.safetensors_files import Stored, TensorReader
 from farsight.configs.typed import to_dict
 from farsight.progress import progress
 
@@ -24,7 +23,7 @@ ROWS = 4
 
 
 def base_entry(directory: Path) -> dict[str, Any]:
-    """An adapter's record of its base: path, positions, and the weights' fingerprint and checksum.
+    """An adapter's record of its base: path, model type, origin, positions, and the weights' fingerprint and checksum.
 
     Raises:
         ConfigError: not a model directory, or tensors that don't fit its config.
@@ -34,12 +33,14 @@ def base_entry(directory: Path) -> dict[str, Any]:
     return {
         "path": str(directory.resolve()),
         "position": to_dict(config.position),
+        "family": config.family,
+        "model_type": model_type(directory),
         "fingerprint": fingerprint(files),
         "checksum": checksum(files),
     }
 
 
-def fingerprint(files: Mapping[str, Path]) -> str:
+def fingerprint(files: Mapping[str, Stored]) -> str:
     """A hash of the tensors' names, dtypes, shapes and some rows, independent of their division into files.
 
     A few MB are read of a model of 8 B parameters.
@@ -48,20 +49,19 @@ def fingerprint(files: Mapping[str, Path]) -> str:
         files: from `check_tensors`.
     """
     each: dict[str, str] = {}
-    for path in {*files.values()}:
-        with opened(path) as file:
-            for name in (name for name in files if files[name] == path):
-                tensor = file.get_slice(to_hf_name(name))
-                shape = tensor.get_shape()
-                digest = hashlib.blake2b(f"{name} {tensor.get_dtype()} {shape}".encode(), digest_size=16)
-                rows = torch.linspace(0, shape[0] - 1, ROWS).long().tolist() if len(shape) == 2 else [slice(None)]
-                for row in rows:
-                    digest.update(_raw(tensor[row]))
-                each[name] = digest.hexdigest()
+    read = TensorReader(files)
+    for name in sorted(files, key=files.__getitem__):
+        part = read.part(name)
+        digest = hashlib.blake2b(f"{name} {part.dtype} {list(part.shape)}".encode(), digest_size=16)
+        rows = torch.linspace(0, part.shape[0] - 1, ROWS).long().tolist() if len(part.shape) == 2 else []
+        for values in [part[slice(row, row + 1), slice(None)] for row in rows] or [part.whole()]:
+            digest.update(_raw(values))
+        each[name] = digest.hexdigest()
+    read.close()
     return hashlib.blake2b("".join(each[name] for name in sorted(each)).encode(), digest_size=16).hexdigest()
 
 
-def checksum(files: Mapping[str, Path]) -> str:
+def checksum(files: Mapping[str, Stored]) -> str:
     """A hash of the tensors' names, dtypes, shapes and all bytes, independent of their division into files.
 
     Args:
@@ -69,9 +69,9 @@ def checksum(files: Mapping[str, Path]) -> str:
     """
     each: dict[str, str] = {}
     read = TensorReader(files)
-    total = sum(path.stat().st_size for path in {*files.values()})
+    total = sum(path.stat().st_size for path in {stored.path for stored in files.values()})
     with progress(total=total, unit="B", unit_scale=True, desc="checksum of the base") as bar:
-        for name in sorted(files, key=lambda name: files[name]):
+        for name in sorted(files, key=files.__getitem__):
             tensor = read(name)
             digest = xxhash.xxh3_128(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
             digest.update(_raw(tensor))

@@ -1,29 +1,20 @@
 """Converts between our config and the `config.json` of a model directory.
 
-For `transformers`, a model whose layers are all dense and rotate alike is a Llama (with QK-norm a Qwen3). Every other model
-has its own model type and comes with `modeling_farsight.py`, and its `config.json` gives each layer's positions as numbers.
+A model that a class of `transformers` can express is written as that class; `families/` has a file for each. Every other
+model has its own model type and comes with `modeling_farsight.py`, and its `config.json` gives each layer's positions as
+numbers.
 """
 
-import dataclasses
-import math
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from farsight.configs.schema import (
-    Architecture,
-    Dense,
-    DynamicNtkRope,
-    LinearRope,
-    Llama3Rope,
-    LongRope,
-    NoBias,
-    NoRotary,
-    NtkRope,
-    Position,
-    Rope,
-    Rotary,
-    YarnRope,
-)
+from farsight.checkpoints.model_dir.families.family import Family
+from farsight.checkpoints.model_dir.families.known import FAMILIES, VISION
+from farsight.checkpoints.model_dir.families.values import Values
+from farsight.checkpoints.model_dir.names import BY_PLACEMENT, TensorNames
+from farsight.configs.schema import DynamicNtkRope, LongRope, NoRotary, Rotary
 from farsight.configs.typed import from_dict, to_dict
 from farsight.errors import ConfigError
 from farsight.json_files import fields_of
@@ -41,7 +32,7 @@ TRANSFORMERS = ("4.46.3", "5.23.0")
 
 
 def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
-    """`config.json` for a model; Llama's or Qwen3's if `transformers` has the same model."""
+    """`config.json` for a model; that of a family if `transformers` has the same model."""
     a = config.architecture
     values = {
         "vocab_size": a.vocab_size,
@@ -54,51 +45,56 @@ def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: in
         "rms_norm_eps": a.norm_eps,
         "tie_word_embeddings": a.tie_embeddings,
         "max_position_embeddings": config.trained_length,
-        "hidden_act": "silu",
-        "attention_bias": False,
+        "hidden_act": {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[a.activation],
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
+        "pad_token_id": None,  # some classes have a default of their own, which this vocabulary may not hold
         "use_cache": True,
         "dtype": dtype,
     }
-    rotary = uniform_rotary(config.position)
-    if rotary is None:
+    native = native_family(config)
+    if native is not None:
+        family, fields = native
         return {
-            "architectures": ["FarsightForCausalLM"],
-            "model_type": MODEL_TYPE,
-            "auto_map": {
-                "AutoConfig": f"{MODELING}.FarsightConfig",
-                "AutoModel": f"{MODELING}.FarsightModel",
-                "AutoModelForCausalLM": f"{MODELING}.FarsightForCausalLM",
-            },
+            "architectures": [f"{family.model_class}ForCausalLM"],
+            "model_type": family.model_type,
             **values,
-            **_layer_options(config),
-            "transformers_version": TRANSFORMERS[0],
-            "requires": REQUIRES,
-            "tested_with_transformers": list(TRANSFORMERS),
-            "sinusoidal": config.position.embedding == "sinusoidal",
-            "trained_length": config.trained_length,
-            **_resolved_layers(config),
-            # The source of the numbers above; it survives when transformers saves the model again.
-            "farsight": to_dict(config),
+            **fields,
         }
-    family = "Qwen3" if a.qk_norm else "Llama"
-    rope, length = _rope_parameters(rotary, a.head_dim, config.trained_length)
     return {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": family.lower(),
+        "architectures": ["FarsightForCausalLM"],
+        "model_type": MODEL_TYPE,
+        "auto_map": {
+            "AutoConfig": f"{MODELING}.FarsightConfig",
+            "AutoModel": f"{MODELING}.FarsightModel",
+            "AutoModelForCausalLM": f"{MODELING}.FarsightForCausalLM",
+        },
         **values,
-        "max_position_embeddings": length,
-        **({} if a.qk_norm else {"mlp_bias": False}),
-        "rope_parameters": rope,
-        # transformers before version 5 reads these two.
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": None
-        if rope["rope_type"] == "default"
-        else {k: v for k, v in rope.items() if k != "rope_theta"},
+        "transformers_version": TRANSFORMERS[0],
+        "requires": REQUIRES,
+        "tested_with_transformers": list(TRANSFORMERS),
+        **_layer_options(config),
+        "sinusoidal": config.position.embedding == "sinusoidal",
+        "trained_length": config.trained_length,
+        **_resolved_layers(config),
+        # The source of the numbers above; it survives when transformers saves the model again.
+        "farsight": to_dict(config),
     }
+
+
+def native_family(config: ModelConfig) -> tuple[Family, dict[str, Any]] | None:
+    """The family whose class can express a model, and that class's own fields; None for our modelling file.
+
+    The family that the weights came from is preferred.
+    """
+    origin = VISION[config.family].text if config.family in VISION else config.family
+    families = sorted(FAMILIES.values(), key=lambda family: family.model_type != origin)
+    for family in families:
+        if (fields := family.to_hf(config)) is not None:
+            return family, fields
+    return None
 
 
 def _layer_options(config: ModelConfig) -> dict[str, Any]:
@@ -108,13 +104,8 @@ def _layer_options(config: ModelConfig) -> dict[str, Any]:
         "norm_placement", "zero_centered_norms", "qk_norm", "qk_norm_span", "attention_bias", "mlp_bias", "rotary_dim",
         "softmax_scale", "scaled_embeddings",
     )  # fmt: skip
-    return {
-        **{name: getattr(a, name) for name in names},
-        "hidden_act": {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[a.activation],
-        "query_scaling": None
-        if scaling is None
-        else {"beta": scaling.beta, "original_length": scaling.original_length},
-    }
+    query_scaling = None if scaling is None else {"beta": scaling.beta, "original_length": scaling.original_length}
+    return {**{name: getattr(a, name) for name in names}, "query_scaling": query_scaling}
 
 
 def _resolved_layers(config: ModelConfig) -> dict[str, Any]:
@@ -163,16 +154,8 @@ def _resolved_rotary(rotary: Rotary, head_dim: int, length: int) -> dict[str, An
     return values
 
 
-def uniform_rotary(position: Position) -> Rotary | None:
-    """The rotation of all layers if it is one that `transformers` has and the layers are otherwise like a Llama's, else None."""
-    plain = position.embedding == "none" and isinstance(position.bias, NoBias) and isinstance(position.heads, Dense)
-    same = position.lasp is None and not position.rules and (position.garfa is None or not position.garfa.layers)
-    known = type(position.rotary) in (NtkRope, *_TYPES.values())
-    return position.rotary if plain and same and known else None
-
-
 def from_hf_config(values: dict[str, Any], path: Path = Path("config.json")) -> ModelConfig:
-    """Converts a Llama-family `config.json` to our config.
+    """Converts the `config.json` of a family that we know to our config.
 
     Args:
         path: origin of the values, for errors.
@@ -185,117 +168,44 @@ def from_hf_config(values: dict[str, Any], path: Path = Path("config.json")) -> 
 
 
 def _from_values(values: dict[str, Any], path: Path) -> ModelConfig:
-    family = values.get("model_type")
-    if family == MODEL_TYPE and "farsight" in values:
+    model_type = values.get("model_type")
+    if model_type == MODEL_TYPE and "farsight" in values:
         return from_dict(ModelConfig, values["farsight"], f"{path}: farsight")
-    if family not in ("llama", "qwen3", "mistral"):
-        raise ConfigError(f"{path} has model_type {family!r}; llama, mistral and qwen3 models can be read.")
-    for name in ("attention_bias", "mlp_bias"):
-        if values.get(name):
-            raise ConfigError(f"{path} has {name} = true; layers with biases are not supported.")
-    if values.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"{path} has hidden_act {values['hidden_act']!r}; only silu is supported.")
-    # The family's default applies if the config does not say.
-    window = values.get("sliding_window", 4096 if family == "mistral" else None)
-    if window and values.get("use_sliding_window", family == "mistral"):
-        raise ConfigError(f"{path} has sliding_window {window}; only dense attention can be read.")
-    if missing := [name for name in _REQUIRED if name not in values]:
-        raise ConfigError(f"{path} lacks {', '.join(missing)}.")
-    for name in (*_REQUIRED, "num_key_value_heads", "head_dim"):
-        value = values.get(name)
-        if (type(value) is not int or value < 1) and not (value is None and name not in _REQUIRED):
-            raise ConfigError(f"{path} has {name} = {value!r}; it must be a whole number of 1 or more.")
-    heads, dim = values["num_attention_heads"], values["hidden_size"]
-    architecture = Architecture(
-        vocab_size=values["vocab_size"],
-        dim=dim,
-        n_layers=values["num_hidden_layers"],
-        n_heads=heads,
-        n_kv_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or (128 if family == "qwen3" else dim // heads),
-        ffn_dim=values["intermediate_size"],
-        norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        qk_norm=family == "qwen3",
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-    )
-    length = values["max_position_embeddings"]
-    return ModelConfig(architecture, Position(rotary=_rotary(values, length, path)), trained_length=length)
+    text, place = values, path
+    if model_type in VISION:
+        inner = values.get("text_config")
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{path} has model_type {model_type!r}, but no text_config.")
+        # transformers goes by the outer config to tie embedding and head.
+        outer = {name: values[name] for name in ("tie_word_embeddings",) if name in values}
+        text = {"model_type": VISION[model_type].text} | inner | outer
+        place = Path(f"{path}: text_config")
+    family = FAMILIES.get(str(text["model_type"])) if "model_type" in text else None
+    if family is None:
+        raise ConfigError(
+            f"{place} has model_type {text.get('model_type')!r}; {', '.join([*FAMILIES, *VISION])} models can be read. Others open "
+            "in the analysis tools and for RiPRA alone, through transformers."
+        )
+    given = Values(text, place, family.defaults)
+    given.check_sizes()
+    config = family.read(given)
+    return replace(config, family=model_type) if model_type in VISION else config
 
 
-_REQUIRED = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings",
-)  # fmt: skip
-
-# Hugging Face's rope_parameters: our field → theirs.
-_FIELDS = {
-    "theta": "rope_theta",
-    "factor": "factor",
-    "original_length": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "truncate": "truncate",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "short_factor": "short_factor",
-    "long_factor": "long_factor",
-}
-_TYPES: dict[str, type] = {
-    "default": Rope,
-    "linear": LinearRope,
-    "dynamic": DynamicNtkRope,
-    "yarn": YarnRope,
-    "llama3": Llama3Rope,
-    "longrope": LongRope,
-}
+def tensor_names(values: Mapping[str, Any]) -> TensorNames:
+    """The names of the tensors beside a `config.json`, from its content."""
+    own = values.get("farsight", {}).get("architecture", {})
+    inner = values.get("text_config") or {}
+    return names_of_type(str(values.get("model_type")), own.get("norm_placement", "pre"), inner.get("model_type", ""))
 
 
-def _rope_parameters(rotary: Rotary, head_dim: int, trained_length: int) -> tuple[dict[str, Any], int]:
-    """`rope_parameters` and `max_position_embeddings`."""
-    if isinstance(rotary, NtkRope):
-        # transformers has no static NTK, which is plain RoPE with another base.
-        rotary = Rope(theta=rotary.theta * rotary.factor ** (head_dim / (head_dim - 2)))
-    names = {kind: name for name, kind in _TYPES.items()}
-    fields = {_FIELDS[f.name]: getattr(rotary, f.name) for f in dataclasses.fields(rotary) if f.name != "kind"}
-    fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v is not None}
-    length = trained_length
-    if isinstance(rotary, DynamicNtkRope):
-        # In transformers the original length *is* max_position_embeddings.
-        length = fields.pop("original_max_position_embeddings")
-    return {"rope_type": names[type(rotary)], **fields}, length
+def names_of_type(model_type: str, norm_placement: str, text_type: str = "") -> TensorNames:
+    """The names of the tensors of a model of a type of `transformers`, or of our own.
 
-
-def _rotary(values: dict[str, Any], length: int, path: Path) -> Rotary:
-    given = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path}: its rope settings are {given!r}, not a JSON object.")
-    given = dict(given)
-    given.setdefault("rope_theta", values.get("rope_theta") or 10000.0)
-    kind = given.pop("rope_type", None) or given.pop("type", None) or "default"
-    given.pop("type", None)
-    if kind not in _TYPES:
-        raise ConfigError(f"{path} has rope_type {kind!r}; known: {', '.join(_TYPES)}.")
-    if "original_max_position_embeddings" in values:  # Phi-3 keeps it outside
-        given.setdefault("original_max_position_embeddings", values["original_max_position_embeddings"])
-    ours = {theirs: name for name, theirs in _FIELDS.items()}
-    fields = {f.name for f in dataclasses.fields(_TYPES[kind])}
-    if kind == "dynamic":  # transformers uses the model's length, whatever else is given
-        given["original_max_position_embeddings"] = length
-    elif "original_length" in fields and kind != "llama3":
-        given.setdefault("original_max_position_embeddings", length)
-    given = {name: value for name, value in given.items() if value is not None}
-    for name, value in given.items():
-        for number in value if isinstance(value, list) else [value]:
-            if not isinstance(number, int | float) or not 0 <= number < math.inf:
-                raise ConfigError(
-                    f"{path}: {name} = {value!r} of its rope settings must be a finite number, 0 or more."
-                )
-    for name in ("rope_theta", "factor", "original_max_position_embeddings"):
-        if given.get(name) == 0:
-            raise ConfigError(f"{path}: {name} = 0 of its rope settings must be more than 0.")
-    if kind == "longrope" and "factor" not in given:  # Phi-3 derives it from the two lengths
-        given["factor"] = length / given["original_max_position_embeddings"]
-    if unknown := [name for name in given if ours.get(name) not in fields]:
-        raise ConfigError(f"{path}: its rope settings have {', '.join(unknown)}, which {kind} scaling does not take.")
-    settings = {ours[name]: value for name, value in given.items()}
-    return from_dict(_TYPES[kind], settings, f"{path}: rope settings")
+    Args:
+        norm_placement: the architecture's, for our own type.
+        text_type: the type of the language model in a directory that holds a vision model too; empty is the usual one.
+    """
+    if model_type in VISION:
+        return TensorNames(FAMILIES[text_type or VISION[model_type].text].modules, vision=True)
+    return TensorNames(FAMILIES[model_type].modules if model_type in FAMILIES else BY_PLACEMENT[norm_placement])

@@ -47,6 +47,17 @@ except ImportError:  # before 4.52
 
 QUERY_BLOCK = 512
 """Queries per call of the attention kernel if heads have scopes or slopes."""
+NORMS = {
+    "pre": ("input_layernorm", None, "post_attention_layernorm", None),
+    "post": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "sandwich": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""Names of the norms before and after attention, and before and after the feed-forward, for each placement."""
 DROP_KEYS = {"SlidingWindowCache", "SinkCache", "HybridCache", "HybridChunkedCache", "EncoderDecoderCache"}
 """Caches that do not keep every token, or not in one place."""
 
@@ -376,22 +387,19 @@ class FarsightMLP(nn.Module):
 class FarsightDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config, layer):
         super().__init__()
-        before, after = config.norm_placement != "post", config.norm_placement != "pre"
-
-        def norm(there):
-            return FarsightRMSNorm(config, config.hidden_size) if there else nn.Identity()
-
-        self.input_layernorm = norm(before)
+        self.norms = NORMS[config.norm_placement]
+        for name in filter(None, self.norms):
+            setattr(self, name, FarsightRMSNorm(config, config.hidden_size))
         self.self_attn = FarsightAttention(config, layer)
-        self.post_self_attn_layernorm = norm(after)
-        self.post_attention_layernorm = norm(before)
         self.mlp = FarsightMLP(config)
-        self.post_mlp_layernorm = norm(after)
 
     def forward(self, x, step, past_key_values):
-        attended, weights = self.self_attn(self.input_layernorm(x), step, past_key_values)
-        x = x + self.post_self_attn_layernorm(attended)
-        return x + self.post_mlp_layernorm(self.mlp(self.post_attention_layernorm(x))), weights
+        before_attention, after_attention, before_mlp, after_mlp = (
+            getattr(self, name) if name else nn.Identity() for name in self.norms
+        )
+        attended, weights = self.self_attn(before_attention(x), step, past_key_values)
+        x = x + after_attention(attended)
+        return x + after_mlp(self.mlp(before_mlp(x))), weights
 
 
 class Step(NamedTuple):

@@ -3,66 +3,89 @@
 RoPE rotates half-split pairs, as in Hugging Face's models, so weights only need renaming.
 """
 
-_LAYER = {
-    "attention_norm.weight": "input_layernorm.weight",
-    "attention.wq.weight": "self_attn.q_proj.weight",
-    "attention.wk.weight": "self_attn.k_proj.weight",
-    "attention.wv.weight": "self_attn.v_proj.weight",
-    "attention.wo.weight": "self_attn.o_proj.weight",
-    "attention.wq.bias": "self_attn.q_proj.bias",
-    "attention.wk.bias": "self_attn.k_proj.bias",
-    "attention.wv.bias": "self_attn.v_proj.bias",
-    "attention.wo.bias": "self_attn.o_proj.bias",
-    "attention.q_norm.weight": "self_attn.q_norm.weight",
-    "attention.k_norm.weight": "self_attn.k_norm.weight",
-    "attention_post_norm.weight": "post_self_attn_layernorm.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "feed_forward.w1.weight": "mlp.gate_proj.weight",
-    "feed_forward.w2.weight": "mlp.down_proj.weight",
-    "feed_forward.w3.weight": "mlp.up_proj.weight",
-    "feed_forward.w1.bias": "mlp.gate_proj.bias",
-    "feed_forward.w2.bias": "mlp.down_proj.bias",
-    "feed_forward.w3.bias": "mlp.up_proj.bias",
-    "ffn_post_norm.weight": "post_mlp_layernorm.weight",
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+PRE = {
+    "attention_norm": "input_layernorm",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
 }
+"""The modules of a layer with norms before attention and feed-forward: ours → theirs."""
+_AFTER = {"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
+POST = {**{ours: theirs for ours, theirs in PRE.items() if ours not in ("attention_norm", "ffn_norm")}, **_AFTER}
+"""Likewise with norms after them."""
+SANDWICH = {**PRE, "ffn_norm": "pre_feedforward_layernorm", **_AFTER}
+"""Likewise with norms on both sides."""
+BY_PLACEMENT = {"pre": PRE, "post": POST, "sandwich": SANDWICH}
 _MODEL = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_LAYER_BACK = {theirs: ours for ours, theirs in _LAYER.items()}
 _MODEL_BACK = {theirs: ours for ours, theirs in _MODEL.items()}
+_VISION = (
+    "vision_tower.",
+    "multi_modal_projector.",
+    "vision_model.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
 
 
-def to_hf_name(name: str) -> str:
-    """`layers.3.attention.wq.weight` → `model.layers.3.self_attn.q_proj.weight`."""
-    if not name.startswith("layers."):
-        return _MODEL[name]
-    _, layer, rest = name.split(".", 2)
-    return f"model.layers.{layer}.{_LAYER[rest]}"
+@dataclass(frozen=True)
+class TensorNames:
+    """The names of a model's tensors in its files."""
+
+    modules: Mapping[str, str] = field(default_factory=lambda: PRE)
+    """Modules of a layer, ours → theirs; several of ours with the same of theirs are its rows, in this order."""
+    vision: bool = False
+    """Whether the model is the language model of a directory that holds a vision model too."""
+
+    @cached_property
+    def _back(self) -> dict[str, list[str]]:
+        back: dict[str, list[str]] = {}
+        for ours, theirs in self.modules.items():
+            back.setdefault(theirs, []).append(ours)
+        return back
+
+    def of(self, name: str) -> str:
+        """`layers.3.attention.wq.weight` → `model.layers.3.self_attn.q_proj.weight`."""
+        if not name.startswith("layers."):
+            return _MODEL[name]
+        _, layer, rest = name.split(".", 2)
+        module, _, kind = rest.rpartition(".")
+        return f"model.layers.{layer}.{self.modules[module]}.{kind}"
+
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Our parameters that a tensor of theirs holds, one after the other by rows; empty for a tensor that we do not have."""
+        if self.vision:  # the hub's form, then that of transformers 5
+            name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
+        if not name.startswith("model.layers."):
+            return (_MODEL_BACK[name],) if name in _MODEL_BACK else ()
+        layer, _, rest = name.removeprefix("model.layers.").partition(".")
+        module, _, kind = rest.rpartition(".")
+        if kind not in ("weight", "bias"):
+            return ()
+        return tuple(f"layers.{layer}.{ours}.{kind}" for ours in self._back.get(module, ()))
+
+    def ignores(self, name: str) -> bool:
+        """Whether a tensor of theirs belongs to the vision model, which is left out."""
+        return self.vision and name.startswith(_VISION)
 
 
 def readable_name(name: str) -> str:
-    """`to_hf_name` for messages; names without a counterpart, such as an adapter's, are returned unchanged."""
+    """A parameter's name in Llama's files, for messages; names without a counterpart, such as an adapter's, stay as they are."""
     try:
-        return to_hf_name(name)
-    except KeyError:
+        return TensorNames(SANDWICH | PRE).of(name)
+    except (KeyError, ValueError):
         return name
-
-
-def to_peft_name(name: str) -> str:
-    """An adapter's tensor by PEFT's name in a file: `layers.3.attention.wq.lora_A.default.weight` →
-    `base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight`."""
-    linear, _, rest = name.partition(".lora_")
-    module = to_hf_name(linear + ".weight").removesuffix(".weight")
-    part = rest.split(".")[0]
-    return f"base_model.model.{module}.lora_{part}" + (".weight" if part in ("A", "B") else "")
-
-
-def from_hf_name(name: str) -> str | None:
-    """The reverse of `to_hf_name`; None for a tensor that our Llama does not have."""
-    if not name.startswith("model.layers."):
-        return _MODEL_BACK.get(name)
-    layer, _, rest = name.removeprefix("model.layers.").partition(".")
-    ours = _LAYER_BACK.get(rest)
-    return None if ours is None else f"layers.{layer}.{ours}"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from farsight.checkpoints.model_dir.names import readable_name, to_hf_name
+from farsight.checkpoints.model_dir.names import readable_name
 from farsight.errors import ConfigError
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -36,6 +37,41 @@ def refuse_non_finite(name: str, tensor: Tensor) -> None:
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, order=True)
+class Stored:
+    """The place of a parameter in a model directory: a tensor, or some rows of one. In this order, each file is opened once."""
+
+    path: Path
+    key: str
+    """The tensor's name in the file."""
+    rows: tuple[int, int] | None = None
+    """Begin and end of the parameter's rows, where several share the tensor; None is all of it."""
+
+    def part(self, file: Any) -> "StoredPart":
+        """The parameter in the opened file; nothing is read yet."""
+        return StoredPart(file.get_slice(self.key), self.rows)
+
+
+class StoredPart:
+    """A parameter that is read row by row, or as a whole; like safetensors' slices."""
+
+    def __init__(self, tensor: Any, rows: tuple[int, int] | None) -> None:
+        self.tensor, whole = tensor, tensor.get_shape()
+        self.begin, end = rows or (0, whole[0])
+        self.shape = (end - self.begin, *whole[1:])
+        self.dtype: str = tensor.get_dtype()
+
+    def __getitem__(self, index: tuple[slice, ...]) -> Tensor:
+        """The values at some slices, one for each dimension."""
+        first, *others = index
+        begin, end, _ = first.indices(self.shape[0])
+        return self.tensor[(slice(self.begin + begin, self.begin + end), *others)]
+
+    def whole(self) -> Tensor:
+        """All values."""
+        return self[tuple(slice(None) for _ in self.shape)]
 
 
 @contextmanager
@@ -81,19 +117,23 @@ class TensorReader:
         files: from `check_tensors`.
     """
 
-    def __init__(self, files: Mapping[str, Path]) -> None:
+    def __init__(self, files: Mapping[str, Stored]) -> None:
         self.files = files
         self._path: Path | None = None
         self._file: Any = None
 
     def __call__(self, name: str) -> Tensor:
-        path = self.files[name]
-        if path != self._path:
+        return self.part(name).whole()
+
+    def part(self, name: str) -> StoredPart:
+        """A parameter of which only some rows are read."""
+        stored = self.files[name]
+        if stored.path != self._path:
             self.close()
-            with _naming(path):
-                self._file = safe_open(path, framework="pt").__enter__()
-            self._path = path
-        return self._file.get_tensor(to_hf_name(name))
+            with _naming(stored.path):
+                self._file = safe_open(stored.path, framework="pt").__enter__()
+            self._path = stored.path
+        return stored.part(self._file)
 
     def close(self) -> None:
         """Closes the open file, which releases the pages that were read."""
@@ -121,8 +161,8 @@ def write_tensors(
     """Writes one file, a tensor at a time: safetensors' own `save_file` needs them all at once.
 
     Args:
-        tensors: shapes and dtypes, on the meta device, by our names.
-        read: returns a tensor's values.
+        tensors: shapes and dtypes, on the meta device, by their names in the file.
+        read: returns the values of the tensor of that name.
         progress: called with the bytes of each tensor written.
 
     Raises:
@@ -132,7 +172,7 @@ def write_tensors(
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[to_hf_name(name)] = {
+        header[name] = {
             "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end],
         }  # fmt: skip
     encoded = json.dumps(header).encode("utf-8")

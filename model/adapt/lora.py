@@ -50,8 +50,8 @@ def add_lora(model: Llama, lora: Lora, layers: Sequence[int], base: Base) -> Non
             layers_pattern="layers",
             use_dora=lora.dora,
             use_rslora=lora.rslora,
-            rank_pattern=as_pattern(by_linear(lora.rank_pattern, lora, layers), _our_name),
-            alpha_pattern=as_pattern(by_linear(lora.alpha_pattern, lora, layers), _our_name),
+            rank_pattern=as_pattern(by_linear(lora.rank_pattern, lora, layers), our_linear),
+            alpha_pattern=as_pattern(by_linear(lora.alpha_pattern, lora, layers), our_linear),
         ),
         model,
     )
@@ -105,7 +105,8 @@ def hf_linear(layer: int, module: Projection) -> str:
     return f"model.layers.{layer}.{'self_attn' if module in ATTENTION else 'mlp'}.{module}"
 
 
-def _our_name(layer: int, module: Projection) -> str:
+def our_linear(layer: int, module: Projection) -> str:
+    """The name of the same layer in our model."""
     return f"layers.{layer}.{'attention' if module in ATTENTION else 'feed_forward'}.{MODULES[module]}"
 
 

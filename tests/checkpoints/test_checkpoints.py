@@ -21,7 +21,7 @@ from farsight.checkpoints import upkeep
 from farsight.checkpoints.cards.model import read_history
 from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.dcp import Writer
-from farsight.checkpoints.model_dir.api import tensor_files
+from farsight.checkpoints.model_dir.api import check_tensors, read_config
 from farsight.checkpoints.steps import complete_steps
 from farsight.errors import ConfigError, SaveError
 from tests.checkpoints.test_intact import cut, flip
@@ -32,10 +32,10 @@ def test_a_truncated_model_directory_names_the_file(whole):
     _, copy = whole.copy("model_dir")
     cut(copy / "model" / "model.safetensors", 1000)
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged \(1,000 bytes\)"):
-        tensor_files(copy / "model")
+        check_tensors(copy / "model", read_config(copy / "model"))
     cut(copy / "model" / "model.safetensors", 0)
     with pytest.raises(ConfigError, match=r"model\.safetensors is damaged \(0 bytes\)"):
-        tensor_files(copy / "model")
+        check_tensors(copy / "model", read_config(copy / "model"))
 
 
 # ── The manager, in this process ──────────────────────────────────────────────────────────────────────

@@ -218,7 +218,7 @@ def test_tensors_that_do_not_fit(base):
         ({name: tensors[name].long()}, "as I64; weights are read as F64, F32, F16, BF16"),
         ({name: tensors[name].to(torch.float8_e4m3fn)}, "as F8_E4M3"),
         ({name: tensors[name][:1].clone()}, "has shape"),
-        ({"model.layers.0": torch.zeros(2)}, "holds model.layers.0, which a Llama"),
+        ({"model.layers.0": torch.zeros(2)}, "holds model.layers.0, which a llama model"),
         ({"model.layers.77.mlp.up_proj.weight": torch.zeros(2)}, "does not fit its config"),
         ({"evil": torch.zeros(2)}, "holds evil"),
     ):

@@ -279,10 +279,10 @@ def test_hf_config_round_trip_and_refusals(tmp_path):
     assert from_hf_config(old).position.rotary == LinearRope(theta=5.0, factor=2.0)
     for change, says in [
         ({"model_type": "gpt2"}, "gpt2"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_parameters": {"rope_type": "su"}}, "su"),
-        ({"model_type": "mistral"}, "sliding_window 4096"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window = 0"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "mscale"),
     ]:
         with pytest.raises(ConfigError, match=says):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from farsight.checkpoints.model_dir.names import to_hf_name
+from farsight.checkpoints.model_dir.names import TensorNames
 from farsight.configs.help import help_text
 from farsight.configs.load import build_config, load_config
 from farsight.configs.typed import to_toml
@@ -120,10 +120,10 @@ def test_weights_of_a_model_directory_stay_when_a_gradient_is_not_finite(one_pro
 
         def assert_unchanged():
             parts = trainer.zero.weights()
-            assert {to_hf_name(name) for name in parts} == expected.keys()
+            assert {TensorNames().of(name) for name in parts} == expected.keys()
             for name, part in parts.items():
                 whole = torch.cat([chunk.flatten() for chunk in part.chunks.values()]).view(part.shape)
-                assert torch.equal(whole, expected[to_hf_name(name)]), name
+                assert torch.equal(whole, expected[TensorNames().of(name)]), name
 
         assert_unchanged()
         next(trainer.model_parts[0].parameters()).register_hook(lambda gradient: gradient * float("inf"))

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from farsight.checkpoints.adapter.peft import PeftNames
 from farsight.checkpoints.load import read_model_config
-from farsight.checkpoints.model_dir.api import check_tensors
+from farsight.checkpoints.model_dir.api import check_tensors, model_type
 from farsight.checkpoints.model_dir.safetensors_files import TensorReader
 from farsight.configs.check_finetuning import check_base
 from farsight.configs.finetuning import FinetuneConfig
@@ -23,7 +24,7 @@ from farsight.data.tokenizers.tokenizer import find_tokenizer_dir
 from farsight.errors import ConfigError
 from farsight.model.adapt.garfa import train_garfa
 from farsight.model.adapt.layers import adapted
-from farsight.model.adapt.lora import add_lora, by_linear, initial_lora, is_lora
+from farsight.model.adapt.lora import add_lora, initial_lora, is_lora
 from farsight.model.adapt.quantized import dequantize, fill, is_quantized, quantize_linears, unpack_parameters
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.flops import Adapters
@@ -77,8 +78,8 @@ def with_base(config: FinetuneConfig, theta_named: bool = True) -> FinetuneConfi
         config.tokenizer = replace(config.tokenizer, path=str(found))
     check_base(config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     layers = adapted(config)  # refuses layers that do not exist
-    by_linear(config.lora.rank_pattern, config.lora, layers.lora)  # refuses patterns that match nothing
-    by_linear(config.lora.alpha_pattern, config.lora, layers.lora)
+    # Refuses patterns that match nothing, and settings that PEFT's file of this base can't hold.
+    PeftNames(model_type(directory), base.architecture).lora_config(config.lora, layers.lora)
     return config
 
 
