@@ -11,6 +11,9 @@ import pytest
 import torch
 
 from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir import hf_config
+from farsight.checkpoints.model_dir.api import write_model_dir
+from farsight.checkpoints.model_dir.modeling_farsight import FarsightForCausalLM
 from farsight.configs.schema import (
     Alibi,
     DynamicNtkRope,
@@ -28,6 +31,7 @@ from farsight.configs.schema import (
 )
 from farsight.model.build import set_length
 from tests.checkpoints.elsewhere import VERSIONS, export, run_elsewhere
+from tests.families import FAMILIES, LENGTH, tokens, write_hf
 
 MIXED = Position(
     heads=Scope(),
@@ -133,3 +137,29 @@ def test_exported_model_equals_ours(exported, loaded, name):
     with torch.no_grad():
         set_length(reloaded := load_model(again)[0], config, 60)
         assert torch.equal(reloaded(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_our_modelling_file_computes_what_each_family_s_class_computes(tmp_path, monkeypatch, name):
+    """All options of the architecture against `transformers`' own models, and a batch with padding on the left."""
+    theirs = write_hf(name, tmp_path / "theirs")
+    model, config = load_model(tmp_path / "theirs")
+    monkeypatch.setattr(hf_config, "native_family", lambda _: None)
+    write_model_dir(tmp_path / "ours", config, model.state_dict())
+    ours = FarsightForCausalLM.from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    rows, mask = tokens(), torch.ones(2, LENGTH).long()
+    mask[1, :11] = 0
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    with torch.no_grad():
+        expected, given = theirs(rows, **asked), ours(rows, **asked)
+        # Without positions, `transformers`' classes count padding too; ours does not.
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        expected_padded = theirs(rows, attention_mask=mask, position_ids=positions).logits[1, 11:]
+        padded = ours(rows, attention_mask=mask).logits[1, 11:]
+    torch.testing.assert_close(given.logits, expected.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours(rows).logits, expected.logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(padded, expected_padded, atol=1e-4, rtol=1e-4)
+    for layer, pair in enumerate(zip(given.attentions, expected.attentions, strict=True)):
+        torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-3, msg=f"weights of layer {layer}")
+    for layer, pair in enumerate(zip(given.hidden_states, expected.hidden_states, strict=True)):
+        torch.testing.assert_close(*pair, atol=1e-4, rtol=1e-4, msg=f"states before layer {layer}")
