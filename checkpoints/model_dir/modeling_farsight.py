@@ -36,7 +36,7 @@ try:
     from transformers.modeling_layers import GradientCheckpointingLayer
 except ImportError:  # before 4.52
 
-    class GradientCheckpointingLayer(nn.Module):
+    class GradientCheckpointingLayer(nn.Module):  # type: ignore[no-redef]  # what later versions have
         gradient_checkpointing = False
 
         def __call__(self, *arguments):

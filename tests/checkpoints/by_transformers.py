@@ -58,6 +58,15 @@ def load(directory):
     return result
 
 
+def native(directory):
+    """Logits by a class of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, torch_dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    assert type(model).__module__.startswith("transformers.")
+    return {"logits": model(seeded_tokens(2, 40)).logits.detach()}
+
+
 def answer(directory):
     """Called as by HELMET (model_utils.py, HFModel), and partly L-Eval and LOFT."""
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=True)

@@ -85,18 +85,39 @@ MODELS = {
 }
 
 
+LONG = {"short_factor": [1.0] * 8, "long_factor": [1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0]}
+NATIVE = {
+    "llama2": {},
+    "llama3": {},
+    "mistral": {},
+    "mistral-v0.3": {},
+    "qwen2": {"use_sliding_window": False},  # whose windows 4.46 puts on all layers alike
+    # Its class of 4.46 rotates whole heads.
+    "phi3": {"rope_parameters": {"rope_type": "longrope", "rope_theta": 10000.0, **LONG}},
+}
+"""Families that both versions have, and what both can express of them."""
+
+
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
     """Models with all position mechanisms and options, and their configs."""
     parent = tmp_path_factory.mktemp("exported")
-    return parent, {name: export(parent / name, position, **shape) for name, (position, shape) in MODELS.items()}
+    configs = {name: export(parent / name, position, **shape) for name, (position, shape) in MODELS.items()}
+    for name, settings in NATIVE.items():
+        write_hf(name, parent / f"{name}-first", hidden_size=64, **settings)  # the earlier Qwen2 takes no head_dim
+        model, config = load_model(parent / f"{name}-first")
+        write_model_dir(parent / name, config, model.state_dict())
+    return parent, configs
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def loaded(request, exported):
     """The version, and what it computes with each model."""
     parent, _ = exported
-    return request.param, run_elsewhere(dict.fromkeys((parent / name for name in MODELS), "load"), request.param)
+    jobs = dict.fromkeys((parent / name for name in MODELS), "load")
+    return request.param, run_elsewhere(
+        jobs | dict.fromkeys((parent / name for name in NATIVE), "native"), request.param
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -137,6 +158,17 @@ def test_exported_model_equals_ours(exported, loaded, name):
     with torch.no_grad():
         set_length(reloaded := load_model(again)[0], config, 60)
         assert torch.equal(reloaded(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_models_that_transformers_has_load_in_both_versions(exported, loaded, name):
+    parent, _ = exported
+    _, results = loaded
+    model, config = load_model(parent / name)
+    set_length(model, config, 40)
+    with torch.no_grad():
+        expected = model(torch.randint(96, (2, 40), generator=torch.Generator().manual_seed(1)))
+    torch.testing.assert_close(results[name]["logits"], expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
