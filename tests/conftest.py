@@ -33,7 +33,8 @@ def pytest_collection_modifyitems(items):
     @cache
     def starts_processes(path):
         return re.search(
-            r"tests\.running|subprocess|[Ff]orked|multiprocessing|\.spawn\(", path.read_text(encoding="utf-8")
+            r"tests\.running|run_elsewhere|subprocess|[Ff]orked|multiprocessing|\.spawn\(",
+            path.read_text(encoding="utf-8"),
         )
 
     for item in items:

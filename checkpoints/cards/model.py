@@ -171,11 +171,7 @@ def model_card(
         "## How it was trained\n",
         *training_table(history),
         "## How to load it\n",
-        *(
-            ["`modeling_farsight.py` in this directory needs `torch` and `transformers` >= 5, and nothing else.\n"]
-            if own_type
-            else []
-        ),
+        *(_needs(hf_config) if own_type else []),
         "```python",
         f"from transformers import AutoModelForCausalLM{', AutoTokenizer' * tokenizer}\n",
         'path = "."  # this directory, or its name on a hub',
@@ -189,6 +185,15 @@ def model_card(
         ]
     lines += ["```\n", "`farsight.json` holds the full configuration."]
     return "\n".join(lines) + "\n"
+
+
+def _needs(hf_config: dict[str, Any]) -> list[str]:
+    needs = " and ".join(f"`{package}` {version}" for package, version in hf_config["requires"].items())
+    oldest, newest = hf_config["tested_with_transformers"]
+    return [
+        f"`modeling_farsight.py` in this directory needs {needs}, and nothing else. It is tested with transformers {oldest} and "
+        f"{newest}; before 4.56, `dtype` is called `torch_dtype`.\n"
+    ]
 
 
 def heading(title: str, library: str, tags: Sequence[str]) -> list[str]:

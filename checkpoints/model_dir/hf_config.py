@@ -25,8 +25,10 @@ from farsight.model.position.scope import DENSE_SCOPE
 MODEL_TYPE = "farsight"
 MODELING = "modeling_farsight"
 """Module that goes with a model of that type; it imports none of our packages."""
-TRANSFORMERS = "5.0.0"
-"""The earliest version that the module runs with."""
+REQUIRES = {"torch": ">=2.5", "transformers": ">=4.46"}
+"""Everything that the module imports."""
+TRANSFORMERS = ("4.46.3", "5.23.0")
+"""Earliest and latest version of transformers that the module is tested with."""
 
 
 def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
@@ -70,9 +72,10 @@ def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: in
             "AutoModelForCausalLM": f"{MODELING}.FarsightForCausalLM",
         },
         **values,
-        "transformers_version": TRANSFORMERS,
-        "attention_bias": False,
-        "qk_norm": a.qk_norm,
+        "transformers_version": TRANSFORMERS[0],
+        "requires": REQUIRES,
+        "tested_with_transformers": list(TRANSFORMERS),
+        **_layer_options(config),
         "sinusoidal": config.position.embedding == "sinusoidal",
         "trained_length": config.trained_length,
         **_resolved_layers(config),
@@ -92,6 +95,17 @@ def native_family(config: ModelConfig) -> tuple[Family, dict[str, Any]] | None:
         if (fields := family.to_hf(config)) is not None:
             return family, fields
     return None
+
+
+def _layer_options(config: ModelConfig) -> dict[str, Any]:
+    """What all layers have in common, for `modeling_farsight.FarsightConfig`."""
+    a, scaling = config.architecture, config.position.query_scaling
+    names = (
+        "norm_placement", "zero_centered_norms", "qk_norm", "qk_norm_span", "attention_bias", "mlp_bias", "rotary_dim",
+        "softmax_scale", "scaled_embeddings",
+    )  # fmt: skip
+    query_scaling = None if scaling is None else {"beta": scaling.beta, "original_length": scaling.original_length}
+    return {**{name: getattr(a, name) for name in names}, "query_scaling": query_scaling}
 
 
 def _resolved_layers(config: ModelConfig) -> dict[str, Any]:
@@ -115,8 +129,8 @@ def _resolved_layers(config: ModelConfig) -> dict[str, Any]:
         if kind not in kinds:
             kinds.append(kind)
         layer_kinds.append(kinds.index(kind))
-    head_dim, length = config.architecture.head_dim, config.trained_length
-    resolved = [_resolved_rotary(rotary, head_dim, length) for rotary in rotaries]
+    rotated, length = config.architecture.rotated_dim, config.trained_length
+    resolved = [_resolved_rotary(rotary, rotated, length) for rotary in rotaries]
     return {"layer_kinds": layer_kinds, "kinds": kinds, "rotaries": resolved}
 
 

@@ -276,6 +276,8 @@ def _fast_config(bos: str | None, eos: str | None) -> dict[str, Any]:
         "bos_token": bos,
         "eos_token": eos,
         "clean_up_tokenization_spaces": False,
+        # Before version 5 of transformers, this class also gives token types, which decoders refuse.
+        "model_input_names": ["input_ids", "attention_mask"],
     }
 
 
