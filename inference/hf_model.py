@@ -160,7 +160,7 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         columns = 1 if given is None else given.shape[1]
         new_tokens = asked.max_new_tokens
         if new_tokens is None:
-            # transformers 4 has its default in max_length itself, and reads it as new tokens.
+            # transformers 5 writes 20 tokens by default; version 4 keeps a default of 20 in max_length itself.
             given_here = "max_length" in kwargs or asked.max_length not in (None, NEW_TOKENS)
             new_tokens = asked.max_length - columns if given_here else NEW_TOKENS
         if new_tokens < 1:
@@ -239,7 +239,7 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         for name, value in {**others, "use_cache": use_cache and reading is None}.items():
             if value is not None and value is not False:
                 raise UserError(
-                    f"{name} is not supported: the decoder keeps its own cache while `generate` runs, and no attention."
+                    f"{name} is not supported: pass input_ids, attention_mask and labels; the decoder keeps a cache of its own."
                 )
         tokens_BL = input_ids.to(self.device)
         mask_BL = torch.ones_like(tokens_BL) if attention_mask is None else attention_mask.to(self.device)

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from farsight.inference.serve.answers import Answers
 from farsight.inference.serve.engine import Engine, Piece, Row
-from farsight.inference.serve.errors import RequestError
+from farsight.inference.serve.errors import RequestError, reported
 from farsight.inference.serve.requests import Asked, Served, read_chat, read_completion
 
 LARGEST_REQUEST = 64 * 2**20
@@ -186,3 +186,7 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
             raise
         refused = RequestError(f"{request.method} {request.path}: {error.reason}.", error.status)
         return web.json_response(refused.body, status=error.status)
+    except ConnectionError:  # the client is gone
+        raise
+    except Exception as error:
+        return web.json_response(RequestError(reported(error), 500).body, status=500)

@@ -5,10 +5,8 @@ for the next batch. Only rows that come out as they would alone are put together
 when those that are left were cancelled.
 """
 
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,12 +14,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from farsight.cli import explain
 from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.inference.decoder import Decoder
 from farsight.inference.generate.completions import read_prompts
 from farsight.inference.sampling import Sampling
-from farsight.inference.serve.errors import RequestError
+from farsight.inference.serve.errors import RequestError, reported
 from farsight.inference.serve.logprobs import TokenLog, prompt_logs, token_logs
 from farsight.inference.step import Step, written
 from farsight.inference.text_stream import TextStream
@@ -197,13 +194,7 @@ class Engine:
         except _Unwanted:
             pass
         except Exception as error:
-            sentence = explain(error)
-            if sentence is None:
-                traceback.print_exc()
-                sentence = (
-                    f"unexpected {type(error).__name__}: a fault in Farsight; the server's output has the traceback"
-                )
-            print(f"farsight serve: {sentence}", file=sys.stderr, flush=True)
+            sentence = reported(error)
             for row in batch:
                 row.give(Piece(error=sentence))
             if isinstance(error, torch.OutOfMemoryError):

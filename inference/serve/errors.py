@@ -1,7 +1,10 @@
 """The error that a request ends with, in the form that OpenAI's clients read."""
 
+import sys
+import traceback
 from typing import Any
 
+from farsight.cli import explain
 from farsight.errors import UserError
 
 
@@ -25,3 +28,13 @@ class RequestError(UserError):
         kind = "invalid_request_error" if self.status < 500 and self.status != 429 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
+
+
+def reported(error: Exception) -> str:
+    """The sentence for whoever asked, printed for whoever runs the server too; a fault in Farsight with its traceback."""
+    sentence = explain(error)
+    if sentence is None:
+        traceback.print_exception(error)
+        sentence = f"unexpected {type(error).__name__}: a fault in Farsight; the server's output has the traceback"
+    print(f"farsight serve: {sentence}", file=sys.stderr, flush=True)
+    return sentence

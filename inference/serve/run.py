@@ -73,7 +73,10 @@ async def _serve(engine: Engine, served: Served, host: str, port: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     try:
-        await web.TCPSite(runner, host, port).start()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise ConfigError(f"--host {host} --port {port}: {error.strerror}. --port 0 takes a free port.") from error
         port = runner.addresses[0][1]
         shown = f"[{host}]" if ":" in host else host
         _say(f"{served.name} answers at http://{shown}:{port}/v1, up to {served.max_length:,} tokens a request")

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from farsight.configs.schema import DynamicNtkRope
+from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder, Rows
 from farsight.inference.sampling import Sampling
+from farsight.inference.serve import app
 from farsight.inference.serve.engine import Engine, Row
 from farsight.inference.serve.run import _serve, describe
 from tests.inference.served import Client, serving, small_model
@@ -279,6 +281,13 @@ def test_a_fault_is_answered_and_the_next_request_served(capsys):
     assert error["message"] in capsys.readouterr().err
 
 
+def test_an_unexpected_error_is_answered_too(client, monkeypatch, capsys):
+    monkeypatch.setattr(app, "read_chat", lambda body, served: 1 / 0)
+    error = client("/v1/chat/completions", {}, 500)["error"]
+    assert error["message"].startswith("unexpected ZeroDivisionError: a fault in Farsight")
+    assert "1 / 0" in capsys.readouterr().err
+
+
 def test_a_signal_lets_answers_finish(capsys):
     """SIGTERM while an answer is written: it is completed, the port closes, and the server returns."""
     other = small_model(trained=4000)
@@ -306,4 +315,13 @@ def test_a_signal_lets_answers_finish(capsys):
     assert "running answers are completed" in capsys.readouterr().err
     with pytest.raises(ConnectionError):
         client("/health")
+    assert not engine.alive
+
+
+def test_a_port_in_use_is_named(loaded):
+    engine = Engine(loaded.decoder, loaded.tokenizer, 2, 4)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: .*in use. --port 0 takes a free port"):
+            asyncio.run(_serve(engine, describe(loaded, None, None, 4), "127.0.0.1", port))
     assert not engine.alive
