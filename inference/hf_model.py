@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from farsight.data.tokenizers.tokenizer import find_tokenizer_dir
 from farsight.errors import UserError
 from farsight.inference import loading
 from farsight.inference.decoder import Rows
@@ -33,7 +32,6 @@ from farsight.inference.generate.completions import read_prompts
 from farsight.inference.loading import LoadedModel
 from farsight.inference.model_options import CHUNK, DTYPES
 from farsight.inference.step import Step
-from farsight.json_files import read_object
 
 NEW_TOKENS = 20
 """Tokens that `generate` writes where nothing says how many, as in `transformers`."""
@@ -45,6 +43,7 @@ def load(
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
+    scope_max: str | None = None,
     chunk: int = CHUNK,
 ) -> "DecoderForCausalLM":
     """Loads a model directory, adapter or step-N folder of a checkpoint.
@@ -53,6 +52,7 @@ def load(
         extend: a method as `--extend` takes it, such as "ripra" or "yarn:4".
         device: default: the accelerator if there is one, else the CPU.
         dtype: of weights and cache; default: bfloat16, and float32 on a CPU.
+        scope_max: "trained" or "length", as `--scope-max` takes it.
         chunk: tokens of a prompt to read at once.
 
     Raises:
@@ -61,7 +61,7 @@ def load(
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     if name not in (None, *DTYPES):
         raise UserError(f"dtype = {dtype}: write one of {', '.join(DTYPES)}.")
-    options = argparse.Namespace(device=device, dtype=name, extend=extend, chunk=chunk)
+    options = argparse.Namespace(device=device, dtype=name, extend=extend, scope_max=scope_max, chunk=chunk)
     return DecoderForCausalLM(loading.load(Path(path), options))
 
 
@@ -297,11 +297,10 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
 
 
 def _generation_config(loaded: LoadedModel) -> GenerationConfig:
-    """The settings in generation_config.json if there is one, ending at every end token of the model."""
-    folders = (loaded.path, find_tokenizer_dir(loaded.path) or loaded.path)
-    paths = (folder / "generation_config.json" for folder in folders)
-    file = next((path for path in paths if path.is_file()), None)
-    settings = {} if file is None else read_object(file)
+    """The settings of a generation_config.json, ending at every end token of the model."""
+    path, settings = loaded.generation_settings
+    if path is None or path.name != "generation_config.json":
+        settings = {}
     ends = sorted(token for token in loaded.end_tokens if token is not None)
     defaults = {"bos_token_id": loaded.tokenizer.bos_id, "pad_token_id": loaded.tokenizer.eos_id}
     return GenerationConfig.from_dict({**defaults, **settings, "eos_token_id": ends or None})

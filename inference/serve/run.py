@@ -10,6 +10,7 @@ from pathlib import Path
 from aiohttp import web
 
 from farsight.data.instructions.chat import ChatTemplate
+from farsight.data.instructions.conversations import UnusableRow
 from farsight.errors import ConfigError
 from farsight.inference.loading import LoadedModel, load
 from farsight.inference.serve.app import make_app
@@ -39,14 +40,22 @@ def describe(
     Raises:
         ConfigError: a chat template that can't be used.
     """
-    source, origin = loaded.tokenizer.chat_template, "the tokenizer's chat template"
+    source, origin = loaded.tokenizer.chat_template, f"the chat template of {loaded.path}"
     if template_file is not None:
         origin = f"--chat-template {template_file}"
         try:
             source = template_file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{origin}: it can't be read: {error}.") from error
-    template = None if source is None else ChatTemplate(source, origin, loaded.tokenizer)
+    template = turn_end = None
+    if source is not None:
+        template = ChatTemplate(source, origin, loaded.tokenizer)
+        try:
+            turn_end = template.turn_end()
+        except UnusableRow as error:
+            raise ConfigError(
+                f"{origin} takes no question with its answer ({error}); set another --chat-template."
+            ) from error
     return Served(
         name or str(loaded.path),
         loaded.tokenizer,
@@ -54,7 +63,7 @@ def describe(
         template,
         max_length or loaded.trained_length,
         queue,
-        template.turn_end() if template is not None else None,
+        turn_end,
     )
 
 

@@ -188,3 +188,6 @@ def test_templates_come_from_a_file_too(tmp_path, loaded):
     assert (served.name, served.max_length, served.turn_end) == ("other", 50, loaded.tokenizer.eos_id)
     with pytest.raises(ConfigError, match=r"missing\.jinja: it can't be read"):
         describe(loaded, None, None, 4, tmp_path / "missing.jinja")
+    path.write_text("{{ raise_exception('no') }}")
+    with pytest.raises(ConfigError, match=r"takes no question with its answer .* set another --chat-template"):
+        describe(loaded, None, None, 4, path)
