@@ -288,31 +288,43 @@ def test_an_unexpected_error_is_answered_too(client, monkeypatch, capsys):
     assert "1 / 0" in capsys.readouterr().err
 
 
-def test_a_signal_lets_answers_finish(capsys):
-    """SIGTERM while an answer is written: it is completed, the port closes, and the server returns."""
-    other = small_model(trained=4000)
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_lets_answers_finish_and_a_second_ends_them(signals, capsys):
+    """SIGTERM while an answer is written: it is completed or given up, the port closes, and the server returns."""
+    tokens = {1: 300, 2: 50_000}[signals]
+    other = small_model(trained=60_000)
     other.tokenizer.eos_id = None
     engine, found = Engine(other.decoder, other.tokenizer, 2, 4), {}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    client = Client(port, engine)
+    client, said = Client(port, engine), [""]
+
+    def says(words):
+        said[0] += capsys.readouterr().err
+        return words in said[0]
 
     def ask():
-        until(lambda: "answers at" in capsys.readouterr().err)
+        until(lambda: says("answers at"))
         with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(client.complete, "x", max_tokens=300)
+            body = {"prompt": "x", "temperature": 0, "max_tokens": tokens}
+            answer = pool.submit(client, "/v1/completions", body, {1: 200, 2: 500}[signals])
             try:
                 until(lambda: engine._running)
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
-            found["answer"] = answer.result()
+            until(lambda: says("running answers are completed"))
+            if signals == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            found.update(answer.result())
 
     thread = threading.Thread(target=ask)
     thread.start()
     asyncio.run(_serve(engine, describe(other, None, None, 4), "127.0.0.1", port))
     thread.join()
-    assert found["answer"]["usage"]["completion_tokens"] == 300
-    assert "running answers are completed" in capsys.readouterr().err
+    if signals == 1:
+        assert found["usage"]["completion_tokens"] == 300
+    else:
+        assert found["error"]["message"] == "the server was stopped before the answer was complete"
     with pytest.raises(ConnectionError):
         client("/health")
     assert not engine.alive
