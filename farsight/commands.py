@@ -52,6 +52,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     },
     "generate and evaluate": {
         "generate": Command("inference.generate.__main__", "continue a prompt, caching only what heads can still see"),
+        "serve": Command("inference.serve.__main__", "serve a model to other programs through OpenAI's API"),
         "perplexity": Command("evals.perplexity.__main__", "measure perplexity by context length"),
         "needle": Command("evals.needle.__main__", "run passkey and RULER tasks, by length and depth"),
         "harness": Command("evals.harness.__main__", "run lm-evaluation-harness, with the papers' suites by name"),

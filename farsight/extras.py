@@ -16,6 +16,7 @@ EXTRAS = {
     "deepspeed": "deepspeed",
     "torchao": "float8",
     "lm_eval": "eval",
+    "aiohttp": "serve",
     "flash_attn": "gpu",
 }
 

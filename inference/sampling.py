@@ -3,6 +3,7 @@
 Shape suffixes: B rows, V vocabulary.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,15 @@ class Sampling:
 
     def generators(self, rows: Sequence[int]) -> list[torch.Generator]:
         """A random number generator for each row, seeded by the row's number."""
-        return [torch.Generator().manual_seed(self.seed + row) for row in rows]
+        return [self.of_row(row).generator() for row in rows]
+
+    def of_row(self, row: int) -> "Sampling":
+        """The settings for a row alone."""
+        return dataclasses.replace(self, seed=self.seed + row)
+
+    def generator(self) -> torch.Generator:
+        """The random number generator of the first row."""
+        return torch.Generator().manual_seed(self.seed)
 
 
 GREEDY = Sampling()

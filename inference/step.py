@@ -93,11 +93,20 @@ class Step:
         self.likeliest_B = torch.where(finite_B, likeliest_B, -1)
 
 
-def written(step: Step, count: int, sampling: Sampling, generators: Sequence[torch.Generator]) -> Iterator[list[int]]:
+def written(
+    step: Step,
+    count: int,
+    sampling: Sampling,
+    generators: Sequence[torch.Generator],
+    look: Callable[[Tensor], object] | None = None,
+) -> Iterator[list[int]]:
     """Each row's next token, `count` times.
 
     Greedy decoding on CUDA launches a step before it waits for the token of the one before, so that the GPU never waits for
     the host. Whoever stops early has had one step computed too many.
+
+    Args:
+        look: called with the logits that each token is chosen from, fp32 [B, V], before the next step overwrites them.
 
     Raises:
         ConfigError: logits that are not finite, as from a damaged model.
@@ -105,6 +114,8 @@ def written(step: Step, count: int, sampling: Sampling, generators: Sequence[tor
     decoder = step.rows.decoder
     for left in reversed(range(count)):
         ahead = False
+        if look is not None:
+            look(step.logits_BV)
         if sampling.temperature == 0:
             likeliest = _fetch(step.likeliest_B)
             if ahead := step.capturable and left > 0:

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -71,7 +72,8 @@ def generate(
     ]
     for numbers in batches:
         rows, started = decoder.start([len(prompts[n]) for n in numbers], new_tokens), time.perf_counter()
-        logits_BV = _read(rows, [prompts[n] for n in numbers], bar)
+        shown = None if bar is None else partial(_advance, bar, rows)
+        logits_BV = read_prompts(rows, [prompts[n] for n in numbers], shown)
         if on_text is not None and bar is not None:
             bar.close()  # from here on the terminal's line belongs to the text
         generators, usage = sampling.generators(numbers), decoder.usage
@@ -104,16 +106,27 @@ def generate(
     return completions
 
 
-def _read(rows: Rows, prompts: Sequence[Sequence[int]], bar: tqdm | None) -> Tensor:
-    """Reads the prompts of a batch; returns the logits of the first new token, fp32 [B, V]."""
+def _advance(bar: tqdm, rows: Rows, h_BLD: Tensor) -> None:
+    """Counts the tokens of a chunk; left padding was read too, but does not count."""
+    bar.update(sum(min(h_BLD.shape[1], max(0, rows.tokens - start)) for start in rows.batch.starts))
+
+
+def read_prompts(
+    rows: Rows, prompts: Sequence[Sequence[int] | Tensor], on_read: Callable[[Tensor], object] | None = None
+) -> Tensor:
+    """Reads the prompts of a batch; returns the logits of the first new token, fp32 [B, V].
+
+    Args:
+        on_read: called with the hidden states of each chunk, [B, L, D]; `rows.tokens` counts the chunk already.
+    """
     longest = max(map(len, prompts))
     tokens_BL = torch.zeros(len(prompts), longest, dtype=torch.int64)
     for row, prompt in enumerate(prompts):
         tokens_BL[row, longest - len(prompt) :] = torch.as_tensor(prompt)
     h_BLD = None
     for h_BLD in rows.chunks(tokens_BL.to(rows.batch.device)):
-        if bar is not None:  # left padding was read too, but does not count
-            bar.update(sum(min(h_BLD.shape[1], max(0, rows.tokens - start)) for start in rows.batch.starts))
+        if on_read is not None:
+            on_read(h_BLD)
     assert h_BLD is not None
     return rows.decoder.logits(h_BLD[:, -1:])[:, -1]
 
