@@ -93,6 +93,7 @@ def perplexity_by_length(
     windows: Windows = SIDE_BY_SIDE,
     extension: Extension | None = None,
     chunk: int = CHUNK,
+    decoder_type: type[Decoder] = Decoder,
 ) -> dict[str, dict[str, Any]]:
     """Perplexity at each length.
 
@@ -100,6 +101,7 @@ def perplexity_by_length(
         documents: [n] ids each.
         extension: context extension; `config` is the config that it returned.
         chunk: tokens read at once, in windows longer than WHOLE and with an extension.
+        decoder_type: what reads them.
 
     Returns:
         {"lengths": {length: perplexity}}, for the model as trained. With buckets, also {"buckets": {length: [perplexity of
@@ -127,7 +129,7 @@ def perplexity_by_length(
             if not reading or length > config.trained_length:  # up to there, grown scopes equal the trained ones
                 set_length(model, positions, length)
                 chunked = extension is not None or length > WHOLE
-                decoder = Decoder(model, positions, extension, chunk) if chunked else None
+                decoder = decoder_type(model, positions, extension, chunk) if chunked else None
                 values = _perplexities(*window_nll(model, rows, windows, firsts, decoder))
             result[f"lengths{reading}"][str(length)] = values[0]
             result[f"buckets{reading}"][str(length)] = values[1 : 1 + windows.buckets]
@@ -168,7 +170,7 @@ def measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict
         document for path in options.data for document in encode_file(path, loaded.tokenizer, options.field or "text")
     ]
     figures = perplexity_by_length(
-        decoder.model, config, documents, options.lengths, windows, decoder.extension, decoder.chunk
+        decoder.model, config, documents, options.lengths, windows, decoder.extension, decoder.chunk, type(decoder)
     )
     kept = [d for d in documents if not windows.final or len(d) >= max(options.lengths)]
     return {

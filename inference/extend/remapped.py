@@ -129,14 +129,16 @@ class LayerRotation:
 
 def rotated(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     """Rotates [R, …, T, H] with tables [R or 1, T, H], like `rotate` but half by half: saving the copy that swaps the halves takes
-    0.7 of the time on a long cache."""
+    0.7 of the time on a long cache. Narrower tables rotate the first dimensions."""
     cos, sin = (table.view(table.shape[0], *[1] * (x.dim() - 3), *table.shape[1:]) for table in tables)
-    half = x.shape[-1] // 2
-    first, second = x[..., :half].float(), x[..., half:].float()
+    end = cos.shape[-1]
+    half = end // 2
+    first, second = x[..., :half].float(), x[..., half:end].float()
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     # The halves of a table are equal, up to the sign of the sines: those of the first half are negative.
     torch.mul(first, cos[..., :half], out=out[..., :half]).addcmul_(second, sin[..., :half])
-    torch.mul(second, cos[..., half:], out=out[..., half:]).addcmul_(first, sin[..., half:])
+    torch.mul(second, cos[..., half:], out=out[..., half:end]).addcmul_(first, sin[..., half:])
+    out[..., end:] = x[..., end:]
     return out.to(x.dtype)
 
 
@@ -259,7 +261,9 @@ class RemappedLayer:
         k_BKTH = self.k_BKTH[:, :, : column + 1]
         if self.rotation is not None:
             # At position 0 the query is not rotated, but still scaled by YaRN's temperature.
-            q_BKGH = q_BKGH * self.rotation.frequencies.attention_factor
+            scaled = q_BKGH.new_ones(self.head_dim)
+            scaled[: 2 * len(self.rotation.frequencies.inv_freq)] = self.rotation.frequencies.attention_factor
+            q_BKGH = q_BKGH * scaled
             k_BKTH = rotated(k_BKTH, step.tables(self.rotation))
         scores_BKGT = (q_BKGH @ k_BKTH.transpose(-1, -2)).float() * self.head_dim**-0.5
         if bias is not None:
