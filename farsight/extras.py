@@ -16,6 +16,8 @@ EXTRAS = {
     "deepspeed": "deepspeed",
     "torchao": "float8",
     "lm_eval": "eval",
+    "transformers": "transformers",
+    "accelerate": "transformers",
     "flash_attn": "gpu",
 }
 

@@ -8,6 +8,8 @@ import argparse
 from farsight.cli import add_device_option, positive
 
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZED = ("int8", "nf4")
+"""Weights in 8 and 4 bits, for models that transformers builds; the rest computes in the device's default dtype."""
 CHUNK = 1024
 """Tokens of a prompt read at once, by default."""
 EXTENSIONS = (
@@ -24,10 +26,24 @@ EXTENSIONS = (
 """The methods of `inference/extend`, each with its settings and their defaults."""
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --device, --dtype, --extend and --chunk."""
+def add_model_options(parser: argparse.ArgumentParser, foreign: bool = False) -> None:
+    """Adds --device, --dtype, --extend and --chunk.
+
+    Args:
+        foreign: whether the command also takes models that only transformers builds; adds --trust-remote-code, and to
+            --dtype what is for them alone.
+    """
     add_device_option(parser)
-    parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: float32 on a CPU)")
+    dtypes: tuple[str, ...] = DTYPES
+    about = "of weights and cache (default: float32 on a CPU)"
+    if foreign:
+        dtypes, about = DTYPES + QUANTIZED, about + "; int8 and nf4 are for models that transformers builds"
+        parser.add_argument(
+            "--trust-remote-code",
+            action="store_true",
+            help="run the Python code in the model's directory, for types that transformers does not know",
+        )
+    parser.add_argument("--dtype", choices=dtypes, help=about)
     parser.add_argument(
         "--extend",
         metavar="METHOD[:KEY=VALUE,…]",

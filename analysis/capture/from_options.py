@@ -27,7 +27,7 @@ def capture_from_options(path: Path, options: argparse.Namespace, folder: Path |
     settings = CaptureSettings(length, options.buckets, options.per_bucket, options.heads, options.seed)
     tokens_SL = read_sequences(options.data, loaded.tokenizer, length, options.sequences)
     # Record the dtype in use, which may be the default.
-    options.dtype = str(next(loaded.decoder.model.parameters()).dtype).removeprefix("torch.")
+    options.dtype = options.dtype or str(next(loaded.decoder.model.parameters()).dtype).removeprefix("torch.")
     about = {"data": str(options.data), "extend": options.extend, "dtype": options.dtype}
     return capture(loaded, tokens_SL, settings, folder, about)
 

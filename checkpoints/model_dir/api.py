@@ -12,7 +12,7 @@ from torch import Tensor
 from farsight.checkpoints.cards.model import CARD, CONFIG, model_card
 from farsight.checkpoints.checkpoint_tensors import parameter_shapes
 from farsight.checkpoints.dcp import COMPLETE
-from farsight.checkpoints.model_dir.hf_config import MODEL_TYPE, MODELING, from_hf_config, to_hf_config
+from farsight.checkpoints.model_dir.hf_config import FAMILIES, MODEL_TYPE, MODELING, from_hf_config, to_hf_config
 from farsight.checkpoints.model_dir.names import from_hf_name, to_hf_name
 from farsight.checkpoints.model_dir.safetensors_files import kept_dtype, opened, write_tensors
 from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
@@ -147,6 +147,19 @@ def read_config(directory: Path) -> ModelConfig:
         hint = f" Did you mean {inner}?" if inner is not None else ""
         raise ConfigError(f"{directory} is not a model directory: it has no config.json.{hint}")
     return from_hf_config(read_object(path), path)
+
+
+def model_type(directory: Path) -> str | None:
+    """The model type in a directory's `config.json`; None if there is none."""
+    path = directory / "config.json"
+    found = read_object(path).get("model_type") if path.is_file() else None
+    return found if isinstance(found, str) else None
+
+
+def is_foreign(directory: Path) -> bool:
+    """Whether the directory holds a model that is not built here, and that transformers may know."""
+    found = None if (directory / CONFIG).is_file() else model_type(directory)
+    return found is not None and found not in (MODEL_TYPE, *FAMILIES)
 
 
 def _model_within(folder: Path) -> Path | None:

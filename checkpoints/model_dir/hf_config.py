@@ -32,6 +32,8 @@ from farsight.model.position.rope import rope_frequencies
 from farsight.model.position.scope import DENSE_SCOPE
 
 MODEL_TYPE = "farsight"
+FAMILIES = ("llama", "qwen3", "mistral")
+"""Model types of `transformers` that are built here."""
 MODELING = "modeling_farsight"
 """Module that goes with a model of that type; it imports none of our packages."""
 TRANSFORMERS = "5.0.0"
@@ -168,8 +170,11 @@ def _from_values(values: dict[str, Any], path: Path) -> ModelConfig:
     family = values.get("model_type")
     if family == MODEL_TYPE and "farsight" in values:
         return from_dict(ModelConfig, values["farsight"], f"{path}: farsight")
-    if family not in ("llama", "qwen3", "mistral"):
-        raise ConfigError(f"{path} has model_type {family!r}; llama, mistral and qwen3 models can be read.")
+    if family not in FAMILIES:
+        raise ConfigError(
+            f"{path} has model_type {family!r}; models of type {', '.join(sorted(FAMILIES))} are built here. Analyses and evaluations "
+            "also take others, which transformers builds (docs/inference/models.md)."
+        )
     for name in ("attention_bias", "mlp_bias"):
         if values.get(name):
             raise ConfigError(f"{path} has {name} = true; layers with biases are not supported.")
