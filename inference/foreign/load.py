@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from farsight.checkpoints.model_dir.api import model_type
+from farsight.configs.finetuning import Base
 from farsight.errors import ConfigError
 from farsight.inference.extend import Extension
 from farsight.inference.extend.fixed import FixedMethod
 from farsight.inference.extend.ripra import Ripra
 from farsight.inference.foreign.model import TOLERANCE, ForeignModel, relative_difference
 from farsight.inference.foreign.rows import ForeignDecoder
-from farsight.inference.model_options import QUANTIZED
 
 REMAPPED = {
     "bloom": "ALiBi",
@@ -38,7 +38,8 @@ def load_decoder(
     path: Path,
     device: torch.device,
     any_device: bool,
-    dtype: str | None,
+    dtype: torch.dtype,
+    stored: Base | None,
     extension: Extension | None,
     chunk: int,
     trust_remote_code: bool,
@@ -47,7 +48,8 @@ def load_decoder(
 
     Args:
         any_device: whether it may be spread over all accelerators of the machine; an extension keeps it on `device`.
-        dtype: of the options; None takes float32 on a CPU and bfloat16 elsewhere.
+        dtype: to compute in.
+        stored: how linear layers are stored, if not in that dtype.
 
     Raises:
         ConfigError: a directory that transformers can't load, or an extension that does not know the model.
@@ -55,7 +57,7 @@ def load_decoder(
     if extension is not None:
         check_extension(extension, path)
     spread = any_device and extension is None and device.type == "cuda" and torch.cuda.device_count() > 1
-    model = load_weights(path, device, spread, dtype, trust_remote_code)
+    model = load_weights(path, device, spread, dtype, stored, trust_remote_code)
     foreign = ForeignModel(model, str(path))
     if extension is not None:
         if foreign.config.rope_type not in ROPE_TYPES:
@@ -102,24 +104,28 @@ def _named(extension: Extension) -> str:
 
 
 def load_weights(
-    path: Path, device: torch.device, spread: bool, dtype: str | None, trust_remote_code: bool
+    path: Path,
+    device: torch.device,
+    spread: bool,
+    dtype: torch.dtype,
+    stored: Base | None,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     """The model in a directory, in evaluation mode.
 
     Args:
         spread: place the layers on all accelerators.
-        dtype: as in `load_decoder`.
+        dtype, stored: as in `load_decoder`.
 
     Raises:
         ConfigError: no safetensors, weights that are missing or of another shape, or what transformers refuses.
     """
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"{path} holds no *.safetensors. Other weight formats (pickles) are not read.")
-    computed = torch.float32 if device.type == "cpu" else torch.bfloat16
-    settings: dict[str, Any] = {"dtype": computed if dtype in (None, *QUANTIZED) else getattr(torch, str(dtype))}
-    if dtype in QUANTIZED:
-        settings["quantization_config"] = _quantization(str(dtype), computed)
-    if device.type != "cpu" or dtype in QUANTIZED:  # accelerate then reads weights onto the devices one by one
+    settings: dict[str, Any] = {"dtype": dtype}
+    if stored is not None:
+        settings["quantization_config"] = _quantization(stored, dtype)
+    if device.type != "cpu" or stored is not None:  # accelerate then reads weights onto the devices one by one
         settings["device_map"] = "auto" if spread else {"": device}
     if not sys.stderr.isatty():
         disable_progress_bar()  # a log would get every step of it
@@ -150,16 +156,19 @@ def load_weights(
     return model.eval()
 
 
-def _quantization(dtype: str, computed: torch.dtype) -> Any:
+def _quantization(stored: Base, dtype: torch.dtype) -> Any:
     import bitsandbytes  # noqa: F401  names the extra if it is missing
     from transformers import BitsAndBytesConfig
 
-    if dtype == "int8":
+    if stored.quantization == "int8":
         # It warns at every call that inputs are cast to fp16, which is how LLM.int8 works.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=dtype, bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=computed
+        load_in_4bit=True,
+        bnb_4bit_quant_type=stored.quantization,
+        bnb_4bit_use_double_quant=stored.double_quantization,
+        bnb_4bit_compute_dtype=dtype,
     )
 
 

@@ -20,7 +20,10 @@ from farsight.inference.loading import load
 from tests.foreign import HEADS, LAYERS, VOCABULARY, write
 
 TOKENS = 40
-OPTIONS = {"device": "cpu", "dtype": None, "extend": None, "chunk": 7, "trust_remote_code": False}
+OPTIONS = {
+    "device": "cpu", "dtype": None, "quantization": None, "extend": None, "scope_max": None, "chunk": 7,
+    "trust_remote_code": False,
+}  # fmt: skip
 
 
 def loaded_from(folder, **options):

@@ -12,6 +12,9 @@ from accelerate.hooks import attach_align_device_hook
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from farsight.checkpoints.model_dir.api import write_model_dir
+from farsight.configs.schema import Position
+from farsight.errors import ConfigError
 from farsight.evals.perplexity.__main__ import main as perplexity_main
 from farsight.evals.ripra.__main__ import main as ripra_main
 from farsight.inference.foreign.load import REMAPPED
@@ -20,13 +23,18 @@ from farsight.inference.foreign.rows import ForeignDecoder
 from farsight.inference.generate.__main__ import main as generate_main
 from farsight.inference.generate.completions import generate
 from farsight.inference.loading import load
+from farsight.model.build import ModelConfig
 from tests.foreign import CONFIGS, HEADS, LENGTH, VOCABULARY, write
 from tests.inference.test_extensions import logits_of
 from tests.inference.test_ripra import relevances, written_out
+from tests.model.test_model import SMALL, fresh_model
 
 LIMIT, NEAR, CHUNK = 16, 6, 4
 EXACT = f"ripra:limit={LIMIT},near={NEAR},chunk={CHUNK},block=1"
-OPTIONS = {"device": "cpu", "dtype": None, "extend": None, "chunk": 7, "trust_remote_code": False}
+OPTIONS = {
+    "device": "cpu", "dtype": None, "quantization": None, "extend": None, "scope_max": None, "chunk": 7,
+    "trust_remote_code": False,
+}  # fmt: skip
 
 
 def decoder_of(folder, **options):
@@ -172,9 +180,12 @@ def test_other_methods_leave_the_window_as_it_is(tmp_path, method):
 # ── Weights ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("dtype", "error"), [("bfloat16", 0.03), ("int8", 0.05), ("nf4", 0.5)])
-def test_rounded_weights(tmp_path, monkeypatch, dtype, error):
-    """The relative error of logits is that of the dtype, and the projections of every block are bitsandbytes' layers."""
+@pytest.mark.parametrize(
+    ("name", "kind", "error"),
+    [("dtype", "bfloat16", 0.03), ("quantization", "int8", 0.05), ("quantization", "nf4", 0.5)],
+)
+def test_rounded_weights(tmp_path, monkeypatch, name, kind, error):
+    """The relative error of logits is that of the numbers, and the projections of every block are bitsandbytes' layers."""
     monkeypatch.setitem(
         CONFIGS,
         "wide",
@@ -184,11 +195,11 @@ def test_rounded_weights(tmp_path, monkeypatch, dtype, error):
     with torch.no_grad():
         expected = theirs(tokens_L[None]).logits[0]
     for extend in (None, "ripra:limit=48,near=8"):
-        decoder = decoder_of(tmp_path, dtype=dtype, extend=extend)
+        decoder = decoder_of(tmp_path, extend=extend, **{name: kind})
         difference = (read(decoder, tokens_L) - expected).norm() / expected.norm()
         assert error / 100 < difference < error
     kinds = {type(m).__module__.split(".")[0] for n, m in decoder.foreign.model.named_modules() if n.endswith("q_proj")}
-    assert kinds == {"torch" if dtype == "bfloat16" else "bitsandbytes"}
+    assert kinds == {"torch" if name == "dtype" else "bitsandbytes"}
     assert {layer.rotary.kind for layer in decoder.config.layers()} == {"rope"}
 
 
@@ -248,6 +259,7 @@ def test_commands(tmp_path, capsys):
     [
         ("deepseek_v2", {"extend": "ripra"}, r"models of type 'deepseek_v2' .* not known here; .* mpt \(ALiBi\), phi \(partial"),
         ("window", {"extend": "ripra"}, "a head of layer 0 sees 8 tokens"),
+        ("phi", {"scope_max": "length"}, "no head of .* has a scope"),
         ("phi", {"extend": "yarn:2"}, "this method changes frequencies of models that Farsight builds"),
         ("phi", {"extend": "ripra:limit=65"}, "limit = 65 must be 2 to 64"),
         ("phi", {"remove": "model.safetensors"}, "Other weight formats"),
@@ -275,13 +287,10 @@ def test_refused(tmp_path, kind, options, words):
         decoder_of(tmp_path, **options)
 
 
-def test_own_models_have_no_quantised_weights_here(tmp_path):
-    from farsight.checkpoints.model_dir.api import write_model_dir
-    from farsight.configs.schema import Position
-    from farsight.model.build import ModelConfig
-    from tests.model.test_model import SMALL, fresh_model
-
+def test_quantised_weights_stay_in_one_process(tmp_path):
     config = ModelConfig(dataclasses.replace(SMALL, vocab_size=320), Position(), trained_length=48)
-    write_model_dir(tmp_path / "m", config, fresh_model(config).state_dict())
-    with pytest.raises(ValueError, match=r"--dtype nf4: .* is a model that Farsight builds itself"):
-        decoder_of(tmp_path / "m", dtype="nf4")
+    write_model_dir(tmp_path / "own", config, fresh_model(config).state_dict())
+    write(tmp_path / "phi", "phi")
+    for folder, words in (("own", "--quantization keeps a model in one process"), ("phi", "can't be divided over")):
+        with pytest.raises(ConfigError, match=words):
+            load(tmp_path / folder, Namespace(**OPTIONS | {"quantization": "nf4"}), divide=print)
