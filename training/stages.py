@@ -127,8 +127,8 @@ def _stage(
         config: JobConfig = build_config(values)
         if last is None and recipe.start:
             _compare_theta(values, config, recipe.start)
-        before = ModelConfig.from_job(last.config) if last else model_at(Path(recipe.start)) if recipe.start else None
-        if warning := lasp_warning(config, before, f"stage {last.name}" if last else recipe.start):
+        host = ModelConfig.from_job(last.config) if last else model_at(Path(recipe.start)) if recipe.start else None
+        if warning := lasp_warning(config, host, f"stage {last.name}" if last else recipe.start):
             logger.warning(f"{name or f'stage {number}'}: {warning}")
         if optimizer == "carry" and last is not None:
             before, now = trained_layers(last.config), trained_layers(config)
