@@ -58,9 +58,12 @@ class ForeignModel:
     norm = None
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
-        self.model, decoder = model, model.get_decoder()
-        self.body: Any = model.base_model if decoder is model else decoder
+        self.model = model
+        bodies = (model.get_decoder(), model.base_model, getattr(model, "model", None))
+        self.body: Any = next((body for body in bodies if body is not None and body is not model), None)
         """The model without its head."""
+        if self.body is None:
+            raise ConfigError(f"{name} has model_type {model.config.model_type!r}, which has no part without its head.")
         tokens_1L = torch.arange(_PROBE, device=self.device)[None]
         with torch.no_grad():
             expected = model(tokens_1L, use_cache=False).logits
@@ -78,7 +81,7 @@ class ForeignModel:
         blocks = [re.match(r".*?\.\d+(?=\.)", module) for module in self._modules]
         self.layers = {str(n): model.get_submodule(b.group()) for n, b in enumerate(blocks) if b is not None}
         """The blocks, by number."""
-        self.rotaries = [m for m in self.body.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
+        self.rotaries: list[Any] = [m for m in self.body.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
         self.config = self._describe(name)
         self.architecture, self.positions = self.config.architecture, self.config.found
         self.length = self.config.trained_length
@@ -244,7 +247,7 @@ class ForeignModel:
 
     @property
     def rope_frequencies(self) -> list[Tensor]:
-        return [rotary.inv_freq.float() for rotary in self.rotaries]  # type: ignore[operator, union-attr]  # a buffer
+        return [rotary.inv_freq.float() for rotary in self.rotaries]
 
     @property
     def attention_factors(self) -> list[float]:
