@@ -9,6 +9,7 @@ from typing import Any
 from farsight.analysis.capture.from_options import captured_or_capture, settings_of
 from farsight.analysis.capture.options import is_capture
 from farsight.analysis.capture.samples import Samples
+from farsight.checkpoints.model_dir.api import is_foreign
 from farsight.checkpoints.steps import complete_steps
 from farsight.configs.load import read_toml
 from farsight.errors import ConfigError
@@ -42,7 +43,7 @@ def find_checkpoints(path: Path) -> list[Checkpoint]:
     Raises:
         ConfigError: nothing readable at `path`, a fine-tuning run, or runs without any weights.
     """
-    if is_capture(path):
+    if is_capture(path) or is_foreign(path):
         return []
     runs = find_models([path])[0].runs
     found: list[Checkpoint] = []

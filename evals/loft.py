@@ -108,7 +108,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--corpus", type=Path, metavar="FILE", help="corpus.jsonl, for retrieval")
     add("--max-new-tokens", type=positive, default=1024, help="in an answer with its reasoning (%(default)s)")
     add("--batch-size", type=positive, default=1, help="prompts read together (%(default)s)")
-    add_model_options(parser)
+    add_model_options(parser, foreign=True)
     options = parser.parse_args(arguments)
 
     from farsight.inference.generate.completions import generate, warn_of_long_prompts

@@ -17,6 +17,8 @@ EXTRAS = {
     "torchao": "float8",
     "lm_eval": "eval",
     "aiohttp": "serve",
+    "transformers": "transformers",
+    "accelerate": "transformers",
     "flash_attn": "gpu",
 }
 

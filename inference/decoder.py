@@ -143,7 +143,7 @@ class Rows:
         self.batch = Batch(starts, longest, self.length, weight.device, dtype)
         self.starts_B = self.batch.starts_B
         caches = None if decoder.extension is None else decoder.extension.caches(model, decoder.config, self.batch)
-        self.caches: dict[str, LayerCache] = rolling_layers(model, self.batch) if caches is None else caches
+        self.caches: dict[str, LayerCache] = self.own_caches() if caches is None else caches
         self.tokens, self.columns_11 = 0, torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
 
     @property
@@ -168,6 +168,14 @@ class Rows:
             and not any(isinstance(parameter, DTensor) for parameter in model.parameters())
         )
 
+    def own_caches(self) -> dict[str, LayerCache]:
+        """The layers' caches without an extension that keeps its own, by number."""
+        return rolling_layers(self.decoder.model, self.batch)
+
+    def hidden_states(self, tokens_BL: Tensor, positions_BL: Tensor) -> Tensor:
+        """Hidden states of the next tokens at these positions [B or 1, L], with every layer's cache in place."""
+        return self.decoder.model.hidden_states(tokens_BL, positions_BL)
+
     def place(self) -> None:
         """Sets the model's positions for these rows again, in case others were read in between."""
         if self.decoder.model.positions is not self.layers:
@@ -188,7 +196,7 @@ class Rows:
         try:
             for name, attention in attentions.items():
                 attention.context = self.caches[name]
-            h_BLD = self.decoder.model.hidden_states(tokens_BL, positions)
+            h_BLD = self.hidden_states(tokens_BL, positions)
         finally:
             for attention in attentions.values():
                 attention.context = None

@@ -11,7 +11,7 @@ import torch
 
 from farsight.checkpoints.adapter.config import read_adapter
 from farsight.checkpoints.load import load_model, read_model_config
-from farsight.checkpoints.model_dir.api import is_adapter
+from farsight.checkpoints.model_dir.api import is_adapter, is_foreign, model_type
 from farsight.configs.finetuning import Base
 from farsight.data.instructions.chat import ChatTemplate
 from farsight.data.instructions.conversations import UnusableRow
@@ -87,21 +87,19 @@ def load(path: Path, options: argparse.Namespace, divide: Callable[[Llama], None
     """Loads the model at `path` as the options say.
 
     Args:
-        options: those of `add_model_options`; and `quantization`, if the command has it, is a base's in fine-tuning.
+        options: those of `add_model_options`, which say whether models that only transformers builds are taken too;
+            `quantization`, if the command has it, is a base's in fine-tuning.
         divide: passed to `load_model`.
 
     Raises:
         ConfigError: no model, no tokenizer, or an extension or growth of scopes that does not fit the model.
     """
-    device = torch.device(options.device or default_device())
-    if device.type != "cpu" and device.index is None and "LOCAL_RANK" in os.environ:
-        device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
-    dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
-    stored, quantization = None, getattr(options, "quantization", None)
-    if quantization is not None:
-        if dtype == torch.float16:
-            raise ConfigError("--quantization needs --dtype float32 or bfloat16, not float16.")
-        stored = Base(quantization=quantization, dtype="float32" if dtype == torch.float32 else "bfloat16")
+    if is_foreign(path):
+        return _load_foreign(path, options, divide is not None)
+    device = _device(options)
+    dtype, stored = _numbers(options, device)
+    if stored is not None and divide is not None:
+        raise ConfigError("--quantization keeps a model in one process: leave it out, or run without torchrun.")
     config = read_model_config(path)
     trained_length = config.trained_length
     if options.scope_max is not None:
@@ -115,3 +113,48 @@ def load(path: Path, options: argparse.Namespace, divide: Callable[[Llama], None
     tokenizer = load_tokenizer_dir(find_tokenizer_dir(path) or path)
     decoder = Decoder(model, config, extension, options.chunk, str(path))
     return LoadedModel(path, decoder, tokenizer, trained_length, options.scope_max)
+
+
+def _device(options: argparse.Namespace) -> torch.device:
+    """The device to load on; under torchrun, that of the process."""
+    device = torch.device(options.device or default_device())
+    if device.type != "cpu" and device.index is None and "LOCAL_RANK" in os.environ:
+        device = torch.device(device.type, int(os.environ["LOCAL_RANK"]))
+    return device
+
+
+def _numbers(options: argparse.Namespace, device: torch.device) -> tuple[torch.dtype, Base | None]:
+    """The dtype to compute in, and how the blocks' linear layers are stored if not in it."""
+    dtype = getattr(torch, options.dtype or ("float32" if device.type == "cpu" else "bfloat16"))
+    quantization = getattr(options, "quantization", None)
+    if quantization is None:
+        return dtype, None
+    if dtype == torch.float16:
+        raise ConfigError("--quantization needs --dtype float32 or bfloat16, not float16.")
+    return dtype, Base(quantization=quantization, dtype="float32" if dtype == torch.float32 else "bfloat16")
+
+
+def _load_foreign(path: Path, options: argparse.Namespace, divided: bool) -> LoadedModel:
+    """Loads a model that only transformers builds."""
+    if not hasattr(options, "trust_remote_code"):
+        raise ConfigError(
+            f"{path} has model_type {model_type(path)!r}, which only transformers builds; this command changes layers of "
+            "models that Farsight builds. farsight capture, geometry, plasticity, probes, generate, needle, perplexity and "
+            "ripra take it."
+        )
+    if divided:
+        raise ConfigError(
+            f"{path} has model_type {model_type(path)!r}, which only transformers builds, and can't be divided over "
+            "processes: run one. Without --device, it is spread over all GPUs."
+        )
+    if options.scope_max is not None:
+        raise ConfigError(f"--scope-max {options.scope_max}: no head of {path} has a scope; leave --scope-max out.")
+    from farsight.inference.foreign.load import load_decoder  # imports transformers
+
+    extension = parse_extension(options.extend) if options.extend else None
+    tokenizer, device = load_tokenizer_dir(path), _device(options)
+    # Under torchrun each process has a device of its own.
+    any_device = options.device is None and "LOCAL_RANK" not in os.environ
+    dtype, stored = _numbers(options, device)
+    decoder = load_decoder(path, device, any_device, dtype, stored, extension, options.chunk, options.trust_remote_code)
+    return LoadedModel(path, decoder, tokenizer, decoder.config.trained_length, None)

@@ -25,10 +25,26 @@ EXTENSIONS = (
 """The methods of `inference/extend`, each with its settings and their defaults."""
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --device, --dtype, --extend, --scope-max and --chunk."""
+def add_model_options(parser: argparse.ArgumentParser, foreign: bool = False) -> None:
+    """Adds --device, --dtype, --extend, --scope-max and --chunk.
+
+    Args:
+        foreign: whether the command also takes models that only transformers builds; adds --quantization and
+            --trust-remote-code.
+    """
     add_device_option(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: float32 on a CPU)")
+    if foreign:
+        parser.add_argument(
+            "--quantization",
+            choices=("nf4", "fp4", "int8"),
+            help="keep the blocks' linear layers in 4 or 8 bits, and compute in --dtype",
+        )
+        parser.add_argument(
+            "--trust-remote-code",
+            action="store_true",
+            help="run the Python code in the model's directory, for types that transformers does not know",
+        )
     parser.add_argument(
         "--extend",
         metavar="METHOD[:KEY=VALUE,…]",

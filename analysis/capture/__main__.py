@@ -4,7 +4,8 @@
     farsight geometry captured/
     farsight plasticity captured/
 
-Works on any model directory, including those written by transformers. farsight geometry and farsight plasticity also take a
+Works on any model directory, including those written by transformers, of models that Farsight builds and of most others (Phi-2,
+MPT, DeepSeek; docs/inference/models.md lists them). farsight geometry and farsight plasticity also take a
 model directly and capture it themselves; with a capture on disk, both read the same samples.
 
 Each sequence is cut into --buckets of equal width, and each token is kept with probability --per-bucket / width. With the
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_text_options(parser, SEQUENCES)
     add_capture_options(parser)
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write to, created if needed")
-    add_model_options(parser)
+    add_model_options(parser, foreign=True)
     options = parser.parse_args(arguments)
     if options.out.exists() and not options.out.is_dir():
         parser.error(f"--out {options.out} is a file; name a folder")

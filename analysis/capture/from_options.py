@@ -16,6 +16,7 @@ from farsight.inference.loading import load
 CAPTURE_DEFAULTS: dict[str, Any] = {
     "data": None, "length": None, "sequences": SEQUENCES, "heads": HEADS, "buckets": BUCKETS, "per_bucket": 1.0, "seed": 0,
     "bos": "no", "document_starts": False, "device": None, "dtype": None, "extend": None, "scope_max": None, "chunk": CHUNK,
+    "quantization": None, "trust_remote_code": False,
 }  # fmt: skip
 """Options that apply while capturing, with their defaults. Set for an existing capture, they would be ignored."""
 
@@ -33,6 +34,7 @@ def capture_from_options(path: Path, options: argparse.Namespace, folder: Path |
         "extend": options.extend,
         "scope_max": options.scope_max,
         "dtype": options.dtype,
+        "quantization": options.quantization,
         **text_settings(options),
     }
     return capture(loaded, tokens_SL, settings, folder, about)

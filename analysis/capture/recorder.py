@@ -60,12 +60,17 @@ class Recorder(PassThrough):
         self._rows = self.rows[here] - (self.seen if self.along == "rows" else 0)
         self._columns = self.columns[here] - (self.seen if self.along == "tokens" else 0)
         self.seen += size
-        self._keys.append(k_BLKH.detach()[self._rows, self._columns])
+        self._keys.append(_picked(k_BLKH, self._rows, self._columns))
         return k_BLKH
 
     def pass_queries(self, q_BLNH: Tensor) -> Tensor:
-        self._queries.append(q_BLNH.detach()[self._rows, self._columns])
+        self._queries.append(_picked(q_BLNH, self._rows, self._columns))
         return q_BLNH
+
+
+def _picked(x_BLNH: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    # A layer may be on another device than the first, on which the batch is.
+    return x_BLNH.detach()[rows.to(x_BLNH.device), columns.to(x_BLNH.device)]
 
 
 _NOT_SET: Any = object()

@@ -67,10 +67,13 @@ def captured_parts(
         rows.caches |= recorders
         for _ in rows.chunks(tokens_L[None].to(device)):
             pass
-        queries, keys = ({name: getattr(r, x) for name, r in recorders.items()} for x in ("queries_TNH", "keys_TKH"))
+        # Layers may be on different devices.
+        queries, keys = (
+            {name: getattr(r, x).cpu() for name, r in recorders.items()} for x in ("queries_TNH", "keys_TKH")
+        )
         yield {
-            "q": torch.stack([queries[str(head.layer)][:, head.head] for head in heads]).cpu(),
-            "k": torch.stack([keys[str(layer)][:, kv_head] for layer, kv_head in key_heads]).cpu(),
+            "q": torch.stack([queries[str(head.layer)][:, head.head] for head in heads]),
+            "k": torch.stack([keys[str(layer)][:, kv_head] for layer, kv_head in key_heads]),
             "position": columns.to(torch.int32),
             "sequence": torch.full_like(columns, number, dtype=torch.int32),
         }

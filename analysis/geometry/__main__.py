@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_text_options(parser, SEQUENCES, optional="required for a model, not for a capture")
     add_capture_options(parser)
     add("--components", type=positive, default=4, metavar="N", help="principal components to report (%(default)s)")
-    add_model_options(parser)
+    add_model_options(parser, foreign=True)
     add_output_options(parser)
     options = parser.parse_args(arguments)
     check_models(parser, options)

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="this model's JSON from farsight needle or farsight perplexity, to show by length beside plasticity",
     )
     add_capture_options(parser)
-    add_model_options(parser)
+    add_model_options(parser, foreign=True)
     add_output_options(parser)
     options = parser.parse_args(arguments)
     check_models(parser, options)

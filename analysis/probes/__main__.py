@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         help="initial learning rate of Adam, which falls to 0 (%(default)g)",
     )
     add("--buckets", type=positive, default=default.buckets, help="buckets of positions in the map (%(default)s)")
-    add_model_options(parser)
+    add_model_options(parser, foreign=True)
     add_output_options(parser)
     return parser
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farsight.analysis.probes.position_probe import (
     bucket_edges,
@@ -31,14 +31,23 @@ def layer_outputs(model: Llama) -> Iterator[list[list[Tensor]]]:
     """Collects the first block's input and each block's output inside this context: a list for each, with one entry per call."""
     blocks = list(model.layers.values())
     found: list[list[Tensor]] = [[] for _ in range(len(blocks) + 1)]
-    hooks = [blocks[0].register_forward_pre_hook(lambda _, inputs: found[0].append(inputs[0]))]
+
+    def keep_input(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        found[0].append(inputs[0] if inputs else named["hidden_states"])
+
+    hooks = [blocks[0].register_forward_pre_hook(keep_input, with_kwargs=True)]
     for kept, block in zip(found[1:], blocks, strict=True):
-        hooks.append(block.register_forward_hook(lambda _, inputs, output, kept=kept: kept.append(output)))
+        hooks.append(block.register_forward_hook(lambda _, inputs, output, kept=kept: kept.append(_hidden(output))))
     try:
         yield found
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _hidden(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """A block's hidden states; some blocks of transformers return attention weights beside them."""
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def read_layers(loaded: LoadedModel, tokens_L: Tensor, positions_t: Tensor) -> Tensor:
@@ -49,7 +58,7 @@ def read_layers(loaded: LoadedModel, tokens_L: Tensor, positions_t: Tensor) -> T
         for h_BLD in loaded.decoder.start([len(tokens_L)]).chunks(tokens_L[None]):
             stop = first + h_BLD.shape[1]
             here_t = positions_t[(positions_t >= first) & (positions_t < stop)] - first
-            kept.append(torch.stack([outputs.pop()[0, here_t] for outputs in found]))
+            kept.append(torch.stack([outputs.pop()[0].to(here_t.device)[here_t] for outputs in found]))
             first = stop
     return torch.cat(kept, dim=1)
 

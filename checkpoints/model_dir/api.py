@@ -14,6 +14,7 @@ from torch import Tensor
 from farsight.checkpoints.cards.model import CARD, CONFIG, model_card
 from farsight.checkpoints.checkpoint_tensors import parameter_shapes
 from farsight.checkpoints.dcp import COMPLETE
+from farsight.checkpoints.model_dir.families.known import FAMILIES, VISION
 from farsight.checkpoints.model_dir.hf_config import MODEL_TYPE, MODELING, from_hf_config, tensor_names, to_hf_config
 from farsight.checkpoints.model_dir.names import TensorNames
 from farsight.checkpoints.model_dir.safetensors_files import Stored, kept_dtype, opened, write_tensors
@@ -176,6 +177,23 @@ def read_config(directory: Path) -> ModelConfig:
     return from_hf_config(read_object(path), path)
 
 
+def model_type(directory: Path) -> str:
+    """The model type in a directory's `config.json`; empty if there is none.
+
+    Raises:
+        ConfigError: a damaged file.
+    """
+    path = directory / "config.json"
+    found = read_object(path).get("model_type") if path.is_file() else None
+    return found if isinstance(found, str) else ""
+
+
+def is_foreign(directory: Path) -> bool:
+    """Whether the directory holds a model that is not built here, and that transformers may know."""
+    found = "" if (directory / CONFIG).is_file() else model_type(directory)
+    return found not in ("", MODEL_TYPE, *FAMILIES, *VISION)
+
+
 def _model_within(folder: Path) -> Path | None:
     """The model, adapter or newest checkpoint of a run folder, or of the latest stage in a recipe's folder."""
     for pattern in (
@@ -201,15 +219,6 @@ def _refuse_adapter(directory: Path) -> None:
         raise ConfigError(
             f"{directory} is an adapter, not a whole model: farsight merge {directory} --out OUT makes one."
         )
-
-
-def model_type(directory: Path) -> str:
-    """The model type that a model directory's `config.json` names.
-
-    Raises:
-        ConfigError: no `config.json`, or one that holds something else.
-    """
-    return str(read_object(directory / "config.json").get("model_type"))
 
 
 def directory_names(directory: Path) -> TensorNames:

@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--max-length, --truncate, --bos, --extend and --scope-max: it does not tell them apart",
     )
     add_json_option(parser)
-    add_model_options(parser)
+    add_model_options(parser, foreign=True)
     options = parser.parse_args(arguments)
     if options.shots is not None and all(name.partition("/")[0] in named_groups() for name in options.tasks):
         parser.error("--shots: these tasks have the shots of their group; name them as lm-eval does, without GROUP/")

@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--rows", type=positive, default=8, help="prompts read together (%(default)s)")
     add("--new-tokens", type=positive, metavar="N", help="in an answer (default: as many as the right one takes)")
     add("--show", action="store_true", help="print the first prompt with its answer, and stop")
-    add_model_options(parser)
+    add_model_options(parser, foreign=True)
     add_output_options(parser)
     options = parser.parse_args(arguments)
 

@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--documents", action="store_true", help="the same final 256 tokens of every long document")
     add("--sliding", type=natural, default=0, metavar="STRIDE", help="all tokens, from windows that overlap")
     add("--buckets", type=natural, default=0, metavar="N", help="also by position, in N parts")
-    add_model_options(parser)
+    add_model_options(parser, foreign=True)
     add_output_options(parser)
     options = parser.parse_args(arguments)
 

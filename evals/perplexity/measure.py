@@ -94,6 +94,7 @@ def perplexity_by_length(
     extension: Extension | None = None,
     chunk: int = CHUNK,
     both: bool = True,
+    decoder_type: type[Decoder] = Decoder,
 ) -> dict[str, dict[str, Any]]:
     """Perplexity at each length.
 
@@ -102,6 +103,7 @@ def perplexity_by_length(
         extension: context extension; `config` is the config that it returned.
         chunk: tokens read at once, in windows longer than WHOLE and with an extension.
         both: also read with scopes that grow, where these can.
+        decoder_type: what reads them.
 
     Returns:
         {"lengths": {length: perplexity}}, for the model as trained. With buckets, also {"buckets": {length: [perplexity of
@@ -129,7 +131,7 @@ def perplexity_by_length(
             if not reading or length > config.trained_length:  # up to there, grown scopes equal the trained ones
                 set_length(model, positions, length)
                 chunked = extension is not None or length > WHOLE
-                decoder = Decoder(model, positions, extension, chunk) if chunked else None
+                decoder = decoder_type(model, positions, extension, chunk) if chunked else None
                 values = _perplexities(*window_nll(model, rows, windows, firsts, decoder))
             result[f"lengths{reading}"][str(length)] = values[0]
             result[f"buckets{reading}"][str(length)] = values[1 : 1 + windows.buckets]
@@ -177,7 +179,8 @@ def measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict
         windows,
         decoder.extension,
         decoder.chunk,
-        both=loaded.scope_max is None,
+        loaded.scope_max is None,
+        type(decoder),
     )
     kept = [d for d in documents if not windows.final or len(d) >= max(options.lengths)]
     return {

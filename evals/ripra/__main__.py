@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add("--length", type=natural, default=0, help="tokens to read of each document; 0 reads all")
     add("--evidence", nargs="+", default=[], metavar="START:END", help="tokens of each document that hold its evidence")
-    add_model_options(parser)
+    add_model_options(parser, foreign=True)
     parser.set_defaults(extend="ripra")
     add_output_options(parser)
     options = parser.parse_args(arguments)

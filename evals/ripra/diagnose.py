@@ -121,7 +121,9 @@ def block_error(loaded: LoadedModel, tokens_L: Tensor) -> dict[str, Any]:
                 differences.append((own_T - block_T).abs()[: query - allocation.near])
             every = torch.cat(differences)
             by_anchor[str(anchor)] = {"mean": float(every.mean()), "max": float(every.max())}
-    exact = Decoder(decoder.model, decoder.config, dataclasses.replace(method, block=1), decoder.chunk, decoder.name)
+    exact = type(decoder)(
+        decoder.model, decoder.config, dataclasses.replace(method, block=1), decoder.chunk, decoder.name
+    )
     _, exact_LD = read(exact, tokens_L)
     with torch.no_grad():
         ours, theirs = decoder.logits(h_LD[None, samples])[0], decoder.logits(exact_LD[None, samples])[0]

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="stop when this is written")
     add("--rows", type=positive, default=8, help="prompts read together (%(default)s)")
     add_json_option(parser, "completions and figures")
-    add_model_options(parser)
+    add_model_options(parser, foreign=True)
     options = parser.parse_args(arguments)
     if options.top_p < 1 and not options.temperature:
         parser.error("--top-p goes with a --temperature above 0, such as 0.8: at 0 the most likely token is taken")

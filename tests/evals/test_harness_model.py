@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from farsight.configs.schema import NoRotary, Position, Scope, Tokenizer
 from farsight.data.instructions.chat import LLAMA_3
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError
+from farsight.evals.harness.model import HarnessModel, Reading
+from farsight.inference.loading import load
 from tests.evals.harness_models import make_model, ours, requests, sentence
 
 
@@ -167,3 +170,21 @@ def test_a_model_with_scopes_is_scored_as_by_its_forward(tmp_path):
         with torch.no_grad():
             log_p = model(ids)[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])
         assert total == pytest.approx(float(log_p[-len(answer) :].sum()), abs=1e-4)
+
+
+def test_a_model_that_only_transformers_builds_is_scored_as_by_hflm(tmp_path):
+    from lm_eval.models.huggingface import HFLM
+
+    from tests.foreign import write
+
+    write(tmp_path, "phi")
+    options = Namespace(
+        device="cpu", dtype=None, quantization=None, extend=None, scope_max=None, chunk=16, trust_remote_code=False
+    )
+    model = HarnessModel(load(tmp_path, options), Reading(max_length=64, rows_at_once=3))
+    twin = HFLM(str(tmp_path), device="cpu", dtype="float32", batch_size=1)
+    rng = random.Random(0)
+    asked = [(sentence(rng, n), " " + sentence(rng, m)) for n, m in ((3, 1), (4, 2), (1, 2))]
+    mine, theirs = (lm.loglikelihood(requests("loglikelihood", asked), disable_tqdm=True) for lm in (model, twin))
+    for (total, _), (their_total, _) in zip(mine, theirs, strict=True):
+        assert total == pytest.approx(their_total, abs=1e-3)
