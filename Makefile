@@ -38,6 +38,7 @@ pictures: setup
 		$(BIN)/farsight positions $$recipe --picture docs/positions/pictures/$${name%.toml}.png > /dev/null || exit 1; \
 	done
 	$(BIN)/farsight positions docs/positions/garfa.toml --picture docs/positions/pictures/garfa.png > /dev/null
+	$(BIN)/farsight layers --profile configs/finetune/llama3.1_8b_profile.json --picture docs/analysis/pictures/layers.png > /dev/null
 	$(BIN)/python docs/pictures/scopes.py
 
 # Everything to check and to measure on a GPU (docs/performance/gpu.md). It installs nothing: this Python needs torch for its GPU.

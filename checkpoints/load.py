@@ -18,7 +18,9 @@ from farsight.checkpoints.checkpoint_tensors import checkpoint_tensors, read_ten
 from farsight.checkpoints.intact.check import is_complete
 from farsight.checkpoints.model_dir.api import check_tensors, is_adapter, read_config
 from farsight.checkpoints.model_dir.safetensors_files import Stored, TensorReader
+from farsight.configs.finetuning import Base
 from farsight.errors import ConfigError
+from farsight.model.adapt.quantized import fill, is_quantized, quantize_linears, unpack_parameters
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.llama import Llama, copy_whole
 from farsight.progress import progress
@@ -40,6 +42,7 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     config: ModelConfig | None = None,
     divide: Callable[[Llama], None] | None = None,
+    stored: Base | None = None,
 ) -> tuple[Llama, ModelConfig]:
     """Builds the model of a model directory, checkpoint or adapter directory and reads its weights, one tensor at a time.
 
@@ -47,6 +50,7 @@ def load_model(
         length: sequence length to set positions for; None takes the trained length.
         config: replaces the directory's own, to run the weights with other positions.
         divide: shards the parameters over several ranks, on the meta device; each rank reads its own part.
+        stored: quantises the blocks' linear layers as a base of fine-tuning; not for adapters, whose base is kept as in training.
 
     Returns:
         The model in evaluation mode, and its config.
@@ -57,6 +61,10 @@ def load_model(
     if is_adapter(directory):
         if divide is not None:
             raise ConfigError(f"{directory} is an adapter; merge it first, to divide its model over several processes.")
+        if stored is not None:
+            raise ConfigError(
+                f"{directory} is an adapter, whose base is kept as in training: leave out --quantization."
+            )
         return load_adapter(directory, device=device, dtype=dtype, length=length, config=config)
     config = config or read_model_config(directory)
     tensors = saved_tensors(directory, config)
@@ -66,11 +74,19 @@ def load_model(
         divide(model)
     for parameter in model.parameters():  # not model.to(dtype): frequencies and slopes stay in fp32
         parameter.data = parameter.data.to(dtype)
+    if stored is not None:
+        with torch.device("meta"):
+            quantize_linears(model, stored)
+            unpack_parameters(model)
     model.to_empty(device=device)
-    parameters = dict(model.named_parameters())
+    parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     with torch.no_grad():
         for name, tensor in progress(tensors, total=len(parameters), desc="load", unit="tensor"):
-            copy_whole(parameters[name], tensor)
+            module = modules[name.rpartition(".")[0]]
+            if stored is not None and is_quantized(module):
+                fill(module, tensor, stored)
+            else:
+                copy_whole(parameters[name], tensor)
     model.set_position(model.positions, model.length)
     return model.eval(), config
 

@@ -12,6 +12,7 @@
 import gc
 import logging
 import shutil
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -90,8 +91,8 @@ class RunCheckpoints:
             has a `state_dict`, whose tensors are loaded in place, and a `load_state_dict` for the rest.
     """
 
-    base: str | None = None
-    """In fine-tuning, the fingerprint of the base, which checkpoints don't contain."""
+    base: dict[str, str] | None = None
+    """In fine-tuning, "base" and "base_checksum": fingerprint and checksum of the base, which checkpoints don't contain."""
 
     def __init__(self, config: JobConfig, states: dict[str, Any]) -> None:
         self.config, self.model_config, self.states = config, ModelConfig.from_job(config), states
@@ -112,6 +113,11 @@ class RunCheckpoints:
         self.saving = 0
         """The step of `save_future`."""
         self.upkeep = Upkeep(self.folder, self.options.keep_latest_k, self.options.verify)
+        self.clock = time.monotonic
+        self.saved_at: float | None = None
+        """When the last save ended or the first step was taken, by this rank's clock."""
+        self.overdue = False
+        """Set on all ranks once a step's figures say that `interval_minutes` have passed; the next save clears it."""
 
     def load(self, step: int = -1) -> bool:
         """Loads this run's newest intact checkpoint, otherwise the weights in `checkpoint.initial_load_path`, if set.
@@ -293,6 +299,14 @@ class RunCheckpoints:
             refuse_other_layers(start, self.config, self.base)
             refuse_other_optimizer(start, self.config)
 
+    def minutes_passed(self) -> bool:
+        """True on rank 0 if `interval_minutes` have passed since the last save. Ranks' clocks differ, so that the others ask rank 0:
+        the trainer sends its answer with the step's figures."""
+        if self.saved_at is None:
+            self.saved_at = self.clock()
+        minutes = self.options.interval_minutes
+        return dist.get_rank() == 0 and 0 < 60 * minutes <= self.clock() - self.saved_at
+
     def _keep_family(self, start: ModelConfig) -> None:
         """Remembers where the weights came from, for exports."""
         self.model_config = replace(self.model_config, family=start.family)
@@ -300,7 +314,7 @@ class RunCheckpoints:
     def due(self, step: int, last_step: bool = False) -> bool:
         """True if a step has to be saved."""
         o = self.options
-        asked = last_step or step % o.interval == 0 or (step == 1 and o.enable_first_step_checkpoint)
+        asked = last_step or self.overdue or step % o.interval == 0 or (step == 1 and o.enable_first_step_checkpoint)
         return o.enable and not o.load_only and asked
 
     def save(self, step: int, last_step: bool = False) -> None:
@@ -328,6 +342,8 @@ class RunCheckpoints:
             if dist.get_rank() == 0:
                 self.save_future.add_done_callback(lambda future: self._report(step, future))
         self.upkeep.follow(step, self.save_future)
+        # Not from its beginning: saves that take longer than the interval would follow one another without training between.
+        self.saved_at, self.overdue = self.clock(), False
 
     @torch.no_grad()
     def _write(self, step: int, in_background: bool) -> None:
@@ -370,9 +386,7 @@ class RunCheckpoints:
         entry = training_entry(self.config, step - self.done[0], self._tokens_seen() - self.done[1])
         if self.done[0]:
             entry["start"] = "the run above, with other settings"
-        if self.base is not None:
-            entry["base"] = self.base
-        return [*self.history, entry]
+        return [*self.history, entry | (self.base or {})]
 
     def _finish_saving(self) -> bool:
         """Waits for a save in progress; returns whether it succeeded, the same on all ranks."""

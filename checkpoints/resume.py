@@ -41,11 +41,12 @@ def refuse_another_model(saved: ModelConfig, ours: ModelConfig, where: str) -> N
         )
 
 
-def refuse_other_layers(checkpoint: Path, config: JobConfig, base: str | None) -> None:
+def refuse_other_layers(checkpoint: Path, config: JobConfig, base: dict[str, str] | None) -> None:
     """Refuses to train layers, adapters or a base that the checkpoint's optimizer state does not belong to.
 
     Args:
-        base: in fine-tuning, the fingerprint of the base.
+        base: in fine-tuning, the base's fingerprint and checksum by their names in the history, where earlier versions have no
+            checksum.
     """
     entry = (read_history(checkpoint) or [{}])[-1]
     if isinstance(config, FinetuneConfig) and entry.get("adapter") != (now := adapter_entry(config)):
@@ -54,7 +55,7 @@ def refuse_other_layers(checkpoint: Path, config: JobConfig, base: str | None) -
             "\n  ".join([f"{checkpoint} holds other adapters:", *changed])
             + "\nSet them back, or start a new run (job.dump_folder)."
         )
-    if base is not None and entry.get("base") != base:
+    if base is not None and {name: entry.get(name, "") for name in base} not in (base, base | {"base_checksum": ""}):
         assert isinstance(config, FinetuneConfig)  # only fine-tuning has a base
         raise ConfigError(
             f"{checkpoint} was trained on {entry.get('start')}, and base_model.path = {config.base_model.path!r} "

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from farsight.ranges import Count, Range, Size
+from farsight.ranges import Count, NonNegative, Range, Size
 
 
 @dataclass
@@ -16,6 +16,8 @@ class Checkpoint:
     """Folder for checkpoints, inside the run folder."""
     interval: Size = 500
     """Steps between saves; one more comes after the last step."""
+    interval_minutes: NonNegative = 30.0
+    """Minutes after which to save, from the end of the last save, if no `interval` of steps ends before; 0 saves by steps alone."""
     initial_load_path: str | None = None
     """Model directory or checkpoint that a new run starts from; a run with checkpoints of its own resumes from those
     instead."""

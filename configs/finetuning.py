@@ -108,7 +108,7 @@ class InstructionShare:
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionJsonl(InstructionShare):
-    """JSON Lines: one row per line."""
+    """JSON Lines: one row per line. A file may also be one JSON array of rows."""
 
     kind: Literal["jsonl"] = "jsonl"
     path: str = ""
@@ -152,7 +152,7 @@ class InstructionData:
     """Share of conversations kept for validation, chosen by a hash of the text."""
     packing: bool = True
     """Pack several conversations into a row of training.seq_len tokens; false gives each its own row, padded to the
-    longest in the batch."""
+    longest of its micro-batch, which are rows of like length."""
     mask_documents: bool = True
     """Packed conversations do not see each other, and positions restart in each."""
     overlong: Literal["truncate", "drop", "error"] = "truncate"

@@ -5,8 +5,10 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import sys
 import textwrap
+import types
 import typing
 from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, get_args, get_origin
@@ -129,8 +131,11 @@ def _option_help(
     shown = _type_name(hint)
     if field.name in spans:
         shown += f", {spans[field.name]}"
+    default = default_of(field)
+    # As the command line and config files take it.
+    written = json.dumps(default) if isinstance(default, list | tuple) else repr(default)
     return [
-        f"  --{name}  {shown}  (default: {default_of(field)!r})",
+        f"  --{name}  {shown}  (default: {written})",
         *textwrap.wrap(docs.get(field.name, ""), 100, initial_indent="      ", subsequent_indent="      "),
     ]
 
@@ -138,7 +143,7 @@ def _option_help(
 def _type_name(hint: typing.Any) -> str:
     if get_origin(hint) is Literal:
         return " | ".join(map(str, get_args(hint)))
-    if type(None) in get_args(hint):
+    if get_origin(hint) in (typing.Union, types.UnionType):
         return " | ".join("none" if a is type(None) else _type_name(a) for a in get_args(hint))
     if get_origin(hint) in (list, tuple):
         return f"list of {_type_name(get_args(hint)[0])}"

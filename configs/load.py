@@ -228,3 +228,8 @@ def parse_options(arguments: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"{option}: {path[-1]} has options of its own, such as --{name}.{min(table[path[-1]])}.")
         table[path[-1]] = value if isinstance(value, Switch) else Raw(value)
     return options
+
+
+def named_options(options: dict[str, Any]) -> set[str]:
+    """The names of parsed options, as section.key."""
+    return {f"{section}.{key}" for section, keys in options.items() if isinstance(keys, dict) for key in keys}

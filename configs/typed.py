@@ -87,7 +87,12 @@ def convert(hint: Any, value: Any, where: str, default: Any = None) -> Any:
         kinds = [a for a in arguments if dataclasses.is_dataclass(a)]
         if len(kinds) > 1:
             return _convert_kind(kinds, value, where, default)
-        return _convert_first(tuple(a for a in arguments if a is not type(None)), value, where)
+        hints = tuple(a for a in arguments if a is not type(None))
+        if isinstance(value, Raw) and value.lstrip().startswith(
+            "["
+        ):  # where text is possible too, brackets make a list
+            hints = tuple(a for a in hints if get_origin(a) in (list, tuple)) or hints
+        return _convert_first(hints, value, where)
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), inline(value, where), where)
     if origin in (list, tuple):
@@ -178,11 +183,18 @@ def inline(value: Any, where: str) -> Any:
 
 
 def _inline_list(value: Any, where: str) -> Any:
+    """The items of a list given on the command line: TOML's, or words in brackets or without, as shells leave them."""
     if not isinstance(value, Raw):
         return value
-    if value.startswith("["):
-        return inline(value, where)
-    return [Raw(item) for item in value.split(",") if item]
+    text = value.strip()
+    if text.startswith("["):
+        try:
+            return tomllib.loads(f"value = {text}")["value"]
+        except (ValueError, RecursionError) as error:
+            if not text.endswith("]") or {*text[1:-1]} & {*"[]{}\"'"}:
+                raise ConfigError(f"{where} = {value} must be a list, such as [a, b] or a,b: {error}") from None
+            text = text[1:-1]
+    return [Raw(item.strip()) for item in text.split(",") if item.strip()]
 
 
 _TYPE_NAMES: dict[Any, str] = {

@@ -63,6 +63,7 @@ GROUPS: dict[str, dict[str, Command]] = {
     "look inside": {
         "capture": Command("analysis.capture.__main__", "write a model's queries and keys to files"),
         "plasticity": Command("analysis.plasticity.__main__", "measure how far into the context attention still depends on the query"),
+        "plasticity-scores": Command("analysis.plasticity_scores.__main__", "set models' plasticity against their scores on a benchmark"),
         "geometry": Command("analysis.geometry.__main__", "measure how queries and keys vary with position"),
         "layers": Command("analysis.layers.__main__", "find layers to fine-tune: sensitivity and RoPE's influence"),
         "layer-probes": Command("analysis.layer_probes.__main__", "mask or coarsen one layer's positions, or add noise to its output"),

@@ -49,9 +49,13 @@ def write_json(path: Path | None, figures: Mapping[str, Any], allow_nan: bool = 
         write_text(path, json.dumps(figures, indent=2, allow_nan=allow_nan) + "\n")
 
 
-def write_figures(path: Path | None, results: Mapping[str, dict[str, Any]]) -> None:
-    """Writes the figures of one model, or {"models": {path: figures}} for several, if --json named a file."""
-    write_json(path, next(iter(results.values())) if len(results) == 1 else {"models": dict(results)})
+def write_figures(path: Path | None, results: Mapping[str, dict[str, Any]], allow_nan: bool = True) -> None:
+    """Writes the figures of one model, or {"models": {path: figures}} for several, if --json named a file.
+
+    Raises:
+        ValueError: as write_json.
+    """
+    write_json(path, next(iter(results.values())) if len(results) == 1 else {"models": dict(results)}, allow_nan)
 
 
 def write_picture(path: Path | None, draw: Callable[..., None], *figures: Any) -> None:

@@ -1,4 +1,4 @@
-"""The options of every command that reads a model: the device, dtype, extension and chunk size.
+"""The options of every command that reads a model: the device, dtype, extension, growth of scopes and chunk size.
 
 Parsing them imports no torch; `farsight.inference.loading` loads the model that they describe.
 """
@@ -15,17 +15,18 @@ EXTENSIONS = (
     "ntk:factor=…",
     "dynamic:factor=…",
     "yarn:factor=…",
+    "llama3:factor=…",
     "ripra:limit=0,limit_ratio=0.5,near=0,chunk=256,anchors=0+middle,relevance=on,isotonic=on,round=off,block=0",
     "self_extend:group=0,window=0,share=0.667",
     "chunk_llama:chunk=0,window=0",
     "adagrope:limit=0,ratio=0.25",
-    "gali:chunk=0,local=0,noise=1,seed=0",
+    "gali:chunk=0,local=0,noise=1,seed=0,limit=0",
 )
 """The methods of `inference/extend`, each with its settings and their defaults."""
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Adds --device, --dtype, --extend and --chunk."""
+    """Adds --device, --dtype, --extend, --scope-max and --chunk."""
     add_device_option(parser)
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and cache (default: float32 on a CPU)")
     parser.add_argument(
@@ -33,6 +34,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         metavar="METHOD[:KEY=VALUE,…]",
         help="read further than the model was trained, without training it: one of the methods below "
         "(docs/inference/extensions.md)",
+    )
+    parser.add_argument(
+        "--scope-max",
+        choices=("trained", "length"),
+        help="past the trained length, keep scopes as trained, or let them grow with the length (default: what the model "
+        "says; needle and perplexity measure both)",
     )
     parser.epilog = "\n  ".join(
         (

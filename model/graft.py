@@ -6,12 +6,12 @@ appendix A.3 says "at or prior to" l, Algorithm 1 says i < l: here it is i < l.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 import torch
 
-from farsight.configs.schema import Garfa, Heads, LayerRule, Position, Scope
+from farsight.configs.schema import Bias, Garfa, Heads, LayerRule, Position, Rotary, Scope
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.llama import Llama
@@ -160,6 +160,43 @@ def _by_rules(front: ModelConfig, back: ModelConfig, layers: int, trained_length
         if lasp is None and own.lasp is not None:
             rotary = apply_lasp(rotary, own.lasp, layer, n)
         kinds.append((rotary, _with_fixed_longest(own.heads, config, trained_length), own.bias))
+    position = replace(front.position, lasp=lasp, garfa=_garfa(front, back, layers))
+    return _with_kinds(position, kinds)
+
+
+def with_rope(config: ModelConfig, rope: ModelConfig) -> ModelConfig:
+    """A model with the RoPE of another, layer by layer, and everything else its own: a row of the LASP paper's Table 1 is Llama-3-8B "with
+    long embedding", Llama 3.1's.
+
+    The trained length is the longer of the two, as this RoPE is meant for it; scopes that follow the lesser get it as their `s_max`.
+
+    Raises:
+        ConfigError: models of other numbers of layers or dimensions of a head, or scopes that grow past a trained length.
+    """
+    shapes = [(one.architecture.n_layers, one.architecture.rotated_dim) for one in (config, rope)]
+    if shapes[0] != shapes[1]:
+        (n, dim), (other_n, other_dim) = shapes
+        raise ConfigError(
+            f"--rope: that model has {other_n} layers whose heads rotate {other_dim} dimensions, and this one {n} with "
+            f"{dim}: name one of the same shape."
+        )
+    settings, length = layer_settings(config.position, shapes[0][0]), max(config.trained_length, rope.trained_length)
+    if length != config.trained_length and any(
+        isinstance(s.heads, Scope) and s.heads.scope_max == "length" for s in settings
+    ):
+        raise ConfigError(
+            f"--rope: scopes that grow with the sequence (scope_max = 'length') do so past {config.trained_length:,} tokens, and this "
+            f'RoPE is for {length:,}. Set scope_max = "trained" in farsight.json.'
+        )
+    kinds = [
+        (theirs.rotary, _with_fixed_longest(own.heads, config, length), own.bias)
+        for theirs, own in zip(rope.layers(), settings, strict=True)
+    ]
+    return replace(config, position=_with_kinds(replace(config.position, lasp=None), kinds), trained_length=length)
+
+
+def _with_kinds(position: Position, kinds: Sequence[tuple[Rotary, Heads, Bias]]) -> Position:
+    """A position whose defaults are what most layers share, with a rule for each other kind of layer."""
     shared = Counter(kinds).most_common(1)[0][0]
     rules = []
     for kind in dict.fromkeys(kinds):
@@ -167,15 +204,13 @@ def _by_rules(front: ModelConfig, back: ModelConfig, layers: int, trained_length
             rotary, heads, bias = kind
             rules.append(
                 LayerRule(
-                    layer_selection([layer for layer in range(n) if kinds[layer] == kind]),
+                    layer_selection([layer for layer, own in enumerate(kinds) if own == kind]),
                     rotary if rotary != shared[0] else None,
                     heads if heads != shared[1] else None,
                     bias if bias != shared[2] else None,
                 )
             )
-    garfa = _garfa(front, back, layers)
-    rotary, heads, bias = shared
-    return replace(front.position, rotary=rotary, lasp=lasp, heads=heads, bias=bias, rules=tuple(rules), garfa=garfa)
+    return replace(position, rotary=shared[0], heads=shared[1], bias=shared[2], rules=tuple(rules))
 
 
 def _with_fixed_longest(heads: Heads, config: ModelConfig, trained_length: int) -> Heads:

@@ -5,6 +5,7 @@ wait for the one whose queries see most. The loss and the gradients of rows whos
 order of rows in a rank's step, nor on that of documents in a row. So, as a function of the rows alone:
 
 - The rows of a rank's step are sorted by pairs, so that micro-batches of the same number are alike on all data-parallel ranks.
+  Where micro-batches differ in length, the longest come first, and rows change places only among those of their length.
 - Under context parallelism the documents of a row are reordered so that the worst rank has fewer pairs. The search swaps documents, two
   at a time, as long as that helps. What a rank holds of a row, and which keys are sent where, stays the same (`context.py`).
 
@@ -51,10 +52,11 @@ class PairBalance:
         return np.sum([self._of_orders(_documents(starts)[None])[0] for starts in document_starts_BT], axis=0)
 
     def __call__(self, step: Sequence[Rows]) -> list[Rows]:
-        """Arranges the micro-batches of a rank's step."""
+        """Arranges the micro-batches of a rank's step, which do not become longer from one to the next."""
         documents = [_documents(starts) for rows in step for starts in rows.document_starts]
         rows = [(micro_batch, row) for micro_batch in step for row in range(len(micro_batch.inputs))]
-        by_pairs = np.argsort([-self.pairs[lengths].sum() for lengths in documents], kind="stable")
+        tokens, pairs = [-lengths.sum() for lengths in documents], [-self.pairs[lengths].sum() for lengths in documents]
+        by_pairs = np.lexsort((pairs, tokens))
         taken, arranged = iter(by_pairs if len(step) > 1 else range(len(rows))), []
         for micro_batch in step:
             new, of_ranks = Rows.empty(*micro_batch.inputs.shape), np.zeros(self.ranks, np.int64)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from farsight.analysis.plasticity.options import with_ap_names
 from farsight.errors import ConfigError
 from farsight.reports.results import Result
 from farsight.reports.tools import Tool
@@ -87,6 +88,8 @@ def _entries(file: Path, tools: Sequence[Tool]) -> Iterator[tuple[Path | None, s
         if isinstance(values, dict):
             named = path or values.get("model")
             kind = next((tool.kind for tool in tools if tool.is_result(values)), None)
+            if kind == "plasticity":
+                values = with_ap_names(values)
             yield Path(named) if named and isinstance(named, str) else None, kind, values
 
 

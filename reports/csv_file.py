@@ -29,8 +29,9 @@ def csv_files(results: Sequence[Result]) -> dict[str, str]:
             for at, plasticity, counted in zip(values["positions"], values["profile"], values["counted"], strict=True)
         ],
         "checkpoints.csv": [
-            {"model": name, **checkpoint}
-            for name, values in _named(results, "plasticity")
+            {"model": name, "measured": kind, **_scalars(checkpoint), **_scalars(checkpoint.get("model_summary", {}))}
+            for kind in ("plasticity", "geometry")
+            for name, values in _named(results, kind)
             for checkpoint in values.get("checkpoints", [])
         ],
         "probes.csv": [
@@ -67,25 +68,25 @@ def _named(results: Sequence[Result], kind: str) -> list[tuple[str, Mapping[str,
     return list(zip(names(found), (result.values for result in found), strict=True))
 
 
-def _scalars(values: Mapping[str, Any], prefix: str = "") -> Row:
-    return {prefix + key: value for key, value in values.items() if not isinstance(value, list | dict)}
+def _scalars(values: Mapping[str, Any]) -> Row:
+    return {key: value for key, value in values.items() if not isinstance(value, list | dict)}
 
 
 def _heads(results: Sequence[Result]) -> Iterable[Row]:
     shared = ("layer", "head", "kv_head", "scope", "slope")
-    for kind, prefix in (("plasticity", "ap_"), ("geometry", "")):
+    for kind in ("plasticity", "geometry"):
         for name, values in _named(results, kind):
             for head in values.get("heads", []):
                 place = {key: head[key] for key in shared if key in head}
                 own = {key: value for key, value in head.items() if key not in shared}
-                yield {"model": name, **place, **_scalars(own, prefix)}
+                yield {"model": name, **place, **_scalars(own)}
 
 
 def _layers(results: Sequence[Result]) -> Iterable[Row]:
-    for kind, prefix in (("plasticity", "ap_"), ("geometry", "")):
+    for kind in ("plasticity", "geometry"):
         for name, values in _named(results, kind):
             for layer, figures in values.get("layers", {}).items():
-                yield {"model": name, "layer": int(layer), **_scalars(figures, prefix)}
+                yield {"model": name, "layer": int(layer), **_scalars(figures)}
     for name, values in _named(results, "layers"):
         for layer, (delta, rho) in enumerate(zip(values["delta"], values["rho"], strict=True)):
             yield {"model": name, "layer": layer, "delta": delta, "rho": rho}

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+SAVE, STOP = 1, 2
+"""What ranks ask for in a step, as the terms of one sum: rank 0 alone asks to save, and any rank that was told to stop to stop."""
+
 
 class OnTheWay:
     """Numbers that are copied to the host while it goes on.
@@ -42,8 +45,8 @@ class StepFigures:
     micro_batches: list[Any]
     """On the device; for inspection, if the loss is not finite."""
     exchanged: OnTheWay
-    """Loss in nats per token, the number of ranks told to stop, and the squared gradient norms of the groups that are
-    clipped together; sums over all ranks."""
+    """Loss in nats per token, what ranks ask for, and the squared gradient norms of the groups that are clipped together; sums
+    over all ranks."""
     engine_norm: float | None = field(default=None)
     """DeepSpeed's gradient norm."""
 
@@ -60,7 +63,12 @@ class StepFigures:
     @property
     def stopping(self) -> bool:
         """True if any rank was told to stop before the step ended."""
-        return self.numbers[1] > 0
+        return self.numbers[1] >= STOP
+
+    @property
+    def saving(self) -> bool:
+        """True if rank 0 found a save to be due by its clock."""
+        return self.numbers[1] % STOP == SAVE
 
     @property
     def grad_norm(self) -> float:

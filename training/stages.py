@@ -17,7 +17,7 @@ from farsight.configs.typed import from_dict
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.ranges import Count, Size
-from farsight.training.start import other_theta, rotary_of, theta_of
+from farsight.training.start import lasp_warning, model_at, other_theta, rotary_of, sets_theta, theta_of
 from farsight.training.tokenizer import tokenizer_of
 
 logger = logging.getLogger("farsight")
@@ -36,7 +36,7 @@ class Recipe:
     folder: str = "runs"
     """The folder that holds the run folder: "runs" and the name "story" give runs/story."""
     gpus: Size = 1
-    """GPUs that batch sizes and layouts are planned for. Any number that divides the batches gives the same losses."""
+    """GPUs that batch sizes and layouts are written for. On others each stage fits itself to them, with the same losses."""
     start: str = ""
     """Model directory or checkpoint that the first stage starts from; empty starts from random weights."""
     perplexity_lengths: tuple[Size, ...] = (1, 2, 4)
@@ -127,6 +127,9 @@ def _stage(
         config: JobConfig = build_config(values)
         if last is None and recipe.start:
             _compare_theta(values, config, recipe.start)
+        host = ModelConfig.from_job(last.config) if last else model_at(Path(recipe.start)) if recipe.start else None
+        if warning := lasp_warning(config, host, f"stage {last.name}" if last else recipe.start):
+            logger.warning(f"{name or f'stage {number}'}: {warning}")
         if optimizer == "carry" and last is not None:
             before, now = trained_layers(last.config), trained_layers(config)
             if before is not None and not (now is not None and {*now} <= {*before}):
@@ -188,6 +191,7 @@ def _compare_theta(values: dict[str, Any], config: JobConfig, start: str) -> Non
         "theta" not in rotary_of(values)
         and theirs is not None
         and not isinstance(ours, NoRotary)
+        and not sets_theta(config.position)
         and theirs != ours.theta
     ):
         logger.warning(other_theta(start, theirs, ours.theta))

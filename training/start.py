@@ -1,25 +1,34 @@
-"""Warnings for runs that start from weights trained with another RoPE base."""
+"""Checks of a run's RoPE against the weights that it starts from: its base, and what LASP makes of it."""
 
 import logging
 import tomllib
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from farsight import process
 from farsight.checkpoints.load import read_model_config
 from farsight.configs.load import read_arguments
-from farsight.configs.schema import JobConfig, NoRotary
+from farsight.configs.schema import JobConfig, NoRotary, Position
 from farsight.errors import ConfigError
+from farsight.model.build import ModelConfig
 
 logger = logging.getLogger("farsight")
 
 
 def report_theta(config: JobConfig, arguments: Sequence[str]) -> None:
-    """Reports that a run's RoPE base differs from that of the weights it starts from; warns if no setting named it."""
-    start = config.checkpoint.initial_load_path
-    if not start or not config.checkpoint.enable:
+    """Reports that a run's RoPE base differs from that of the weights it starts from; warns if no setting named it.
+
+    Raises:
+        ConfigError: LASP where no layer rotates.
+    """
+    start = config.checkpoint.initial_load_path if config.checkpoint.enable else None
+    warning = lasp_warning(config, model_at(Path(start)) if start else None, start or "")
+    if warning and process.ranks().rank == 0:
+        logger.warning(warning)
+    if not start or sets_theta(config.position):
         return
     theirs = theta_of(Path(start))
     ours = config.position.rotary
@@ -39,13 +48,64 @@ def other_theta(start: str, theirs: float, ours: float) -> str:
     )
 
 
+def sets_theta(position: Position) -> bool:
+    """True if LASP sets the RoPE base of each layer, in place of position.rotary.theta."""
+    return position.lasp is not None and position.lasp.schedule != "scale"
+
+
+def lasp_warning(config: JobConfig, start: ModelConfig | None, name: str) -> str | None:
+    """The warning that LASP changes the RoPE base of the first layer that rotates; its schedule is meant to begin from the host's.
+
+    Args:
+        start: the model that the run starts from; None compares with position.rotary.theta.
+        name: the start's, for the message.
+
+    Raises:
+        ConfigError: no layer rotates, so that LASP would do nothing; or positions that do not fit the model.
+    """
+    lasp, model = config.position.lasp, ModelConfig.from_job(config)
+    if lasp is None:
+        return None
+    ours = _thetas(model)
+    if not ours:
+        raise ConfigError(
+            f'[position.lasp] (schedule = "{lasp.schedule}", s_max = {lasp.s_max:.8g}, b_max = {lasp.b_max:.8g}) does nothing here, since '
+            f'no layer rotates: position.rotary.kind = "{config.position.rotary.kind}". Leave it out, or set a kind such as "rope".'
+        )
+    layer = min(ours)
+    own = _thetas(replace(model, position=replace(model.position, lasp=None)))[layer]
+    theirs = own if start is None else _thetas(start).get(layer, own)
+    if not sets_theta(config.position) or ours[layer] == theirs:
+        return None
+    host = (
+        f"position.rotary.theta = {own:.8g}"
+        if start is None
+        else f"{theirs:.8g}, with which the weights of {name} were trained"
+    )
+    return (
+        f"position.lasp.b_min = {lasp.b_min:.8g} gives layer {layer} the RoPE base {ours[layer]:.8g} instead of {host}: set "
+        f"position.lasp.b_min = {theirs:.8g} and position.lasp.b_max above it to begin from that base."
+    )
+
+
+def _thetas(model: ModelConfig) -> dict[int, float]:
+    """The RoPE base of each layer that rotates."""
+    layers = enumerate(layer.rotary for layer in model.layers())
+    return {number: rotary.theta for number, rotary in layers if not isinstance(rotary, NoRotary)}
+
+
 def theta_of(start: Path) -> float | None:
     """The RoPE base of a model directory or checkpoint; None without RoPE, or if it can't be read, which loading reports."""
+    model = model_at(start)
+    return None if model is None or isinstance(model.position.rotary, NoRotary) else model.position.rotary.theta
+
+
+def model_at(start: Path) -> ModelConfig | None:
+    """The config of a model directory or checkpoint; None if it can't be read, which loading reports."""
     try:
-        rotary = read_model_config(start).position.rotary
+        return read_model_config(start)
     except (ConfigError, OSError):
         return None
-    return None if isinstance(rotary, NoRotary) else rotary.theta
 
 
 def names_theta(arguments: Sequence[str]) -> bool:

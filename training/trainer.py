@@ -51,7 +51,7 @@ from farsight.parallel.pipeline import LossShare, Pipeline, pipeline
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.replica import replica_of
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
-from farsight.training.figures import OnTheWay, StepFigures
+from farsight.training.figures import SAVE, STOP, OnTheWay, StepFigures
 from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
 from farsight.training.optimizers.build import build_optimizers
@@ -316,8 +316,8 @@ class Trainer:
         # Ranks of tensor parallelism have the same loss.
         loss = torch.stack(losses).double().sum() / self.dims.tp
         squares = [] if self.zero else [squared_norm(group, self.dims) for group in self._clipped_together()]
-        told = self._number(self.stop_signal is not None)
-        figures = torch.stack([loss, told, *(square.to(self.device) for square in squares)])
+        asked = self._number(STOP * (self.stop_signal is not None) + SAVE * self.checkpoints.minutes_passed())
+        figures = torch.stack([loss, asked, *(square.to(self.device) for square in squares)])
         if self.dims.world_size > 1:
             dist.all_reduce(figures)
         return figures
@@ -329,6 +329,7 @@ class Trainer:
             NonFiniteError: one of them is not finite.
         """
         self.stopping = self.stopping or figures.stopping
+        self.checkpoints.overdue = self.checkpoints.overdue or figures.saving
         if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
             self._report_non_finite(figures)
 

@@ -8,14 +8,14 @@ from typing import Any
 from farsight.analysis.capture.options import BUCKETS, HEADS, SEQUENCES, is_capture
 from farsight.analysis.capture.samples import Samples, read_capture, read_manifest
 from farsight.analysis.capture.sampling import CaptureSettings, capture
-from farsight.analysis.sequences import read_sequences
+from farsight.analysis.sequences import sequences_from_options, text_settings
 from farsight.errors import ConfigError
 from farsight.inference.decoder import CHUNK
 from farsight.inference.loading import load
 
 CAPTURE_DEFAULTS: dict[str, Any] = {
     "data": None, "length": None, "sequences": SEQUENCES, "heads": HEADS, "buckets": BUCKETS, "per_bucket": 1.0, "seed": 0,
-    "device": None, "dtype": None, "extend": None, "chunk": CHUNK,
+    "bos": "no", "document_starts": False, "device": None, "dtype": None, "extend": None, "scope_max": None, "chunk": CHUNK,
 }  # fmt: skip
 """Options that apply while capturing, with their defaults. Set for an existing capture, they would be ignored."""
 
@@ -25,10 +25,16 @@ def capture_from_options(path: Path, options: argparse.Namespace, folder: Path |
     loaded = load(path, options)
     length = options.length or loaded.trained_length
     settings = CaptureSettings(length, options.buckets, options.per_bucket, options.heads, options.seed)
-    tokens_SL = read_sequences(options.data, loaded.tokenizer, length, options.sequences)
+    tokens_SL = sequences_from_options(options, loaded.tokenizer, length)
     # Record the dtype in use, which may be the default.
     options.dtype = str(next(loaded.decoder.model.parameters()).dtype).removeprefix("torch.")
-    about = {"data": str(options.data), "extend": options.extend, "dtype": options.dtype}
+    about = {
+        "data": str(options.data),
+        "extend": options.extend,
+        "scope_max": options.scope_max,
+        "dtype": options.dtype,
+        **text_settings(options),
+    }
     return capture(loaded, tokens_SL, settings, folder, about)
 
 
@@ -54,12 +60,14 @@ def captured_or_capture(path: Path, options: argparse.Namespace, own: Collection
 
 def settings_of(path: Path, options: argparse.Namespace, samples: Samples) -> dict[str, Any]:
     """The settings of a capture for a tool's JSON, with the same keys for a capture and for a model directory."""
-    names = ("model", "data", "extend", "dtype", "per_bucket", "seed")
+    names = ("model", "data", "extend", "scope_max", "dtype", "per_bucket", "seed")
     if is_capture(path):
         manifest = read_manifest(path)
         found = {name: manifest.get(name) for name in names}
+        found |= {name: manifest.get(name, False) for name in ("bos", "document_starts")}
     else:
         found = {name: str(path) if name == "model" else getattr(options, name) for name in names}
+        found |= text_settings(options)
     sequences = int(samples.sequences_T.max()) + 1 if len(samples.sequences_T) else 0
     return {
         **{name: str(value) if isinstance(value, Path) else value for name, value in found.items()},

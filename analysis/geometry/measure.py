@@ -1,14 +1,19 @@
 """Measures each captured head and summarises layers and the model."""
 
+import argparse
 import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from farsight.analysis.capture.from_options import settings_of
 from farsight.analysis.capture.samples import Samples
+from farsight.analysis.checkpoints import Checkpoint, measure_checkpoints
 from farsight.analysis.geometry.pca import CLASSES, PAPER_CLASSES, head_class, paper_class, principal_components
-from farsight.analysis.geometry.rotation import planar_rotation
+from farsight.analysis.geometry.rotation import correlation, planar_rotation
 from farsight.errors import ConfigError
 from farsight.progress import progress
 
@@ -48,8 +53,13 @@ def summary(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
     def mean(name: str, size: bool = False) -> float:
         return math.fsum(abs(head[name]) if size else head[name] for head in heads) / len(heads)
 
+    def component(number: int) -> dict[str, float]:
+        found = [head["pca"][number] for head in heads]
+        sizes = {f"abs_{name}": math.fsum(abs(pc[name]) for pc in found) / len(found) for name in ("r_q", "r_k")}
+        return {"share": math.fsum(pc["share"] for pc in found) / len(found), **sizes}
+
     classes, papers = Counter(head["class"] for head in heads), Counter(head["paper_class"] for head in heads)
-    first = [head["pca"][0] for head in heads]
+    components = [component(number) for number in range(len(heads[0]["pca"]))]
     return {
         "heads": len(heads),
         "bias_strength": mean("bias_strength"),
@@ -60,18 +70,30 @@ def summary(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "primacy": sum(head["bias_strength"] < 0 for head in heads) / len(heads),
         "abs_r_q": mean("r_q", size=True),
         "abs_r_k": mean("r_k", size=True),
+        "query_mean": mean("query_mean"),
         "abs_key_slope": mean("key_slope", size=True),
+        "separation": mean("separation"),
+        "bias_separation": bias_separation(heads),
         "query_linear_share": mean("query_linear_share"),
         "key_linear_share": mean("key_linear_share"),
         "plane_share": mean("plane_share"),
-        "pc0_share": math.fsum(pc["share"] for pc in first) / len(first),
-        "pc0_abs_r_q": math.fsum(abs(pc["r_q"]) for pc in first) / len(first),
-        "pc0_abs_r_k": math.fsum(abs(pc["r_k"]) for pc in first) / len(first),
+        "pc0_share": components[0]["share"],
+        "pc0_abs_r_q": components[0]["abs_r_q"],
+        "pc0_abs_r_k": components[0]["abs_r_k"],
+        "pca": components,
         "classes": {name: classes[name] for name in CLASSES},
         "class_shares": {name: classes[name] / len(heads) for name in CLASSES},
         "paper_classes": {name: papers[name] for name in PAPER_CLASSES},
         "paper_class_shares": {name: papers[name] / len(heads) for name in PAPER_CLASSES},
     }
+
+
+def bias_separation(heads: Sequence[dict[str, Any]]) -> float:
+    """Correlation of bias strength with the separation of queries and keys over heads (Figure A.3); 0 if either is constant."""
+    bias, apart = (
+        torch.tensor([head[key] for head in heads], dtype=torch.float64) for key in ("bias_strength", "separation")
+    )
+    return correlation(bias, apart)
 
 
 def measure(samples: Samples, components: int = 4) -> dict[str, Any]:
@@ -94,3 +116,15 @@ def measure(samples: Samples, components: int = 4) -> dict[str, Any]:
         "layers": {layer: summary(of_layer) for layer, of_layer in layers.items()},
         "heads": heads,
     }
+
+
+def measure_model(samples: Samples, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of the model or capture that the command line names, with its samples' settings."""
+    settings = {"tool": "analysis.geometry", **settings_of(options.model, options, samples)}
+    return settings | {"components": options.components} | measure(samples, options.components)
+
+
+def measure_training(checkpoints: Sequence[Checkpoint], options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of every checkpoint of a training: those of its model, layers and heads in each."""
+    figures = measure_checkpoints(checkpoints, options, lambda samples: measure(samples, options.components))
+    return {"tool": "analysis.geometry", "components": options.components, **figures}

@@ -37,14 +37,19 @@ def _draw_classes(axes: Any, heads: Sequence[dict[str, Any]]) -> None:
     first = [head["pca"][0] for head in heads]
     places = [pc["r_q"] for pc in first], [pc["r_k"] for pc in first]
     shown = axes.scatter(*places, c=[head["layer"] for head in heads], s=22)
+    draw_thresholds(axes)
+    axes.set_title("first principal component, a point per head")
+    whole_numbers(axes.figure.colorbar(shown, ax=axes, label="layer").ax.yaxis)
+
+
+def draw_thresholds(axes: Any) -> None:
+    """Draws the borders of the classes in a panel of r_q and r_k on the first component, and names its axes."""
     for threshold, style in ((LOW, ":"), (HIGH, "--")):
         for sign in (-threshold, threshold):
             axes.axvline(sign, color=GREY, linewidth=0.8, linestyle=style)
             axes.axhline(sign, color=GREY, linewidth=0.8, linestyle=style)
     axes.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), xticks=(-1, -0.5, 0, 0.5, 1), yticks=(-1, -0.5, 0, 0.5, 1))
     axes.set(xlabel="r_q: queries and position", ylabel="r_k: keys and position")
-    axes.set_title("first principal component, a point per head")
-    whole_numbers(axes.figure.colorbar(shown, ax=axes, label="layer").ax.yaxis)
 
 
 def _draw_bias(axes: Any, heads: Sequence[dict[str, Any]], length: int) -> None:

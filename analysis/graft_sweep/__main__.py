@@ -10,6 +10,9 @@ models are measured: perplexity by length, as in farsight perplexity (on the las
 
 farsight graft writes a single graft as a model directory. As there, models with tied embeddings are refused if their embeddings
 differ; with --untie, grafts get the one model's embedding and the other's head.
+
+Each layer keeps its model's RoPE, or with --rope long all have that of LONG, and BASE is measured with it too ("with long embedding", the
+paper's Table 1). --extend scales the layers of both models, or those of BASE alone where LONG's are scaled already, as Llama 3.1's are.
 """
 
 from pathlib import Path
@@ -30,6 +33,11 @@ def main(arguments: list[str] | None = None) -> None:
     add("--depths", type=natural, nargs="+", metavar="l", help="number of front layers (default: 0 to all)")
     add("--windows", type=natural, default=0, help="at most this many windows per length (default: all)")
     add("--untie", action="store_true", help="if tied embeddings differ, give grafts both")
+    add(
+        "--rope",
+        choices=("base", "long"),
+        help="give all layers, and both models alone, this one's RoPE (default: each its own)",
+    )
     add("--passkey", type=positive, metavar="N", help="also look for N passkeys per length")
     add(
         "--passkey-length",

@@ -1,6 +1,7 @@
 """Grafts two models at several depths and measures each graft."""
 
 import argparse
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from farsight.checkpoints.graft.tokenizer import common_tokenizer
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.model_dir.api import is_adapter
+from farsight.configs.schema import NoRotary, Rope
 from farsight.data.retrieval.tasks import parse_task
 from farsight.data.texts import encode_file
 from farsight.data.tokenizers.tokenizer import Tokenizer
@@ -20,11 +22,12 @@ from farsight.evals.needle.measure import measure as find_needles
 from farsight.evals.perplexity.measure import perplexity_by_length
 from farsight.evals.windows import TARGETS, Windows
 from farsight.inference.decoder import Decoder
-from farsight.inference.extend import Extension
+from farsight.inference.extend import Extension, parse_extension
+from farsight.inference.extend.interpolation import Interpolation
 from farsight.inference.loading import LoadedModel, load
 from farsight.json_files import finite_or_null
 from farsight.model.build import ModelConfig
-from farsight.model.graft import grafted_config, grafted_model
+from farsight.model.graft import grafted_config, grafted_model, with_rope
 from farsight.model.llama import Llama
 from farsight.progress import progress
 
@@ -40,6 +43,7 @@ class Sweep:
         configs: the models' configs as in their directories, before any extension.
         extension: context extension, applied to each graft.
         grid: passkey prompts; None skips them.
+        rope: "base" or "long", whose RoPE all layers of the grafts get; None leaves each layer its own.
     """
 
     def __init__(
@@ -52,8 +56,10 @@ class Sweep:
         extension: Extension | None = None,
         grid: Grid | None = None,
         untie: bool = False,
+        rope: str | None = None,
     ) -> None:
         self.models, self.configs, self.extension, self.untie = models, configs, extension, untie
+        self.rope = None if rope is None else configs[rope]
         self.documents, self.lengths, self.windows, self.grid = documents, lengths, windows, grid
 
     def config(self, mode: str, depth: int) -> ModelConfig:
@@ -67,7 +73,11 @@ class Sweep:
         def same_embeddings() -> bool:
             return torch.equal(*(self._llama(name).get_parameter("tok_embeddings.weight") for name in (front, back)))
 
-        config = grafted_config(self.configs[front], self.configs[back], depth, same_embeddings, self.untie)
+        configs = [
+            self.configs[name] if self.rope is None else with_rope(self.configs[name], self.rope)
+            for name in (front, back)
+        ]
+        config = grafted_config(configs[0], configs[1], depth, same_embeddings, self.untie)
         return config if self.extension is None else self.extension.change(config)
 
     def graft(self, mode: str, depth: int) -> dict[str, Any]:
@@ -77,9 +87,15 @@ class Sweep:
         return {"depth": depth, **self._measured(model, config, self.models[front])}
 
     def plain(self, name: str) -> dict[str, Any]:
-        """The figures of one of the two models as it is."""
-        loaded = self.models[name]
-        return self._measured(loaded.decoder.model, loaded.config, loaded)
+        """The figures of one of the two models, with its own RoPE or the grafts'."""
+        loaded, own = self.models[name], self.configs[name]
+        if self.rope is None or self.rope is own:
+            return self._measured(loaded.decoder.model, loaded.config, loaded)
+        config = with_rope(own, self.rope)
+        if self.extension is not None:
+            config = self.extension.change(config)
+        model = grafted_model(self._llama(name), self._llama(name), own, config, 0)
+        return self._measured(model, config, loaded)
 
     def _llama(self, name: str) -> Llama:
         return self.models[name].decoder.model
@@ -132,15 +148,24 @@ def measure_models(options: argparse.Namespace) -> dict[str, Any]:
     configs = {name: read_model_config(folder) for name, folder in folders.items()}
     tokenizer, remarks = common_tokenizer(*folders.values())
     print(*remarks, sep="\n", end="\n" * bool(remarks))
-    models = {name: load(folder, options) for name, folder in folders.items()}
+    extension = parse_extension(options.extend) if options.extend else None
+    one = copy.copy(options)
+    if isinstance(extension, Interpolation) and _scaled(configs["long"]):
+        if options.rope == "long":
+            raise ConfigError(
+                f"--extend {options.extend} does nothing here: --rope long gives all layers the scaled RoPE of {options.long}."
+            )
+        print(f"{options.long} has scaled RoPE: --extend {options.extend} scales the layers of {options.base} alone.")
+        configs["base"], extension, one.extend = extension.change(configs["base"]), None, None
+    models = {name: load(folder, options if name == "base" else one) for name, folder in folders.items()}
     documents = _documents(options.data, tokenizer or models["base"].tokenizer)
     lengths = sorted(set(options.lengths))
     grid = None
     if options.passkey:
         asked = tuple(sorted(set(options.passkey_length or lengths)))
         grid = Grid(parse_task("passkey"), asked, parse_depths([str(options.passkey)]), trials=1, seed=options.seed)
-    extension = models["base"].decoder.extension
-    sweep = Sweep(models, configs, documents, lengths, Windows(options.windows), extension, grid, options.untie)
+    windows = Windows(options.windows)
+    sweep = Sweep(models, configs, documents, lengths, windows, extension, grid, options.untie, options.rope)
     n_layers = configs["base"].architecture.n_layers
     depths = sorted(set(options.depths)) if options.depths else list(range(n_layers + 1))
     found = run(sweep, depths)
@@ -159,11 +184,18 @@ def measure_models(options: argparse.Namespace) -> dict[str, Any]:
         "trained_length": {name: config.trained_length for name, config in configs.items()},
         "untie": options.untie,
         "extend": options.extend,
+        "scope_max": options.scope_max,
+        "rope": options.rope,
         "passkey": options.passkey,
         "passkey_length": None if grid is None else list(grid.lengths),
         "seed": options.seed,
         **found,
     }
+
+
+def _scaled(config: ModelConfig) -> bool:
+    """True if a layer has RoPE that an interpolation refuses to scale again."""
+    return any(not isinstance(layer.rotary, NoRotary | Rope) for layer in config.layers())
 
 
 def _documents(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Tensor]:

@@ -17,7 +17,7 @@ from farsight.analysis.layer_probes.one_layer import (
     rotating_layers,
 )
 from farsight.analysis.layer_probes.options import DEPTHS, FACTORS, NOISE
-from farsight.analysis.sequences import read_sequences
+from farsight.analysis.sequences import sequences_from_options, text_settings
 from farsight.data.retrieval.tasks import parse_task
 from farsight.errors import ConfigError
 from farsight.evals.needle.measure import Grid, measure, parse_depths
@@ -99,7 +99,7 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
     """The figures of the model that the command line names."""
     loaded = load(options.model, options)
     length = options.length or loaded.trained_length
-    tokens_SL = read_sequences(options.data, loaded.tokenizer, length, options.sequences)
+    tokens_SL = sequences_from_options(options, loaded.tokenizer, length)
     passkeys, passkey_length = None, None
     if options.passkey:
         passkey_length = options.passkey_length or loaded.trained_length
@@ -118,6 +118,8 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
         "passkey_trials": options.passkey,
         "passkey_length": passkey_length,
         "seed": options.seed,
+        **text_settings(options),
         "extend": options.extend,
+        "scope_max": options.scope_max,
         **probe_layers(loaded, measurement, options.probe, factors, options.seed),
     }

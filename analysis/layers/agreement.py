@@ -4,6 +4,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,20 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     a, b = (r - r.mean() for r in (ranks(first), ranks(second)))
     scale = float(a.norm() * b.norm())
     return float(a @ b) / scale if scale > 0 else None
+
+
+def p_value(correlation: float | None, n: int) -> float | None:
+    """Two-sided p-value of a rank correlation of n layers, if their ranks were unrelated; None without a correlation, or for n < 3.
+
+    By Student's t with n − 2 degrees of freedom, as in scipy: t = r·sqrt((n − 2) / (1 − r²)). In terms of r = cos φ, that is the integral
+    of sin^(n − 3) from 0 to φ, over half of that from 0 to π; here by Gauss's quadrature, so that small values are exact too.
+    """
+    if correlation is None or n < 3:
+        return None
+    half = math.acos(min(1.0, abs(correlation))) / 2
+    places, weights = np.polynomial.legendre.leggauss(64)
+    tail = half * float(weights @ np.sin(half * (places + 1)) ** (n - 3))
+    return min(1.0, 2 * tail / math.exp(math.lgamma(0.5) + math.lgamma((n - 2) / 2) - math.lgamma((n - 1) / 2)))
 
 
 @dataclass(frozen=True)

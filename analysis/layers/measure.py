@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from farsight.analysis.layer_probes.one_layer import RopeProbe, mean_loss, probed, refuse_own_keys, rotating_layers
-from farsight.analysis.layers.agreement import Overlap, spearman
+from farsight.analysis.layer_probes.one_layer import RopeProbe, probed, refuse_own_keys, rotating_layers
+from farsight.analysis.layers.agreement import Overlap, p_value, spearman
 from farsight.analysis.layers.rankings import usual_top
+from farsight.analysis.layers.rows import Rows, mean_loss, read_rows
 from farsight.analysis.layers.sensitivity import OWN_PAIRS, over_domains, read_pairs, sensitivity
-from farsight.analysis.sequences import read_sequences
 from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import load
@@ -22,24 +20,24 @@ from farsight.model.adapt.layers import largest
 from farsight.progress import progress
 
 
-def rope_influence(decoder: Decoder, tokens_SL: Tensor, gamma: float) -> tuple[float, list[float]]:
+def rope_influence(decoder: Decoder, rows: Rows, gamma: float) -> tuple[float, list[float]]:
     """The mean loss, and each layer's rho: the increase with a changed base (GARFA, equation 6), 0 for layers without RoPE.
 
     Raises:
         ConfigError: an extension that rotates keys itself, a base too small for RoPE, or a non-finite loss.
     """
     refuse_own_keys(decoder)
-    layers = decoder.config.layers(tokens_SL.shape[1])
+    layers = decoder.config.layers(rows.length)
     for number, layer in enumerate(layers):
         base = getattr(layer.rotary, "theta", math.inf) * gamma
         if not base > 1:
             raise ConfigError(f"--gamma {gamma:g} makes the RoPE base of layer {number} {base:g}: it must be above 1.")
-    baseline, rho = mean_loss(decoder, tokens_SL), []
+    baseline, rho = mean_loss(decoder, rows), []
     rotating = rotating_layers(decoder.config)
     for layer in progress(range(len(rotating)), unit="layer", desc="rho"):
         rho.append(0.0)
         if rotating[layer]:
-            rho[layer] = mean_loss(probed(decoder, RopeProbe(layer, base=gamma)), tokens_SL) - baseline
+            rho[layer] = mean_loss(probed(decoder, RopeProbe(layer, base=gamma)), rows) - baseline
     if not math.isfinite(baseline + sum(rho)):
         raise ConfigError("A loss is not a finite number: read the model with --dtype float32.")
     return baseline, rho
@@ -63,9 +61,12 @@ def compare(delta: Sequence[float], rho: Sequence[float], rotates: Sequence[bool
     # Random sets to compare with can only contain layers that rotate.
     sensitive_rotating = {*sensitive} & {*rotating}
     shared = {name: Overlap.of(sensitive_rotating, layers, max(1, len(rotating))) for name, layers in by_rho.items()}
+    signed, absolute = spearman(delta, rho), spearman(delta, magnitude)
     return {
-        "spearman_signed": spearman(delta, rho),
-        "spearman_absolute": spearman(delta, magnitude),
+        "spearman_signed": signed,
+        "p_signed": p_value(signed, len(delta)),
+        "spearman_absolute": absolute,
+        "p_absolute": p_value(absolute, len(delta)),
         "top": {"delta": list(sensitive), **{name: list(layers) for name, layers in by_rho.items()}},
         "overlap": len(shared["absolute_rho"].layers),
         "overlap_expected": shared["absolute_rho"].expected,
@@ -108,21 +109,32 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
     options.dtype = options.dtype or "float32"  # rho is below the rounding error of 16 bits
     loaded = load(options.model, options)
     pairs = read_pairs(options.pairs or OWN_PAIRS)
-    length = options.length or loaded.trained_length
-    tokens_SL = read_sequences(options.data, loaded.tokenizer, length, options.sequences)
-    baseline, rho = rope_influence(loaded.decoder, tokens_SL, options.gamma)
+    rows = read_rows(
+        options.data,
+        loaded.tokenizer,
+        options.length,
+        options.sequences,
+        loaded.trained_length,
+        loaded.config.architecture.vocab_size,
+    )
+    baseline, rho = rope_influence(loaded.decoder, rows, options.gamma)
     domains = sensitivity(loaded.decoder, loaded.tokenizer, pairs)
     delta, rotates = over_domains(domains), rotating_layers(loaded.config)
     return {
         "tool": "analysis.layers",
         "model": str(options.model),
         "data": str(options.data),
-        "length": length,
-        "sequences": len(tokens_SL),
+        "rows": rows.kind,
+        "length": rows.length,
+        "trained_length": loaded.trained_length,
+        "sequences": len(rows.tokens),
+        "targets": rows.targets,
         "pairs": None if options.pairs is None else str(options.pairs),
         "gamma": options.gamma,
         "extend": options.extend,
+        "scope_max": options.scope_max,
         "dtype": options.dtype,
+        "quantization": options.quantization,
         "baseline_loss": baseline,
         "rotates": rotates,
         "delta": delta,
@@ -151,6 +163,9 @@ def compare_profile(options: argparse.Namespace) -> dict[str, Any]:
 
 def profile_of(figures: dict[str, Any]) -> dict[str, Any]:
     """The layer profile that fine-tuning reads."""
-    settings = ("model", "data", "length", "sequences", "pairs", "gamma", "extend", "dtype", "baseline_loss", "rotates")
+    settings = (
+        "model", "data", "rows", "length", "sequences", "targets", "pairs", "gamma", "extend", "dtype", "quantization",
+        "baseline_loss", "rotates",
+    )  # fmt: skip
     source = f"farsight layers: {figures['model']}, rho from {figures['gamma']:g} x each layer's RoPE base"
     return {"source": source, **{name: figures[name] for name in (*settings, "delta", "rho")}}

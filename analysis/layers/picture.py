@@ -1,42 +1,86 @@
-"""The picture of farsight layers: both profiles, each on its own axis, after GARFA's figure 2."""
+"""The picture of farsight layers: delta against rho and both profiles, after GARFA's figures 1 and 2."""
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from farsight.analysis.layers.table import in_words
 from farsight.plots import GREY, PALETTE, log_if_wide, picture, whole_numbers
 
 _MOST_RATIO = 50
 """Largest delta over smallest beyond which the axis is logarithmic."""
-_RHO, _DELTA = PALETTE[:2]
+_RHO, _DELTA, _BOTH = PALETTE[:3]
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
-    """Writes the picture (PNG, SVG or PDF); the top layers by delta and by |rho| are filled."""
+    """Writes the picture (PNG, SVG or PDF): layers by rho and delta, and both by layer, with the top layers filled."""
+    width = max(6.4, 0.22 * len(figures["delta"]) + 2)
+    with picture(path, 6.4 + width, 5.4) as figure:
+        left, right = figure.subplots(1, 2, width_ratios=(6.4, width))
+        _scatter(left, figures)
+        _profiles(right, figures)
+        if figures["spearman_signed"] is not None:
+            figure.suptitle(
+                "Spearman of delta with rho " + ", ".join(in_words(figures, k) for k in ("signed", "absolute"))
+            )
+
+
+def _scatter(axes: Any, figures: dict[str, Any]) -> None:
+    """Each rotating layer by its number, in the colour of the rankings at whose top it is, and a linear fit."""
     delta, rho, top = figures["delta"], figures["rho"], figures["top"]
-    with picture(path, max(6.4, 0.22 * len(delta) + 2), 4.4) as figure:
-        left = figure.subplots()
-        right = left.twinx()
-        _profile(left, delta, top["delta"], _DELTA, "o", "-")
-        _profile(right, rho, top["absolute_rho"], _RHO, "s", "--")
-        still = [layer for layer, rotates in enumerate(figures["rotates"]) if not rotates]
-        if still:
-            right.plot(still, [0] * len(still), "x", color=GREY, label="no rotation")
-            right.legend()
-        log_if_wide(left, delta, _MOST_RATIO)
-        right.axhline(0, color=_RHO, linewidth=0.6, alpha=0.5)
-        whole_numbers(left.xaxis)
-        filled = len(top["delta"])
-        left.set_xlabel(f"layer (filled: the {filled} largest)" if filled > 1 else "layer (filled: the largest)")
-        for axes, label, colour in (
-            (left, "delta: cosine distance, correct and wrong text", _DELTA),
-            (right, "rho: change in loss", _RHO),
-        ):
-            axes.set_ylabel(label, color=colour)
-            axes.tick_params(axis="y", colors=colour)
-            axes.grid(False, axis="y")  # the scales differ
-        correlations = figures["spearman_signed"], figures["spearman_absolute"]
-        if None not in correlations:
-            left.set_title("Spearman of delta with rho {:+.3f}, with |rho| {:+.3f}".format(*correlations))
+    rotating = [layer for layer, rotates in enumerate(figures["rotates"]) if rotates]
+    sensitive, influential = {*top["delta"]}, {*top["absolute_rho"]}
+    groups = {
+        "top by delta and |rho|": (_BOTH, sensitive & influential),
+        "top by delta": (_DELTA, sensitive - influential),
+        "top by |rho|": (_RHO, influential - sensitive),
+        "other": (GREY, {*rotating} - sensitive - influential),
+    }
+    for name, (colour, layers) in groups.items():
+        if shown := sorted(layers & {*rotating}):
+            axes.plot([rho[n] for n in shown], [delta[n] for n in shown], "o", color=colour, label=name)
+    axes.set(xlabel="rho: change in loss", ylabel="delta: cosine distance, correct and wrong text")
+    wide = log_if_wide(axes, [delta[layer] for layer in rotating], _MOST_RATIO)
+    x, y = (np.array([values[layer] for layer in rotating]) for values in (rho, delta))
+    places = np.stack([values / max(np.ptp(values), 1e-30) for values in (x, np.log(y) if wide else y)], axis=1)
+    for number, layer in enumerate(rotating):
+        nearest = np.argsort(np.linalg.norm(places - places[number], axis=1))[1:4]
+        on_left = x[number] < x[nearest].mean() if len(nearest) else False  # away from its neighbours
+        offset, side = ((-5, 0), "right") if on_left else ((5, 0), "left")
+        options: Any = {"textcoords": "offset points", "fontsize": "x-small", "ha": side, "va": "center"}
+        axes.annotate(str(layer), (rho[layer], delta[layer]), offset, **options)
+    if len({*x}) > 1:
+        ends = np.array([x.min(), x.max()])
+        fitted = np.polyval(np.polyfit(x, np.log(y) if wide else y, 1), ends)
+        name = "linear fit of log delta" if wide else "linear fit"
+        axes.plot(ends, np.exp(fitted) if wide else fitted, "--", color=GREY, linewidth=1, label=name)
+    if rotating:
+        axes.legend()
+
+
+def _profiles(left: Any, figures: dict[str, Any]) -> None:
+    """delta on the left axis and rho on the right, by layer; the top layers by delta and by |rho| are filled."""
+    delta, rho, top = figures["delta"], figures["rho"], figures["top"]
+    right = left.twinx()
+    _profile(left, delta, top["delta"], _DELTA, "o", "-")
+    _profile(right, rho, top["absolute_rho"], _RHO, "s", "--")
+    still = [layer for layer, rotates in enumerate(figures["rotates"]) if not rotates]
+    if still:
+        right.plot(still, [0] * len(still), "x", color=GREY, label="no rotation")
+        right.legend()
+    log_if_wide(left, delta, _MOST_RATIO)
+    right.axhline(0, color=_RHO, linewidth=0.6, alpha=0.5)
+    whole_numbers(left.xaxis)
+    filled = len(top["delta"])
+    left.set_xlabel(f"layer (filled: the {filled} largest)" if filled > 1 else "layer (filled: the largest)")
+    for axes, label, colour in (
+        (left, "delta", _DELTA),
+        (right, "rho: change in loss", _RHO),
+    ):
+        axes.set_ylabel(label, color=colour)
+        axes.tick_params(axis="y", colors=colour)
+        axes.grid(False, axis="y")  # the scales differ
 
 
 def _profile(axes: Any, values: list[float], leading: list[int], colour: str, marker: str, line: str) -> None:

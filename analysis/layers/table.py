@@ -7,7 +7,8 @@ from farsight.analysis.layers.rankings import RANKINGS
 
 def table(figures: dict[str, Any]) -> str:
     """The profiles, a line per layer, and how they compare."""
-    top, lines = figures["top"], [f"{'layer':>5}{'delta':>12}{'rho':>12}   in top by"]
+    top, lines = figures["top"], _measured(figures)
+    lines.append(f"{'layer':>5}{'delta':>12}{'rho':>12}   in top by")
     for layer, (delta, rho) in enumerate(zip(figures["delta"], figures["rho"], strict=True)):
         note = ", ".join(RANKINGS[name] for name in RANKINGS if layer in top[name])
         note += "" if figures["rotates"][layer] else " (no rotation)"
@@ -15,8 +16,7 @@ def table(figures: dict[str, Any]) -> str:
     if not any(figures["rotates"]):
         lines.append(f"top {len(top['delta'])} by delta: {' '.join(map(str, top['delta']))}")
         return "\n".join([*lines, "No layer rotates, so there is no rho to compare delta with."])
-    signed, absolute = (_signed(figures[f"spearman_{kind}"]) for kind in ("signed", "absolute"))
-    lines.append(f"Spearman of delta with rho: {signed} (signed), {absolute} (absolute)")
+    lines.append(f"Spearman of delta with rho: {in_words(figures, 'signed')}, {in_words(figures, 'absolute')}")
     for name, meaning in RANKINGS.items():
         lines.append(f"top {len(top[name])} by {meaning}: {' '.join(map(str, top[name]))}")
         if name == "rho" and figures["signed_is_smallest"]:
@@ -30,5 +30,21 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _signed(value: float | None) -> str:
-    return "undefined, as all layers are equal" if value is None else f"{value:+.3f}"
+def _measured(figures: dict[str, Any]) -> list[str]:
+    """The rows that rho was measured on; nothing for a profile read from a file."""
+    if "targets" not in figures:
+        return []
+    length, trained, number = figures["length"], figures["trained_length"], figures["sequences"]
+    if figures["rows"] == "instructions":
+        said = f"{number} rows of instructions, of up to {length:,} tokens; their {figures['targets']:,} trained tokens count"
+    else:
+        said = f"{number} windows of {length:,} tokens"
+    return [f"rho: {said}" + (f" (the model was trained at {trained:,})" if length != trained else "")]
+
+
+def in_words(figures: dict[str, Any], kind: str) -> str:
+    """A rank correlation with its p-value: "-0.758 (signed, p = 4.9e-07)"."""
+    value, p = figures[f"spearman_{kind}"], figures[f"p_{kind}"]
+    if value is None:
+        return f"undefined, as all layers are equal ({kind})"
+    return f"{value:+.3f} ({kind}{'' if p is None else f', p = {p:.2g}'})"

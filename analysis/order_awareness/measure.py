@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from farsight.analysis.order_awareness.options import PERMUTATIONS, TOLERANCE
 from farsight.analysis.order_awareness.permutations import oldest_exchanged, reordered, spans
-from farsight.analysis.sequences import read_sequences
+from farsight.analysis.sequences import sequences_from_options, text_settings
 from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel, load
@@ -61,8 +61,12 @@ def measure(
     permutations: int = PERMUTATIONS,
     tolerance: float = TOLERANCE,
     seed: int = 0,
+    first: int = 0,
 ) -> dict[str, Any]:
     """Measures changes by span and layer.
+
+    Args:
+        first: tokens at a sequence's start that no span reaches, such as a start token.
 
     Returns:
         "spans": [{"tokens", "change", "exchange", "distinguished", "change_all", "distinguished_all"}], after the last block.
@@ -82,7 +86,7 @@ def measure(
     decoder.model.double()
     layers = decoder.config.architecture.n_layers
     generator = torch.Generator().manual_seed(seed)
-    widths = spans(length)
+    widths = spans(length - first)
     found: dict[tuple[int, Kind], list[Tensor]] = {(span, kind): [] for span in widths for kind in get_args(Kind)}
     bar = progress(total=len(tokens_SL) * len(widths), unit="span", desc="order")
     for tokens_L in tokens_SL:
@@ -153,13 +157,14 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
     options.dtype = "float32"  # how it is loaded; `measure` converts it to double precision
     loaded = load(options.model, options)
     length = options.length or loaded.trained_length
-    if length < 2:
-        raise ConfigError(f"--length {length}: a sequence of one token has one order; set 2 or more.")
-    tokens_SL = read_sequences(options.data, loaded.tokenizer, length, options.sequences)
+    tokens_SL = sequences_from_options(options, loaded.tokenizer, length)
+    if length - options.bos < 2:
+        raise ConfigError(f"--length {length}: one token of text has one order; set {2 + options.bos} or more.")
     return {
         "tool": "analysis.order_awareness",
         "model": str(options.model),
         "data": str(options.data),
-        **{name: getattr(options, name) for name in ("permutations", "tolerance", "seed", "extend")},
-        **measure(loaded, tokens_SL, options.permutations, options.tolerance, options.seed),
+        **{name: getattr(options, name) for name in ("permutations", "tolerance", "seed", "extend", "scope_max")},
+        **text_settings(options),
+        **measure(loaded, tokens_SL, options.permutations, options.tolerance, options.seed, first=int(options.bos)),
     }

@@ -4,6 +4,8 @@
     farsight plasticity captured/ --covariance full --picture F.png
     farsight plasticity MODEL_DIR --data FILE --needle needle.json --picture F.png
     farsight plasticity runs/X --data FILE --json F --picture F.png
+    farsight plasticity stage1/ stage2/ extended/ --checkpoints --data FILE --picture F.png
+    farsight plasticity ONE_DIR OTHER_DIR --data FILE --length 131072 --json F --picture F.png
 
 Two keys compete for a random query. If it prefers the first with probability p, the pair's plasticity is 4 p (1 − p): 1 if the
 query alone decides, 0 if the keys alone do. A head's profile is the mean over pairs of earlier keys, for the queries of each
@@ -12,8 +14,9 @@ over the bucket's own queries. From it come AP overall, AP of the first and of t
 AP_drop (the thesis's target is below 0.10), a table by layer, and a map by the distances between the keys and to the query.
 
 MODEL_DIR is any model directory (including those written by transformers), an adapter, a checkpoint, or a folder that farsight
-capture wrote. A run folder, or a recipe's folder with its stages, gives one row per checkpoint instead: bias strength and
-plasticity over training, each checkpoint at its stage's length unless --length is given.
+capture wrote. Several of them are shown side by side. A run folder, or a recipe's folder with its stages, gives one row per
+checkpoint instead: bias strength, what it consists of, and plasticity over training, each checkpoint at its stage's length unless
+--length is given. --checkpoints does the same for model directories that are checkpoints of one training.
 
 For a head with a limited scope, only keys within it compete. If the scope doesn't reach back to an earlier bucket, the head is
 not measurable at this bucket width: it is listed and left out of all means. docs/analysis/plasticity.md has the equations.
@@ -22,18 +25,19 @@ not measurable at this bucket width: it is listed and left out of all means. doc
 from pathlib import Path
 from typing import get_args
 
-from farsight.analysis.capture.options import SEQUENCES, add_capture_options, is_capture
+from farsight.analysis.capture.options import SEQUENCES, add_capture_options, add_models_argument, check_models
 from farsight.analysis.plasticity.options import DRAWS, Covariance, Pairs
 from farsight.analysis.sequences import add_text_options
 from farsight.cli import command, new_parser, positive
+from farsight.errors import ConfigError
 from farsight.inference.model_options import add_model_options
-from farsight.outputs import add_output_options, write_json, write_picture
+from farsight.outputs import add_output_options, write_figures, write_picture
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight plasticity", __doc__)
-    parser.add_argument("model", type=Path, help="model directory, adapter, checkpoint, capture, or run folder")
+    add_models_argument(parser)
     add_text_options(parser, SEQUENCES, optional="required for a model, not for a capture")
     parser.add_argument(
         "--covariance",
@@ -58,28 +62,27 @@ def main(arguments: list[str] | None = None) -> None:
     add_model_options(parser)
     add_output_options(parser)
     options = parser.parse_args(arguments)
-    if not is_capture(options.model) and options.data is None:
-        parser.error(f"{options.model} is not a capture; to capture the model there, add --data FILE")
-    if not options.model.is_dir():
-        parser.error(
-            f"{options.model} is not a folder; name a model directory, a checkpoint, a capture or a run folder"
-        )
+    check_models(parser, options)
 
-    from farsight.analysis.plasticity.checkpoints import find_checkpoints
+    from farsight.analysis.checkpoints import measure_each
     from farsight.analysis.plasticity.measure import measure_model, measure_training
-    from farsight.analysis.plasticity.picture import draw, draw_training
-    from farsight.analysis.plasticity.table import table, training_table
+    from farsight.analysis.plasticity.picture import draw, draw_models, draw_trainings
+    from farsight.analysis.plasticity.table import models_table, table, training_table
 
-    checkpoints = find_checkpoints(options.model)
-    if checkpoints:
-        if options.needle:
-            parser.error("--needle is for one model; name a model directory or a checkpoint in place of a run folder")
-        figures = measure_training(checkpoints, options)
+    if options.needle and len(options.models) > 1:
+        raise ConfigError("--needle is for one model: measure each with its own file.")
+    results = measure_each(options, measure_model, measure_training)
+    write_figures(options.json, results)
+    found = list(results.values())
+    if "checkpoints" in found[0]:
+        print("\n\n".join(training_table(figures) for figures in found))
+        write_picture(options.picture, draw_trainings, found)
+    elif len(found) == 1:
+        print(table(found[0]))
+        write_picture(options.picture, draw, found[0])
     else:
-        figures = measure_model(options)
-    print(training_table(figures["checkpoints"]) if checkpoints else table(figures))
-    write_json(options.json, figures)
-    write_picture(options.picture, draw_training if checkpoints else draw, figures)
+        print(models_table(results))
+        write_picture(options.picture, draw_models, results)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ def read_lengths(file: Path, model: Path) -> Figure:
         raise ConfigError(f"--needle {file} has figures of {names}, but none of {model}: name a file of this model.")
     match found[0]:
         case {"cells": list(cells)}:
-            return "accuracy", _accuracies(cells)
+            return "accuracy", accuracies(cells)
         case {"lengths": dict(lengths)}:
             return "perplexity", {
                 int(length): value for length, value in sorted(lengths.items(), key=lambda i: int(i[0]))
@@ -50,7 +50,8 @@ def _same(named: Path, model: Path) -> bool:
     return len(named.parts) > 1 and named.parts == model.resolve().parts[-len(named.parts) :]
 
 
-def _accuracies(cells: list[dict[str, Any]]) -> dict[int, float]:
+def accuracies(cells: list[dict[str, Any]]) -> dict[int, float]:
+    """Accuracy at each length, over all trials at all depths, from the cells of farsight needle."""
     right: dict[int, float] = defaultdict(float)
     trials: dict[int, int] = defaultdict(int)
     for cell in cells:

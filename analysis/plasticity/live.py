@@ -23,7 +23,7 @@ from farsight.analysis.capture.recorder import Recorder, recording
 from farsight.analysis.capture.sampling import draw_tokens
 from farsight.analysis.geometry.rotation import planar_rotation
 from farsight.analysis.plasticity.heads import head_profile
-from farsight.analysis.plasticity.options import DRAWS
+from farsight.analysis.plasticity.options import AP, DRAWS
 from farsight.analysis.plasticity.summary import bands, mean, overall, without_nan
 from farsight.configs.schema import JobConfig
 from farsight.data.loader import Loader
@@ -38,7 +38,7 @@ from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.parallelize import release_gathered
 from farsight.parallel.pipeline import Pipeline
 
-FIGURES = ("bias_strength", "bias_context", "ap_overall", "ap_first", "ap_last", "ap_drop")
+FIGURES = ("bias_strength", "bias_context", *AP)
 
 
 class PlasticityMetrics:
@@ -110,8 +110,8 @@ class PlasticityMetrics:
             seed=number,
         )
         values = without_nan(profile.plasticity)
-        ap = {"overall": overall(values, profile.queries), **bands(values)}
-        of_position = [ap[name] for name in ("overall", "first", "last", "drop")]
+        ap = {"ap_overall": overall(values, profile.queries), **bands(values)}
+        of_position = [ap[name] for name in AP]
         return [strength, strength * self.length, *(torch.nan if x is None else x for x in of_position)]
 
     @torch.no_grad()

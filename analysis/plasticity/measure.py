@@ -1,16 +1,18 @@
-"""Attention plasticity of a model, or of every checkpoint of a run, as farsight plasticity reports it."""
+"""Attention plasticity of a model, or of every checkpoint of a training, as farsight plasticity reports it."""
 
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from farsight.analysis.capture.from_options import captured_or_capture, settings_of
 from farsight.analysis.capture.samples import Samples
-from farsight.analysis.plasticity.checkpoints import Checkpoint, measure_checkpoints
+from farsight.analysis.checkpoints import Checkpoint, measure_checkpoints
+from farsight.analysis.geometry.rotation import planar_rotation
 from farsight.analysis.plasticity.heads import head_profile, midpoint
 from farsight.analysis.plasticity.lengths import by_length, read_lengths
-from farsight.analysis.plasticity.options import DRAWS, Covariance, Pairs
+from farsight.analysis.plasticity.options import AP, DRAWS, Covariance, Pairs
 from farsight.analysis.plasticity.summary import DistanceMap, check_buckets, head_figures, model_figures
 from farsight.errors import ConfigError
 from farsight.progress import progress
@@ -22,8 +24,8 @@ def measure(
     """The figures of all captured heads; pairs of keys are drawn for each head separately.
 
     Returns:
-        "positions", "profile", "counted", "overall", "first", "last", "drop", "quintiles", "heat", "layers", "heads" and the
-        other entries that docs/analysis/plasticity.md lists.
+        "positions", "profile", "counted", the keys of AP, "quintiles", "heat", "layers", "heads" and the other
+        entries that docs/analysis/plasticity.md lists.
 
     Raises:
         ConfigError: too few buckets or tokens.
@@ -82,10 +84,37 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_training(checkpoints: Sequence[Checkpoint], options: argparse.Namespace) -> dict[str, Any]:
     """The figures of every checkpoint of a run."""
+    if options.needle:
+        raise ConfigError("--needle is for one model: name a model directory or a checkpoint in place of a run folder.")
     check_buckets(options.buckets)
-    rows = measure_checkpoints(checkpoints, options, lambda samples: _measured(samples, options))
-    chosen = {name: getattr(options, name) for name in ("length", "buckets", "per_bucket", "extend", "dtype")}
-    return {"model": str(options.model), "data": str(options.data), **chosen, **_settings(options), "checkpoints": rows}
+    figures = measure_checkpoints(checkpoints, options, lambda samples: checkpoint_figures(samples, options), ("seed",))
+    return figures | _settings(options)
+
+
+def checkpoint_figures(samples: Samples, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of a checkpoint: positional bias and plasticity (Tables 6.2 and A.1), without those of heads and layers."""
+    figures = _measured(samples, options)
+    kept = (*AP, "quintiles", "positions", "profile", "counted", "sequences", "not_measurable")
+    return bias_figures(samples) | {key: figures[key] for key in kept}
+
+
+def bias_figures(samples: Samples) -> dict[str, float]:
+    """Means over all heads of what section 4.3 measures.
+
+    Bias strength (per token, and times the context), μ_Q on axis a, |α_K| and |r_k| on it, and the separation along b.
+    """
+    found = [
+        planar_rotation(samples.queries(n), samples.keys(n), samples.positions_T) for n in range(len(samples.heads))
+    ]
+    bias = fmean(rotation.bias_strength for rotation in found)
+    return {
+        "bias_strength": bias,
+        "bias_context": bias * samples.length,
+        "query_mean": fmean(rotation.query_mean for rotation in found),
+        "key_slope": fmean(abs(rotation.key_slope) for rotation in found),
+        "key_correlation": fmean(abs(rotation.key_correlation) for rotation in found),
+        "separation": fmean(rotation.separation for rotation in found),
+    }
 
 
 def _measured(samples: Samples, options: argparse.Namespace) -> dict[str, Any]:

@@ -1,14 +1,15 @@
-"""The pictures of farsight plasticity: a model's profiles, distance map and layers; or a run's checkpoints."""
+"""The pictures of farsight plasticity: a model's profiles, distance map and layers; several models; or checkpoints."""
 
-import itertools
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from farsight.analysis.plasticity.options import TARGET_DROP
+from farsight.analysis.timeline import Timeline, checkpoint_name
 from farsight.json_files import or_nan
-from farsight.outputs import short_name
-from farsight.plots import GREY, PALETTE, borders, length_ticks, line_style, picture, token_unit, whole_numbers
+from farsight.outputs import short_name, short_names
+from farsight.plots import GREY, PALETTE, length_ticks, line_style, picture, shades, whole_numbers
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
@@ -25,40 +26,90 @@ def draw(figures: dict[str, Any], path: Path) -> None:
         figure.suptitle(f"{short_name(figures['model'])}: attention plasticity, {covariance} covariance, {pairs} pairs")
 
 
-def draw_training(figures: dict[str, Any], path: Path) -> None:
-    """Writes the picture of a run's checkpoints over tokens: bias strength per token and times the context, and plasticity."""
+def draw_models(results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Writes the picture of several models, by path: each one's heads and distance map (Figures 6.3, 6.4), and all means."""
+    names, figures = short_names(results), list(results.values())
+    columns = min(4, len(figures))
+    rows = math.ceil(len(figures) / columns)
+    with picture(path, max(9.0, 3.6 * columns), 5.6 * rows + 3.6) as figure:
+        own, means = figure.subfigures(2, 1, height_ratios=(5.6 * rows, 3.6))
+        panels = own.subplots(2 * rows, columns, squeeze=False)
+        for axes in panels.flat:
+            axes.set_visible(False)
+        for number, (name, of_one) in enumerate(zip(names, figures, strict=True)):
+            row, column = divmod(number, columns)
+            for axes in (profiles := panels[2 * row, column], heat := panels[2 * row + 1, column]):
+                axes.set_visible(True)
+            _profiles(profiles, of_one)
+            profiles.set_title(f"{name}: AP_drop {_drop(of_one)}", fontsize="small")
+            if number:
+                profiles.legend().remove()
+            _heat_map(own, heat, of_one)
+            heat.set_ylabel("tokens to the query")
+            heat.set_title(heat.get_title() if not number else "", fontsize="small")
+        by_fifth, drops = means.subplots(1, 2)
+        for number, (name, of_one) in enumerate(zip(names, figures, strict=True)):
+            by_fifth.plot(range(5), _values(of_one["quintiles"]), **line_style(number), label=name)
+        by_fifth.set_xticks(range(5), [f"{low}–{low + 20} %" for low in range(0, 100, 20)])
+        by_fifth.set(xlabel="position of the query, as a share of the length", ylabel="plasticity")
+        by_fifth.legend()
+        colours = [PALETTE[number % len(PALETTE)] for number in range(len(names))]
+        drops.barh(range(len(names)), _values([of_one["ap_drop"] for of_one in figures]), color=colours)
+        drops.axvline(TARGET_DROP, color=PALETTE[4], linestyle="--", linewidth=1, label="target")
+        drops.axvline(0, color=PALETTE[4], linewidth=0.8)
+        drops.set_yticks(range(len(names)), names)
+        drops.invert_yaxis()
+        drops.set(xlabel="AP_drop: first minus last 20 %")
+        drops.grid(False, axis="y")
+        drops.legend()
+        covariance, pairs = figures[0]["covariance"], figures[0]["pairs"]
+        figure.suptitle(f"attention plasticity, {covariance} covariance, {pairs} pairs")
+
+
+def draw_trainings(trainings: Sequence[dict[str, Any]], path: Path) -> None:
+    """Writes the picture of one or more trainings, a column each: bias and plasticity over checkpoints, and all profiles."""
+    many = len(trainings)
+    with picture(path, 7.5 * many, 11.5) as figure:
+        columns = figure.subfigures(1, many, squeeze=False)[0]
+        names = short_names([figures["model"] for figures in trainings])
+        for column, name, figures in zip(columns, names, trainings, strict=True):
+            _training(column, figures)
+            column.suptitle(f"{name}: positional bias and plasticity over training")
+
+
+def _training(figure: Any, figures: dict[str, Any]) -> None:
+    """Bias strength per token and times the context, plasticity (Figure 6.6), and each checkpoint's profile (Table A.1)."""
+    line = Timeline(figures["checkpoints"])
+    over, below = figure.subfigures(2, 1, height_ratios=(8, 3.5))
+    panels = over.subplots(3, 1, sharex=True)
+    for panel, key, label, colour in (
+        (panels[0], "bias_strength", "per token", 0),
+        (panels[1], "bias_context", "× context", 0),
+        (panels[2], "ap_first", "AP first 20 %", 2),
+        (panels[2], "ap_last", "AP last 20 %", 1),
+        (panels[2], "ap_drop", "AP_drop", 4),
+    ):
+        line.line(panel, key, label, colour)
+    line.finish(panels)
+    panels[2].axhline(TARGET_DROP, color=PALETTE[4], linestyle="--", linewidth=0.8, label="target of AP_drop")
+    panels[0].set_ylabel("bias strength per token")
+    panels[1].set_ylabel("bias strength × context")
+    panels[2].set_ylabel("plasticity")
+    panels[2].legend(loc="center left")
+    axes = below.subplots()
     rows = figures["checkpoints"]
-    unit, size = token_unit(rows[-1]["tokens"])
-    stages = [list(group) for _, group in itertools.groupby(rows, key=lambda row: row["stage"])]
-    with picture(path, 7.5, 8) as figure:
-        panels = figure.subplots(3, 1, sharex=True)
-        lines = [
-            (panels[0], "bias_strength", "per token", 0),
-            (panels[1], "bias_context", "× context", 0),
-            (panels[2], "first", "AP first 20 %", 2),
-            (panels[2], "last", "AP last 20 %", 1),
-            (panels[2], "drop", "AP_drop", 4),
-        ]
-        for panel, key, label, colour in lines:
-            for stage in stages:  # one line per stage, as lengths differ
-                points = [row["tokens"] / size for row in stage], _values([row[key] for row in stage])
-                panel.plot(*points, **line_style(colour), label=label if stage is stages[0] else None)
-        for panel in panels:
-            borders(panel, [before[-1]["tokens"] / size for before in stages[:-1]])
-        for stage in stages:
-            panels[0].annotate(
-                f"{stage[0]['stage']} ({stage[0]['length']:,})",
-                ((stage[0]["tokens"] + stage[-1]["tokens"]) / 2 / size, 1.02),
-                xycoords=("data", "axes fraction"),
-                ha="center",
-                fontsize="x-small",
-            )
-        panels[2].axhline(TARGET_DROP, color=PALETTE[4], linestyle="--", linewidth=0.8, label="target of AP_drop")
-        panels[0].set_ylabel("bias strength per token")
-        panels[1].set_ylabel("bias strength × context")
-        panels[2].set(ylabel="plasticity", xlabel=f"{unit} tokens trained on (dotted: end of a stage)")
-        panels[2].legend(loc="center left")
-        figure.suptitle(f"{short_name(figures['model'])}: positional bias and plasticity over training")
+    named = {round(place * (len(rows) - 1) / 9) for place in range(10)} if len(rows) > 10 else range(len(rows))
+    for number, (row, shade) in enumerate(zip(rows, shades(len(rows)), strict=True)):
+        name = checkpoint_name(row) if number in named else None
+        axes.plot(row["positions"], _values(row["profile"]), color=shade, linewidth=1.4, label=name)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
+    axes.set(xlabel="position of the query", ylabel="plasticity")
+    axes.legend(fontsize="x-small", ncols=2)
+
+
+def _drop(figures: dict[str, Any]) -> str:
+    return "–" if figures["ap_drop"] is None else f"{figures['ap_drop']:.3f}"
 
 
 def _values(profile: Sequence[float | None]) -> list[float]:
@@ -74,8 +125,7 @@ def _profiles(axes: Any, figures: dict[str, Any]) -> None:
     axes.plot(positions, _values(figures["counted"]), "--", color=PALETTE[4], linewidth=1.4, label="mean, counted")
     axes.plot(positions, _values(figures["profile"]), color=PALETTE[1], linewidth=2, label="mean, closed form")
     axes.set(xlabel="position of the query", ylabel="plasticity", ylim=(0, 1.02), xlim=(0, figures["length"]))
-    drop = "–" if figures["drop"] is None else f"{figures['drop']:.3f}"
-    axes.set_title(f"profiles of {len(heads)} heads, AP_drop {drop}", fontsize="small")
+    axes.set_title(f"profiles of {len(heads)} heads, AP_drop {_drop(figures)}", fontsize="small")
     axes.legend(loc="lower left")
 
 
@@ -92,7 +142,8 @@ def _heat_map(figure: Any, axes: Any, figures: dict[str, Any]) -> None:
 
 
 def _layers(axes: Any, figures: dict[str, Any]) -> None:
-    layers = [(int(layer), values["drop"]) for layer, values in figures["layers"].items() if values["drop"] is not None]
+    drops = {int(layer): values["ap_drop"] for layer, values in figures["layers"].items()}
+    layers = [(layer, drop) for layer, drop in drops.items() if drop is not None]
     axes.bar([layer for layer, _ in layers], [drop for _, drop in layers], color=PALETTE[0])
     axes.axhline(figures["target_drop"], color=PALETTE[4], linestyle="--", linewidth=1, label="target")
     axes.axhline(0, color=PALETTE[4], linewidth=0.8)

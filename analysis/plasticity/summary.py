@@ -3,8 +3,9 @@
 Shapes: P pairs of keys, T sampled tokens.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from farsight.analysis.capture.heads import Head
 from farsight.analysis.plasticity.heads import HeadProfile, midpoint
-from farsight.analysis.plasticity.options import TARGET_DROP
+from farsight.analysis.plasticity.options import AP, TARGET_DROP
 from farsight.configs.metrics import LEAST_BUCKETS
 from farsight.errors import ConfigError
 
@@ -39,14 +40,34 @@ def band(profile: Profile, low: float, high: float) -> float | None:
 
 
 def bands(profile: Profile) -> dict[str, float | None]:
-    """{"first", "last", "drop"}: AP of the first and of the last 20 %, and their difference; None where there is no value."""
+    """{"ap_first", "ap_last", "ap_drop"}: AP of the first and of the last 20 %, and their difference; None where there is no value."""
     first, last = band(profile, 0.0, BAND), band(profile, 1 - BAND, 1.0)
-    return {"first": first, "last": last, "drop": None if first is None or last is None else first - last}
+    return {"ap_first": first, "ap_last": last, "ap_drop": None if first is None or last is None else first - last}
 
 
 def quintiles(profile: Profile) -> list[float | None]:
     """Means over fifths of the positions (Table 6.1)."""
     return [band(profile, fifth / 5, (fifth + 1) / 5) for fifth in range(5)]
+
+
+def range_edges(checkpoints: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Edges of ranges of positions for checkpoints of several lengths (Table A.1): each twice the one before, the longest halved.
+
+    With the longest at 64K and 64 buckets: 0, 1K, 2K, 4K, 8K, 16K, 32K, 48K, 64K. The first range begins at 0 and is the shortest
+    that contains the middle of a bucket of some checkpoint, not counting the first.
+    """
+    longest = max(row["length"] for row in checkpoints)
+    least = min(1.5 * row["length"] / len(row["profile"]) for row in checkpoints)
+    edges = [longest, 3 * longest // 4, longest // 2]
+    while edges[-1] // 2 > least:
+        edges.append(edges[-1] // 2)
+    return [0, *reversed(edges)]
+
+
+def by_range(checkpoint: Mapping[str, Any], edges: Sequence[int]) -> list[float | None]:
+    """A checkpoint's plasticity in each range of positions: the mean over the buckets whose middle is in it."""
+    length = checkpoint["length"]
+    return [band(checkpoint["profile"], low / length, high / length) for low, high in itertools.pairwise(edges)]
 
 
 def overall(profile: Profile, queries: Sequence[int]) -> float | None:
@@ -78,7 +99,7 @@ def head_figures(head: Head, profile: HeadProfile) -> dict[str, Any]:
         "measurable": bool(profile.of_bucket),
         "profile": values,
         "counted": counted,
-        "overall": overall(values, profile.queries),
+        "ap_overall": overall(values, profile.queries),
         **bands(values),
         "quintiles": quintiles(values),
     }
@@ -90,7 +111,7 @@ def means_over(heads: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "profile": mean_profile([head["profile"] for head in heads]),
         "counted": mean_profile([head["counted"] for head in heads]),
         "quintiles": mean_profile([head["quintiles"] for head in heads]),
-        **{key: mean(head[key] for head in heads) for key in ("overall", "first", "last", "drop")},
+        **{key: mean(head[key] for head in heads) for key in AP},
     }
 
 
@@ -98,7 +119,7 @@ def model_figures(heads: Sequence[dict[str, Any]], heat: "DistanceMap") -> dict[
     """The figures of a model, from its heads' figures."""
     layers = sorted({head["layer"] for head in heads})
     whole = means_over(heads)
-    drop = whole["drop"]
+    drop = whole["ap_drop"]
     return {
         **whole,
         "target_drop": TARGET_DROP,

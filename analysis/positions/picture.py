@@ -26,7 +26,7 @@ def draw(config: ModelConfig, length: int, path: Path) -> None:
         panels.append(lambda axes: _draw_wavelengths(axes, config, layers, length))
     height = 4.2
     if (garfa := config.position.garfa) is not None and garfa.layers:
-        panels.append(lambda axes: draw_alphas_on(axes, alphas(garfa)))
+        panels.append(lambda axes: draw_alphas_on(axes, garfa))
         height = max(height, 0.2 * len(alphas(garfa)) + 1.2)  # room for each layer's figures
     if any(layer.bias for layer in layers):
         panels.append(lambda axes: _draw_alibi(axes, layers, length))

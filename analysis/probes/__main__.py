@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
         type=positive,
         default=default.tokens_per_sequence,
         metavar="N",
-        help="tokens to use per sequence at most, drawn uniformly (%(default)s)",
+        help="tokens to use per sequence at most, drawn uniformly of longer ones (%(default)s, the paper's length)",
     )
     add(
         "--held-out",
@@ -80,7 +80,8 @@ def main(arguments: list[str] | None = None) -> None:
 
     results: dict[str, dict[str, Any]] = {}
     for path in options.models:
-        results[str(path)] = probe_from_options(path, options)
+        # A copy, as it gets the model's own dtype and start token.
+        results[str(path)] = probe_from_options(path, argparse.Namespace(**vars(options)))
     first = next(iter(results.values()))
     lengths = {figures["length"] for figures in results.values()}
     if len(lengths) > 1:

@@ -20,7 +20,7 @@ from farsight.analysis.probes.position_probe import (
     train_probes,
 )
 from farsight.analysis.probes.settings import ProbeSettings
-from farsight.analysis.sequences import read_sequences
+from farsight.analysis.sequences import sequences_from_options, text_settings
 from farsight.inference.loading import LoadedModel, load
 from farsight.model.llama import Llama
 from farsight.progress import progress
@@ -71,13 +71,14 @@ def probe_model(loaded: LoadedModel, tokens_SL: Tensor, settings: ProbeSettings)
     trained, tested = split_sequences(sequences, settings.held_out, settings.seed)
     device = next(loaded.decoder.model.parameters()).device
     positions_St = draw_positions(sequences, settings).to(device)
-    hidden = [
-        read_layers(loaded, tokens_L.to(device), positions_t)
-        for tokens_L, positions_t in zip(progress(tokens_SL, unit="sequence", desc="read"), positions_St, strict=True)
-    ]
-    learnt_ATD = torch.cat([hidden[number] for number in trained.tolist()], dim=1)
-    unseen_ATD = torch.cat([hidden[number] for number in tested.tolist()], dim=1)
-    del hidden
+    kept = positions_St.shape[1]
+    every_ATD = torch.empty(0)
+    for place, number in enumerate(progress([*trained.tolist(), *tested.tolist()], unit="sequence", desc="read")):
+        h_AtD = read_layers(loaded, tokens_SL[number].to(device), positions_St[number])
+        if not place:  # one tensor from the start, as joining parts would take their memory twice
+            every_ATD = h_AtD.new_empty(len(h_AtD), sequences * kept, h_AtD.shape[-1])
+        every_ATD[:, place * kept : (place + 1) * kept] = h_AtD
+    learnt_ATD, unseen_ATD = every_ATD.split([len(trained) * kept, len(tested) * kept], dim=1)
     learnt_T, unseen_T = positions_St[trained.to(device)].flatten(), positions_St[tested.to(device)].flatten()
     total = settings.epochs * len(learnt_T)
     with progress(total=total, unit="token", desc="train") as bar:
@@ -117,5 +118,10 @@ def probe_from_options(path: Path, options: argparse.Namespace) -> dict[str, Any
         buckets=options.buckets,
         seed=options.seed,
     )
-    tokens_SL = read_sequences(options.data, loaded.tokenizer, settings.length, options.sequences)
-    return {**probe_model(loaded, tokens_SL, settings), "extend": options.extend}
+    tokens_SL = sequences_from_options(options, loaded.tokenizer, settings.length)
+    return {
+        **probe_model(loaded, tokens_SL, settings),
+        "extend": options.extend,
+        "scope_max": options.scope_max,
+        **text_settings(options),
+    }

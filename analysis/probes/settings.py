@@ -30,7 +30,8 @@ class ProbeSettings:
     """Tokens per step."""
     held_out: float = 0.2
     """Share of the sequences held out to measure the error on."""
-    tokens_per_sequence: int = 256
+    tokens_per_sequence: int = 1024
+    """At most, and drawn uniformly of longer sequences: all tokens at the paper's length, and no more memory beyond it."""
     buckets: int = 32
     seed: int = 0
 

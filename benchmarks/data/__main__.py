@@ -1,9 +1,10 @@
-"""Speed, start-up and safety of reading and preparing data, beside other ways to do the same; and how rows are packed.
+"""Speed, start-up and safety of reading and preparing data, beside other ways to do the same; and how rows are packed and padded.
 
-    python -m benchmarks.data [prepare loading start-up kills packing] [--json F]       # --help: all options
+    python -m benchmarks.data [prepare loading start-up kills packing padding] [--json F]       # --help: all options
 
 Speeds are medians of calls that take turns in one process, after a check that their tokens are equal. The corpus is made of this
-Python's standard library, the tokenizer is byte-level BPE trained on it. For "packing" there is none: see `packing.py`.
+Python's standard library, the tokenizer is byte-level BPE trained on it. For "packing" and "padding" there is
+none: see `packing.py` and `padding.py`.
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import Any
 
 from farsight.benchmarks.data.kills import kills
 from farsight.benchmarks.data.packing import packing
+from farsight.benchmarks.data.padding import padding
 from farsight.benchmarks.data.speed import loading, preparing
 from farsight.benchmarks.data.start_up import start_up
 from farsight.cli import command, new_parser, positive
@@ -25,6 +27,7 @@ PARTS: dict[str, Callable[[Path, int, int], Iterator[dict[str, Any]]]] = {
     "start-up": start_up,
     "kills": kills,
     "packing": packing,
+    "padding": padding,
 }
 
 

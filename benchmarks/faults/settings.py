@@ -24,6 +24,7 @@ _NUMBERS = {
     "training.global_batch_size": ("0", "-4"),
     "checkpoint.keep_latest_k": ("-1", "1"),
     "checkpoint.interval": ("0", "-3"),
+    "checkpoint.interval_minutes": ("-1", "nan"),
     "checkpoint.load_step": ("-7",),
     "loss.chunk_tokens": ("-5",),
     "metrics.log_freq": ("0",),

@@ -15,13 +15,14 @@ from farsight.checkpoints.checkpoint_tensors import checkpoint_tensors, paramete
 from farsight.checkpoints.convert.dtypes import DTYPES
 from farsight.checkpoints.graft.tokenizer import common_tokenizer
 from farsight.checkpoints.intact.check import is_complete
+from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.model_dir.api import check_tensors, is_adapter, read_config, tensor_dtypes, write_model_dir
 from farsight.checkpoints.model_dir.safetensors_files import TensorReader
 from farsight.errors import ConfigError
 from farsight.files import check_new_folder
 from farsight.json_files import fields_of, read_object
 from farsight.model.build import ModelConfig
-from farsight.model.graft import grafted_config, source
+from farsight.model.graft import grafted_config, source, with_rope
 from farsight.model.position.layers import layer_selection
 
 
@@ -68,7 +69,13 @@ def open_model(directory: Path) -> SourceModel:
 
 
 def graft(
-    front: Path, back: Path, layers: int, out: Path, dtype: torch.dtype | None = None, untie: bool = False
+    front: Path,
+    back: Path,
+    layers: int,
+    out: Path,
+    dtype: torch.dtype | None = None,
+    untie: bool = False,
+    rope: Path | None = None,
 ) -> tuple[ModelConfig, list[str]]:
     """Writes the graft's model directory.
 
@@ -76,6 +83,7 @@ def graft(
         layers: number of first layers that, with the embedding, come from the front model.
         dtype: dtype of the weights written; None keeps each tensor's own.
         untie: if both models have tied embeddings and these differ, write the back model's as the head.
+        rope: a model whose RoPE all layers get; None leaves each layer its own.
 
     Returns:
         The graft's config, and remarks on differences between the two models.
@@ -86,7 +94,11 @@ def graft(
     """
     check_new_folder(out)
     models = {True: open_model(front), False: open_model(back)}
-    config = grafted_config(models[True].config, models[False].config, layers, partial(_same_embeddings, models), untie)
+    configs = [models[of_front].config for of_front in (True, False)]
+    if rope is not None:
+        theirs = read_model_config(rope)
+        configs = [with_rope(own, theirs) for own in configs]
+    config = grafted_config(configs[0], configs[1], layers, partial(_same_embeddings, models), untie)
     tokenizer, remarks = common_tokenizer(front, back)
     if dtype is None:
         _refuse_other_dtypes(models[True], models[False])
@@ -107,10 +119,9 @@ def graft(
         if tokenizer is not None:
             tokenizer.save(folder)
         kept = None if tokenizer is None else Path(folder)
-        history = _history(front, back, layers, config)
-        write_model_dir(
-            out, config, tensors, read, kept, dtype, history=history, notes=_notes(front, back, layers, config)
-        )
+        said = parts(front, back, layers, config.architecture.n_layers, rope)
+        history, notes = _history(front, back, said), _notes(front, back, layers, config, rope)
+        write_model_dir(out, config, tensors, read, kept, dtype, history=history, notes=notes)
     for model in models.values():
         model.close()
     return config, remarks
@@ -137,26 +148,27 @@ def _refuse_other_dtypes(front: SourceModel, back: SourceModel) -> None:
 # ── Model card ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parts(front: str | Path, back: str | Path, layers: int, n_layers: int) -> str:
+def parts(front: str | Path, back: str | Path, layers: int, n_layers: int, rope: str | Path | None = None) -> str:
     """Says in words which model gives what."""
     given = [f"layers {layer_selection(r)}" if r else "no layer" for r in (range(layers), range(layers, n_layers))]
-    return f"the embedding and {given[0]} of {front}; {given[1]}, the final norm and the output head of {back}"
+    said = f"the embedding and {given[0]} of {front}; {given[1]}, the final norm and the output head of {back}"
+    return said if rope is None else f"{said}; the RoPE of {rope} in all layers"
 
 
-def _history(front: Path, back: Path, layers: int, config: ModelConfig) -> list[dict[str, Any]]:
+def _history(front: Path, back: Path, said: str) -> list[dict[str, Any]]:
     """The runs that trained either model, without duplicates, the front model's first."""
     history = [dict(entry) for entry in read_history(front)]
     history += [dict(entry) for entry in read_history(back) if entry not in history]
     if history:
-        history[-1]["grafted"] = parts(front, back, layers, config.architecture.n_layers)
+        history[-1]["grafted"] = said
     return history
 
 
-def _notes(front: Path, back: Path, layers: int, config: ModelConfig) -> str:
+def _notes(front: Path, back: Path, layers: int, config: ModelConfig, rope: Path | None) -> str:
+    said = parts(f"`{front}`", f"`{back}`", layers, config.architecture.n_layers, rope and f"`{rope}`")
     lines = [
         "\n## What it was grafted from\n",
-        f"This model is {parts(f'`{front}`', f'`{back}`', layers, config.architecture.n_layers)}. It was not trained after "
-        "that. Slices are Python's: 0:2 is layers 0 and 1.\n",
+        f"This model is {said}. It was not trained after that. Slices are Python's: 0:2 is layers 0 and 1.\n",
     ]
     for directory in (front, back):
         lines += [f"`{directory}`:\n", *training_table(read_history(directory))]

@@ -44,6 +44,8 @@ LLAMA_3 = """\
 
 _REMEDY = "repair the row, or set data.chat_template"
 _MARKER = re.compile(r"<\|[^|<>\s]+\|>")
+_CONTENT_END = "CONTENT-ENDS-HERE"
+"""Marks the end of a message's content in a rendered text."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -101,14 +103,38 @@ class ChatTemplate:
         """
         return self._render(Conversation(tuple(messages)), [(len(messages), True)])[0].text
 
+    def unfinished(self, messages: Sequence[dict[str, Any]]) -> str:
+        """The text of messages up to the end of the last one's content, for a model to continue that message.
+
+        Raises `UnusableRow` if the template refuses the messages, or leaves out the last one.
+        """
+        return self._around_last(messages)[0]
+
     def turn_end(self) -> int | None:
-        """The special token that ends an assistant's turn; None if the template writes none (training then adds eos)."""
-        messages = [{"role": "user", "content": "x"}]
-        header = self.prompt(messages)
-        (whole,) = self._render(Conversation((*messages, {"role": "assistant", "content": "y"})), [(2, False)])
-        before, turn = (encoded.ids.tolist() for encoded in self._tokenizer.encode_rendered([header, whole.text]))
+        """The special token that ends an assistant's turn; None if the template writes none (training then adds eos).
+
+        Raises `UnusableRow` if the template refuses a question and its answer.
+        """
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+        (after,) = self._tokenizer.encode_rendered([self._around_last(messages)[1]])
         special = set(self._tokenizer.special_tokens.values())
-        return next((token for token in turn[len(before) :] if token in special), None)
+        return next((token for token in after.ids.tolist() if token in special), None)
+
+    def _around_last(self, messages: Sequence[dict[str, Any]]) -> tuple[str, str]:
+        """The rendered text before and after the end of the last message's content, which a mark in the content shows, as
+        in `transformers`: what a template writes around an answer may differ from the header that it asks for one with."""
+        *before, last = messages
+        marked = {**last, "content": f"{last['content']}{_CONTENT_END} "}
+        text = self._render(Conversation((*before, marked)), [(len(messages), False)])[0].text
+        if _CONTENT_END not in text:
+            raise UnusableRow(
+                "turns not found",
+                f"the chat template {self.name} leaves out the content of message {len(messages)}",
+                _REMEDY,
+            )
+        begin, _, end = text.rpartition(_CONTENT_END)
+        # A template that strips contents would have stripped this one's end too.
+        return (begin, end[1:]) if end.startswith(" ") else (begin.rstrip(), end)
 
     def mark(self, conversation: Conversation, train_on: TrainOn) -> Marked:
         """Renders a conversation and marks the spans to train on: assistant turns from the end of their header through

@@ -1,8 +1,9 @@
 """Global batches of instruction data; their order depends only on the data, the seed and the global batch size.
 
 All conversations are read and tokenised at the start. The rows of all epochs, as `plan.py` lays them out, are one endless
-sequence: step n takes rows n·G … (n+1)·G - 1 of it, and data-parallel rank r of W rows r·G/W … (r+1)·G/W - 1 of these. So the
-state is the number of steps, and a run can resume on another number of ranks.
+sequence: step n takes rows n·G … (n+1)·G - 1 of it. Of packed rows, which are equally long, data-parallel rank r of W takes rows
+r·G/W … (r+1)·G/W - 1 of these; others are sorted by length, so that a micro-batch, which is padded to its longest row, has little
+padding. So the state is the number of steps, and a run can resume on another number of ranks.
 
     conversations    a b c d | e f g | h i          L = 8, packed
     trained          · · T T | · T T | · T
@@ -15,13 +16,14 @@ state is the number of steps, and a run can resume on another number of ranks.
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from farsight.configs.finetuning import FinetuneConfig, InstructionData
 from farsight.data.instructions.chat import ChatTemplate, chat_template
-from farsight.data.instructions.plan import RowSequence, plan_epoch
+from farsight.data.instructions.plan import RowSequence, micro_batches, plan_epoch
 from farsight.data.instructions.rows import Conversations, SourceReport, read_conversations
 from farsight.data.loader import ValidationLoader, global_batch_size, rows_of_rank
 from farsight.data.packing import IGNORE, Packed, Rows
@@ -42,8 +44,14 @@ class RowFiller:
     def __init__(self, conversations: Conversations, padding_id: int, mask_documents: bool):
         self._conversations, self._padding_id, self._mask_documents = conversations, padding_id, mask_documents
 
-    def fill(self, rows: Rows, row: int, items: Sequence[int] | np.ndarray) -> None:
-        """Writes conversations, then padding, into row `row` of `rows`; `items` are their numbers."""
+    def batch(self, items: Sequence[np.ndarray], length: int) -> Rows:
+        """Rows [len(items), length] of conversations, then padding; `items` has the numbers of those in each row."""
+        rows = Rows.empty(len(items), length)
+        for number, of_row in enumerate(items):
+            self._fill(rows, number, of_row)
+        return rows
+
+    def _fill(self, rows: Rows, row: int, items: np.ndarray) -> None:
         inputs, labels = rows.inputs[row], rows.labels[row]
         positions, starts = rows.positions[row], rows.document_starts[row]
         inputs[:], labels[:] = self._padding_id, IGNORE
@@ -62,12 +70,46 @@ class RowFiller:
         starts[begin:] = begin
 
 
+@dataclass(frozen=True)
+class Layout:
+    """The division of a global batch into micro-batches, and the length of their rows.
+
+    Packed rows stay in order, and all have `seq_len` tokens. Others are arranged by `micro_batches`, and each micro-batch has the
+    length of its longest row, rounded up to `multiple`.
+    """
+
+    packed: bool
+    seq_len: int
+    multiple: int
+    size: int
+    """Rows of a micro-batch, b."""
+    ranks: int = 1
+
+    def rows(self, lengths: np.ndarray) -> np.ndarray:
+        """The rows of each micro-batch, int64 [ranks, G / (ranks · b), b], for rows of these lengths in tokens, int64 [G]."""
+        if self.packed:
+            return np.arange(len(lengths)).reshape(self.ranks, -1, self.size)
+        return micro_batches(lengths, self.size, self.ranks)
+
+    def length(self, lengths: np.ndarray) -> int:
+        """L of a micro-batch with rows of these lengths."""
+        longest = max(1, int(lengths.max()))
+        return self.seq_len if self.packed else min(-(-longest // self.multiple) * self.multiple, self.seq_len)
+
+    def padded(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens of each row of a global batch with its padding, int64 [G]."""
+        padded = np.empty_like(lengths)
+        for of_batch in self.rows(lengths).reshape(-1, self.size):
+            padded[of_batch] = self.length(lengths[of_batch])
+        return padded
+
+
 class InstructionLoader(ReadAheadLoader):
     """Rows of conversations.
 
     Yields ({"input": int64 [b, L], "positions": int64 [b, L], "document_starts": int32 [b, L]}, labels: int64 [b, L]),
     G/(W·b) of them per step; labels are IGNORE (-100) for tokens that are not trained. L is `seq_len` if conversations are
-    packed, otherwise the length of the global batch's longest conversation, rounded up to `multiple`. `epochs` are passes over
+    packed, otherwise the length of the micro-batch's longest conversation, rounded up to `multiple`. `epochs` are passes over
     the data, as a fraction; the state is the number of steps.
     """
 
@@ -91,9 +133,9 @@ class InstructionLoader(ReadAheadLoader):
         Raises `DataError` for sizes that don't divide, and for data that can't be read.
         """
         _check_length(seq_len, "training.seq_len")
-        self._rows_of_rank = rows_of_rank(global_batch_size, micro_batch_size, dp_rank, dp_world_size)
-        self._config, self._seq_len, self._multiple = config, seq_len, multiple
-        self.global_batch_size, self._micro_batch_size = global_batch_size, micro_batch_size
+        rows = rows_of_rank(global_batch_size, micro_batch_size, dp_rank, dp_world_size)
+        self._config, self._rank, self.global_batch_size = config, dp_rank, global_batch_size
+        self.layout = Layout(config.packing, seq_len, multiple, micro_batch_size, dp_world_size)
         self.template = template
         self.conversations = read_conversations(
             config, template, tokenizer, split="train", seq_len=seq_len, vocab_size=vocab_size
@@ -106,9 +148,7 @@ class InstructionLoader(ReadAheadLoader):
             seed=config.seed,
             packed_length=seq_len if config.packing else None,
         )
-        facts = LoaderFacts(
-            self._describe_order(tokenizer), self._place_after(0), len(self._rows_of_rank) // micro_batch_size
-        )
+        facts = LoaderFacts(self._describe_order(tokenizer), self._place_after(0), len(rows) // micro_batch_size)
         super().__init__(facts)
         if dp_rank == 0:
             for report in self.conversations.reports:
@@ -136,46 +176,36 @@ class InstructionLoader(ReadAheadLoader):
         return max(1, math.ceil(self.sequence.rows_in(epochs) / self.global_batch_size))
 
     def padding(self) -> float:
-        """Share of padding in the first epoch's rows."""
+        """Share of padding in the rows of the first epoch; in those of its steps, if they are not packed."""
         plan, lengths = self.sequence.plan(0), self.conversations.lengths
-        tokens = int(lengths[plan.items].sum())
-        if self._config.packing:
-            return 1 - tokens / max(1, len(plan) * self._seq_len)
+        if self.layout.packed:
+            return 1 - int(lengths[plan.items].sum()) / max(1, len(plan) * self.layout.seq_len)
         size = self.global_batch_size
-        batches = [lengths[plan.items[start : start + size]] for start in range(0, len(plan), size)]
-        return 1 - tokens / max(1, sum(len(batch) * self._row_length(batch) for batch in batches))
+        used = self.row_lengths(self.sequence.rows(0, self.steps_for(1) * size)).reshape(-1, size)
+        return 1 - used.sum() / sum(self.layout.padded(of_step).sum() for of_step in used)
 
-    def layout(self, items: Sequence[np.ndarray], length: int) -> Rows:
-        """Rows [len(items), length] with the given conversations; `items` has those of each row."""
-        rows = Rows.empty(len(items), length)
-        for number, of_row in enumerate(items):
-            self._filler.fill(rows, number, of_row)
-        return rows
-
-    def row_length(self, items: Sequence[np.ndarray]) -> int:
-        """L of a global batch with the given conversations in each row."""
-        return self._row_length(np.array([self.conversations.lengths[of_row].sum() for of_row in items]))
-
-    def _row_length(self, used: np.ndarray) -> int:
-        return self._seq_len if self._config.packing else _round_up(int(used.max()), self._multiple, self._seq_len)
+    def row_lengths(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Tokens of each row without padding, int64 [rows]; `rows` has the conversations of each."""
+        lengths = self.conversations.lengths
+        return np.array([lengths[items].sum() for items in rows], dtype=np.int64)
 
     def _read(self, state: dict[str, int]) -> Iterator[tuple[Rows, Place | None]]:
-        size, own, step = self._micro_batch_size, self._rows_of_rank, state[_STEPS_KEY]
+        step = state[_STEPS_KEY]
         while True:
-            items = self.sequence.rows(step * self.global_batch_size, self.global_batch_size)
-            length = self.row_length(items)
+            rows = self.sequence.rows(step * self.global_batch_size, self.global_batch_size)
+            lengths = self.row_lengths(rows)
+            own = self.layout.rows(lengths)[self._rank]
+            padding = int((self.layout.padded(lengths) - lengths)[own].sum())
             step += 1
-            in_use = sum(int(self.conversations.lengths[of_row].sum()) for of_row in items[own.start : own.stop])
-            padding = len(own) * length - in_use
-            for start in range(own.start, own.stop, size):
-                rows = self.layout(items[start : start + size], length)
-                yield rows, self._place_after(step, padding) if start + size == own.stop else None
+            for number, of_batch in enumerate(own, start=1):
+                batch = self._filler.batch([rows[row] for row in of_batch], self.layout.length(lengths[of_batch]))
+                yield batch, self._place_after(step, padding) if number == len(own) else None
 
     def _describe_order(self, tokenizer: Tokenizer) -> dict[str, Any]:
         config, conversations = self._config, self.conversations
         order: dict[str, Any] = {
             "training.global_batch_size": self.global_batch_size,
-            "training.seq_len": self._seq_len,
+            "training.seq_len": self.layout.seq_len,
             **{f"data.{name}": getattr(config, name) for name in _ORDER_SETTINGS},
             "the tokenizer (fingerprint)": tokenizer.fingerprint,
             "the chat template (fingerprint)": self.template.fingerprint,
@@ -227,17 +257,14 @@ class InstructionValidationLoader(ValidationLoader):
         items = [plan.row(number) for number in range(len(plan))][:rows]
         micro_batch_size = max(1, min(micro_batch_size, -(-len(items) // dp_world_size)))
         items += [plan.items[:0]] * (-len(items) % (micro_batch_size * dp_world_size))
-        share = len(items) // dp_world_size
-        longest = max(int(lengths[of_row].sum()) for of_row in items)
-        length = seq_len if config.packing else _round_up(longest, multiple, seq_len)
+        layout = Layout(config.packing, seq_len, multiple, micro_batch_size, dp_world_size)
         filler = RowFiller(self.conversations, padding_id(tokenizer), config.mask_documents)
-        self.rows: list[Rows] = []
+        used = np.array([lengths[of_row].sum() for of_row in items], dtype=np.int64)
+        self.rows: list[Rows] = [
+            filler.batch([items[row] for row in of_batch], layout.length(used[of_batch]))
+            for of_batch in layout.rows(used)[dp_rank]
+        ]
         """This rank's micro-batches."""
-        for start in range(dp_rank * share, (dp_rank + 1) * share, micro_batch_size):
-            batch = Rows.empty(micro_batch_size, length)
-            for number, of_row in enumerate(items[start : start + micro_batch_size]):
-                filler.fill(batch, number, of_row)
-            self.rows.append(batch)
         super().__init__(len(self.rows), lambda: map(to_batch, self.rows))
 
 
@@ -293,10 +320,6 @@ def build_instruction_validation_loader(
     return replica.build(
         build, lambda built: built.rows, lambda rows: ValidationLoader(len(rows), lambda: map(to_batch, rows))
     )
-
-
-def _round_up(tokens: int, multiple: int, most: int) -> int:
-    return min(-(-tokens // multiple) * multiple, most)
 
 
 def _check_length(seq_len: int, name: str) -> None:

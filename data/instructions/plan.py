@@ -124,6 +124,22 @@ class RowSequence:
             return self._starts[epoch]
 
 
+def micro_batches(lengths: np.ndarray, size: int, ranks: int) -> np.ndarray:
+    """The rows of each micro-batch of a global batch, int64 [ranks, G / (ranks · size), size]: rows of like length together.
+
+    The longest rows come first, in a rank's micro-batches too, so that a step that runs out of memory does so at its start. Micro-batches of
+    the same number have neighbouring lengths on all ranks, and every other one goes to the ranks in reverse order, so that
+    none always has the longest. Which rows share a micro-batch does not depend on the number of ranks.
+
+    Args:
+        lengths: tokens of each row, int64 [G]; G is a multiple of size · ranks.
+        size: rows of a micro-batch.
+    """
+    turns = np.argsort(-lengths, kind="stable").reshape(-1, ranks, size)
+    turns[1::2] = turns[1::2, ::-1]
+    return turns.swapaxes(0, 1)
+
+
 def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:
     """Packs items of the given lengths, int64 [N], into rows of `space`: longest first, each into the row it fills best.
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -128,6 +129,19 @@ def read_conversations(
     return Conversations(np.concatenate(ids), np.concatenate(trained), np.cumsum(lengths), tuple(sizes), keys, reports)
 
 
+def first_conversations(
+    config: InstructionData, template: ChatTemplate, tokenizer: Tokenizer, most: int, *, seq_len: int, vocab_size: int
+) -> Iterator[Tokens]:
+    """The first usable conversations of a config's first source, up to `most`; what lies beyond them is not tokenised.
+
+    Raises `DataError` as `read_conversations`.
+    """
+    share, *_ = config.sources
+    report = SourceReport(_name(share, 0), config.on_bad_row)
+    reader = _Reader(config, template, tokenizer, "train", seq_len, vocab_size, report)
+    return (tokens for _, tokens in islice(reader.read(share, hash64(config.seed, _ROWS, 0)), most))
+
+
 @dataclass(frozen=True)
 class _Reader:
     """Reads one source."""
@@ -230,7 +244,7 @@ def _open(share: InstructionSource, report: SourceReport) -> _Rows:
     try:
         match share:
             case InstructionJsonl():
-                return JsonRows(report.name, match_files(report.name, share.path), report)
+                return JsonRows(report.name, match_files(report.name, share.path), report, arrays=True)
             case InstructionParquet():
                 return ParquetTables(report.name, match_files(report.name, share.path), report)
             case InstructionHub():

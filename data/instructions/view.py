@@ -26,11 +26,14 @@ def inspect_rows(loader: InstructionLoader, tokenizer: Tokenizer, count: int, co
     enclosed in ⟦ and ⟧. A token is trained if the model learns to predict it from those before it.
     """
     colour = sys.stdout.isatty() if colour is None else colour
-    per_step = loader.global_batch_size
-    parts = []
-    for number in range(count):
-        step = loader.sequence.rows(number // per_step * per_step, per_step)
-        parts.append(_row(loader, tokenizer, number, step[number % per_step], loader.row_length(step), colour))
+    per_step, parts = loader.global_batch_size, []
+    for first in range(0, count, per_step):
+        rows = loader.sequence.rows(first, per_step)
+        lengths = loader.layout.padded(loader.row_lengths(rows))
+        parts += [
+            _row(loader, tokenizer, number, items, length, colour)
+            for number, items, length in zip(range(first, count), rows, lengths)  # noqa: B905  may end within a step
+        ]
     return "\n\n".join([*parts, _summary(loader)])
 
 

@@ -98,8 +98,14 @@ class StreamedDataset(DocumentSource):
 
     def document(self, shard: int, row: int, value: dict[str, Any]) -> Document | None:
         """The document of a row of `rows`; None if it is skipped."""
-        file = f"{place_of(self._config)} [{self._config.split}] shard {shard}"
+        file = self._name_of(shard)
         return text_of(self, value, self._config.field, f"{file} row {row}", file)
+
+    def _name_of(self, shard: int) -> str:
+        """A shard's name in errors: its file, if every shard is one."""
+        if len(self._files) == self.shards:
+            return self._files[shard]
+        return f"{place_of(self._config)} [{self._config.split}] shard {shard}"
 
     def _tables(self, shard: int) -> Iterator[Any]:
         dataset, number = self._places[shard]

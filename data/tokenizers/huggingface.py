@@ -15,8 +15,8 @@ from farsight.json_files import read_object
 
 FAST_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
-_MAP_FILE, _GENERATION_FILE = "special_tokens_map.json", "generation_config.json"
-_JSON_BESIDE = (CONFIG_FILE, _MAP_FILE, "added_tokens.json", _GENERATION_FILE)
+_MAP_FILE, GENERATION_FILE = "special_tokens_map.json", "generation_config.json"
+_JSON_BESIDE = (CONFIG_FILE, _MAP_FILE, "added_tokens.json", GENERATION_FILE)
 _USUAL = {
     "bos": ("<s>", "<|begin_of_text|>", "<bos>", "<|startoftext|>", "[BOS]", BOS),
     "eos": ("</s>", "<|end_of_text|>", "<eos>", "<|endoftext|>", "[EOS]", EOS),
@@ -222,11 +222,11 @@ def _special_id(name: str, settings: dict[str, Any], vocabulary: dict[str, int],
             if not isinstance(token, str) or token not in vocabulary:
                 raise DataError(f"{path.parent / file}: {key} is '{token}', which {path.name} does not have.")
             return vocabulary[token]
-    token_id = settings.get(_GENERATION_FILE, {}).get(f"{name}_token_id")
+    token_id = settings.get(GENERATION_FILE, {}).get(f"{name}_token_id")
     if isinstance(token_id, int):
         if isinstance(token_id, bool) or not 0 <= token_id <= max(vocabulary.values()):
             raise DataError(
-                f"{path.parent / _GENERATION_FILE}: {name}_token_id is {token_id}, which {path.name} does not have."
+                f"{path.parent / GENERATION_FILE}: {name}_token_id is {token_id}, which {path.name} does not have."
             )
         return token_id
     found = [token for token in _USUAL[name] if token in vocabulary]

@@ -10,7 +10,7 @@ from typing import Any
 
 from farsight.data.order import hash64, shuffled
 from farsight.data.tokenizers.base import BOS, EOS, UNK, Tokenizer
-from farsight.data.tokenizers.huggingface import CONFIG_FILE, template_in, write_config, write_fast
+from farsight.data.tokenizers.huggingface import CONFIG_FILE, GENERATION_FILE, template_in, write_config, write_fast
 from farsight.errors import DataError
 from farsight.json_files import read_object
 
@@ -27,7 +27,8 @@ class SentencePieceTokenizer(Tokenizer):
     """A sentencepiece model."""
 
     def __init__(self, path: str | Path):
-        """`path`: tokenizer.model, with tokenizer_config.json and a chat template beside it where they exist.
+        """`path`: tokenizer.model, with tokenizer_config.json, generation_config.json and a chat template beside it where they
+        exist.
 
         Raises `DataError` for any other file.
         """
@@ -46,6 +47,8 @@ class SentencePieceTokenizer(Tokenizer):
             ) from error
         self._settings = read_object(config) if config.is_file() else {}
         self.chat_template = template_in(path.parent)
+        generation = path.parent / GENERATION_FILE
+        self._generation = generation.read_bytes() if generation.is_file() else None
         proto = _parse(self._model)
         self.one_token_a_byte = _keeps_text(proto)
         self.growth = (1, 0) if self.one_token_a_byte else _growth(proto)
@@ -80,6 +83,8 @@ class SentencePieceTokenizer(Tokenizer):
             ours = {"add_bos_token": self.bos_id is not None, "farsight_kind": "sentencepiece"}
             write_config(directory, usual | self._settings | ours)
         self._save_template(directory)
+        if self._generation is not None:  # it may list end tokens
+            (directory / GENERATION_FILE).write_bytes(self._generation)
 
     @cached_property
     def vocabulary(self) -> dict[int, str]:

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 import torch
 from lm_eval.api.model import TemplateLM
-from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from farsight.data.instructions.chat import ChatTemplate
+from farsight.data.instructions.conversations import UnusableRow
 from farsight.errors import ConfigError
 from farsight.inference.generate.completions import generate
 from farsight.inference.loading import LoadedModel
@@ -32,6 +33,11 @@ HEAD_TOKENS = 512
 SEED = 1234
 """Seed of sampled answers; lm-eval's own default."""
 _GENERATION_SETTINGS = {"do_sample", "temperature", "top_p", "until", "max_gen_toks"}
+_GREEDY_SETTINGS = {
+    "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1, "min_length": 0, "min_new_tokens": 0,
+    "bad_words_ids": None, "suppress_tokens": None, "begin_suppress_tokens": None, "sequence_bias": None,
+}  # fmt: skip
+"""Settings of a generation_config.json that change even greedy answers of `transformers`, with the values that do not."""
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]
 """The request's texts, and the tokens of its context and its continuation."""
@@ -68,7 +74,11 @@ class HarnessModel(TemplateLM):
             if tokenizer.chat_template is None:
                 raise ConfigError(f"--chat: the tokenizer of {model.path} has no chat template; leave --chat out.")
             self.template = ChatTemplate(tokenizer.chat_template, "the tokenizer's chat template", tokenizer)
-        self.end_tokens = model.end_tokens | ({self.template.turn_end()} if self.template is not None else set())
+        self.end_tokens = model.end_tokens if self.template is None else model.end_tokens_of_chat(self.template)
+        self._leaves_out_system = False
+        path, settings = model.generation_settings
+        if changed := [f"{k} = {settings[k]}" for k, v in _GREEDY_SETTINGS.items() if settings.get(k) not in (None, v)]:
+            logger.warning(f"{path}: {', '.join(changed)} changes answers of transformers, and is ignored here.")
 
     @property
     def truncated(self) -> int:
@@ -102,11 +112,23 @@ class HarnessModel(TemplateLM):
         return None if self.template is None else self.template.source
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The messages as text; without `add_generation_prompt`, the last one is an answer to be continued."""
+        """The messages as text; without `add_generation_prompt`, the last one is an answer to be continued.
+
+        Raises:
+            ConfigError: messages that the template refuses, even without those of the system.
+        """
         assert self.template is not None
-        if add_generation_prompt:
-            return self.template.prompt(chat_history)
-        return self.template.prompt(chat_history[:-1]) + chat_history[-1]["content"]
+        render = self.template.prompt if add_generation_prompt else self.template.unfinished
+        try:
+            return render(chat_history)
+        except UnusableRow as error:
+            asked = [message for message in chat_history if message["role"] != "system"]
+            if len(asked) < len(chat_history):  # some templates know no system, and then `HFLM` leaves it out
+                if not self._leaves_out_system:
+                    logger.warning(f"{error}: messages of the system are left out.")
+                self._leaves_out_system = True
+                return self.apply_chat_template(asked, add_generation_prompt)
+            raise ConfigError(f"--chat: the chat template does not take a task's messages: {error}.") from error
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         tokenizer = self.model.tokenizer
@@ -190,7 +212,9 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The model's continuation of each context, up to a stop string."""
+        """The model's continuation of each context, up to a stop string; the text that `HFLM` decodes and cuts."""
+        tokenizer = self.model.tokenizer
+        eos = tokenizer.special_token(tokenizer.eos_id)
         alike: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -198,6 +222,9 @@ class HarnessModel(TemplateLM):
         with progress(total=0, desc="generate", unit="token", unit_scale=True, disable=disable_tqdm) as bar:
             for numbers in alike.values():
                 settings = self._settings(requests[numbers[0]].args[1])
+                until = handle_stop_sequences(settings["until"], eos)
+                # Some tasks stop at the text of a special token, which decoded text does not have.
+                ends = self.end_tokens | {tokenizer.special_tokens.get(text) for text in until}
                 new_tokens = settings["max_gen_toks"]
                 sampled = settings["do_sample"] and settings["temperature"] > 0
                 prompts = [self._prompt(requests[number].args[0], new_tokens) for number in numbers]
@@ -208,18 +235,21 @@ class HarnessModel(TemplateLM):
                     )
                     completions = generate(
                         self.model.decoder,
-                        self.model.tokenizer,
+                        tokenizer,
                         [prompts[row] for row in rows],
                         new_tokens,
                         sampling,
-                        settings["until"],
+                        until,
                         self.reading.rows_at_once,
                         bar=bar,
-                        end_tokens=self.end_tokens,
+                        end_tokens=ends,
+                        continued=False,
                     )
                     for row, completion in zip(rows, completions, strict=True):
-                        texts[numbers[row]] = completion.text
-                        self.cache_hook.add_partial("generate_until", requests[numbers[row]].args, completion.text)
+                        # An end token that is not special, such as a line end, is a part of the answer there.
+                        text = postprocess_generated_text(tokenizer.decode(completion.tokens), until, None)
+                        texts[numbers[row]] = text
+                        self.cache_hook.add_partial("generate_until", requests[numbers[row]].args, text)
         return [texts[number] for number in range(len(requests))]
 
     def _settings(self, asked: dict[str, Any]) -> dict[str, Any]:

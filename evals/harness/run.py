@@ -267,6 +267,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         **figures,
         "model": str(folder),
         "extend": options.extend,
+        "scope_max": options.scope_max,
         "limit": options.limit,
         "max_length": reading.max_length,
         "truncated": model.truncated,

@@ -95,15 +95,15 @@ def measure(
         rank, world: this process's number, and how many share the questions; every process returns all figures.
 
     Returns:
-        {"cells": [{"length", "depth", "accuracy", "trials"}], "mean", "wrong": […]}; for scopes that can grow, at
-        lengths beyond the trained one, also "cells_scope_length", "mean_scope_length" and "wrong_scope_length".
+        {"cells": [{"length", "depth", "accuracy", "trials"}], "mean", "wrong": […]}; for scopes that can grow, unless
+        one reading was asked for, at lengths beyond the trained one, also "cells_scope_length", "mean_scope_length" and "wrong_scope_length".
 
     Raises:
         ConfigError: a length that is too short for the task.
     """
     decoder, config = loaded.decoder, loaded.config
     readings = {"": decoder}
-    grown = with_growing_scopes(config)
+    grown = with_growing_scopes(config) if loaded.scope_max is None else None
     if grown is not None and max(grid.lengths) > loaded.trained_length:
         readings["_scope_length"] = Decoder(decoder.model, grown, decoder.extension, decoder.chunk, decoder.name)
     # Up to the trained length, grown scopes are the same as trained ones.
@@ -250,6 +250,7 @@ def about(loaded: LoadedModel, grid: Grid, options: argparse.Namespace) -> dict[
         "haystack": None if options.haystack is None else str(options.haystack),
         "trained_length": loaded.trained_length,
         "extend": options.extend,
+        "scope_max": options.scope_max,
     }
 
 

@@ -33,6 +33,7 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
             _heat_maps(figure, figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True), panels, depths)
         first = next(iter(results.values()))
         extend = f", {first['extend']}" if first["extend"] else ""
+        extend += f", scope_max {first['scope_max']}" if first["scope_max"] else ""
         figure.suptitle(
             f"{first['task']}{extend}: accuracy, {first['trials']} trial{'s' * (first['trials'] > 1)} a cell"
         )

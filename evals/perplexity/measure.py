@@ -93,6 +93,7 @@ def perplexity_by_length(
     windows: Windows = SIDE_BY_SIDE,
     extension: Extension | None = None,
     chunk: int = CHUNK,
+    both: bool = True,
 ) -> dict[str, dict[str, Any]]:
     """Perplexity at each length.
 
@@ -100,6 +101,7 @@ def perplexity_by_length(
         documents: [n] ids each.
         extension: context extension; `config` is the config that it returned.
         chunk: tokens read at once, in windows longer than WHOLE and with an extension.
+        both: also read with scopes that grow, where these can.
 
     Returns:
         {"lengths": {length: perplexity}}, for the model as trained. With buckets, also {"buckets": {length: [perplexity of
@@ -114,7 +116,7 @@ def perplexity_by_length(
     if windows.final:
         documents = [document for document in documents if len(document) >= max(lengths)]
     readings = {"": config}
-    grown = with_growing_scopes(config)
+    grown = with_growing_scopes(config) if both else None
     if grown is not None and max(lengths) > config.trained_length:
         readings["_scope_length"] = grown
     result: dict[str, dict[str, Any]] = {
@@ -168,7 +170,14 @@ def measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict
         document for path in options.data for document in encode_file(path, loaded.tokenizer, options.field or "text")
     ]
     figures = perplexity_by_length(
-        decoder.model, config, documents, options.lengths, windows, decoder.extension, decoder.chunk
+        decoder.model,
+        config,
+        documents,
+        options.lengths,
+        windows,
+        decoder.extension,
+        decoder.chunk,
+        both=loaded.scope_max is None,
     )
     kept = [d for d in documents if not windows.final or len(d) >= max(options.lengths)]
     return {
@@ -179,6 +188,7 @@ def measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict
         "documents": len(kept),
         "trained_length": loaded.trained_length,
         "extend": options.extend,
+        "scope_max": options.scope_max,
         **({"stride": windows.stride} if windows.stride else {"targets": TARGETS}),
     }
 

@@ -33,7 +33,8 @@ class FixedMap(Protocol):
 class FixedMethod(ABC):
     """A method of this kind: a dataclass whose fields are its settings.
 
-    Sequences within the trained window are left as they are.
+    With the defaults of all of them, sequences within the trained window are left as they are. Settings that differ hold for
+    sequences of every length.
     """
 
     name: ClassVar[str]
@@ -45,7 +46,7 @@ class FixedMethod(ABC):
         """The relative positions of a sequence.
 
         Args:
-            window: sequence length that the model was trained on, in tokens; less than `length`.
+            window: sequence length that the model was trained on, in tokens.
             prompt: tokens in the prompt.
             length: largest length of the sequence.
 
@@ -60,10 +61,11 @@ class FixedMethod(ABC):
         return config
 
     def caches(self, model: Llama, config: ModelConfig, batch: Batch) -> dict[str, LayerCache]:
-        window, maps = config.trained_length, dict[int, FixedMap]()
+        window, maps, chosen = config.trained_length, dict[int, FixedMap](), self != type(self)()
         for start in set(batch.starts):
             prompt, length = batch.prompt - start, batch.most_tokens - start
-            maps[start] = PlainPositions() if length <= window else self.positions(window, prompt, length)
+            remapped = chosen or length > window
+            maps[start] = self.positions(window, prompt, length) if remapped else PlainPositions()
         shared = FixedPositions([maps[start] for start in batch.starts], batch, self.interpolated, self.seed)
         return remapped_layers(model, batch, [shared] * len(model.layers))
 

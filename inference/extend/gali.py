@@ -14,34 +14,37 @@ from farsight.inference.extend.remapped import Distances, Region
 
 @dataclass(frozen=True)
 class Gali(FixedMethod):
-    """Past the trained window W, tokens take the positions 0 … W − 1 and, starting from the first and only as far as needed,
-    fractions between them; the last `local` positions stay whole. A logit between two whole relative positions is interpolated
-    from their logits, with normal noise in proportion to the distance.
+    """In a sequence of more than P tokens, they take the positions 0 … P − 1 and, starting from the first and only as far as
+    needed, fractions between them; the last `local` positions stay whole. A logit between two whole relative positions is
+    interpolated from their logits, with normal noise in proportion to the distance.
 
-    The first W tokens of a prompt are read together, the rest in chunks, each with the positions for the length at its end;
+    The first P tokens of a prompt are read together, the rest in chunks, each with the positions for the length at its end;
     each decoded token has the positions for the length at that token.
     """
 
     name: ClassVar[str] = "gali"
     interpolated: ClassVar[bool] = True
     chunk: int = 0
-    """Tokens of a prompt that share their positions. 0: 3,000, as in the authors' settings, or W if that is less."""
+    """Tokens of a prompt that share their positions. 0: 3,000, as in the authors' settings, or P if that is less."""
     local: int = 0
-    """Whole positions at the end. 0: 128, as in the authors' settings, or a quarter of W if that is less."""
+    """Whole positions at the end. 0: 128, as in the authors' settings, or a quarter of P if that is less."""
     noise: float = 1.0
     """Standard deviation of the noise at a distance of the whole length; 0 adds none."""
     seed: int = 0
     """Seed of the noise."""
+    limit: int = 0
+    """P. 0: the trained window, as in the paper."""
 
     def positions(self, window: int, prompt: int, length: int) -> FixedMap:
-        chunk = self.chunk or min(3000, window)
-        local = self.local or min(128, window // 4)
-        if chunk < 1 or not 0 <= local < window or self.noise < 0:
+        limit = self.limit or window
+        chunk = self.chunk or min(3000, limit)
+        local = self.local or min(128, limit // 4)
+        if not 1 <= limit <= window or chunk < 1 or not 0 <= local < limit or self.noise < 0:
             raise ConfigError(
-                f"--extend gali: chunk = {chunk} must be at least 1, local = {local} less than the {window:,} tokens that "
-                f"the model was trained on, and noise = {self.noise:g} at least 0."
+                f"--extend gali: limit = {limit} must be 1 to {window:,}, the tokens that the model was trained on, chunk = "
+                f"{chunk} at least 1, local = {local} less than the limit, and noise = {self.noise:g} at least 0."
             )
-        return GreedyPositions(window, chunk, local, self.noise, prompt)
+        return GreedyPositions(limit, chunk, local, self.noise, prompt)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,17 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from farsight.configs.schema import DynamicNtkRope, LinearRope, NoRotary, NtkRope, Rope, Rotary, Rotating, YarnRope
+from farsight.configs.schema import (
+    DynamicNtkRope,
+    LinearRope,
+    Llama3Rope,
+    NoRotary,
+    NtkRope,
+    Rope,
+    Rotary,
+    Rotating,
+    YarnRope,
+)
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
 
@@ -102,4 +112,14 @@ class Yarn(Interpolation):
         return YarnRope(theta=theta, factor=self.factor, original_length=trained)
 
 
-INTERPOLATIONS: dict[str, type[Interpolation]] = {kind.name: kind for kind in (Linear, Ntk, Dynamic, Yarn)}
+@dataclass(frozen=True)
+class Llama3(Interpolation):
+    """Llama 3.1's scaling by band (Dubey et al., 2024): `llama3:8` gives Llama 3 the positions of Llama 3.1."""
+
+    name: ClassVar[str] = "llama3"
+
+    def rotary(self, theta: float, trained: int) -> Rotating:
+        return Llama3Rope(theta=theta, factor=self.factor, original_length=trained)
+
+
+INTERPOLATIONS: dict[str, type[Interpolation]] = {kind.name: kind for kind in (Linear, Ntk, Dynamic, Yarn, Llama3)}

@@ -44,6 +44,7 @@ def generate(
     on_text: Callable[[int, str], None] | None = None,
     bar: tqdm | None = None,
     end_tokens: Collection[int | None] | None = None,
+    continued: bool = True,
 ) -> list[Completion]:
     """Continues each prompt until an end token, a stop string, or `new_tokens` tokens.
 
@@ -53,6 +54,7 @@ def generate(
         on_text: called with a prompt's number and each piece of its text, as soon as later tokens cannot change it.
         bar: advanced by the prompt tokens read; closed before the first call of `on_text`.
         end_tokens: used in place of the tokenizer's.
+        continued: texts continue their prompts; False decodes them alone, where some tokenizers drop a space at the start.
 
     Raises:
         ConfigError: an empty prompt, or a model whose logits are not finite.
@@ -60,7 +62,7 @@ def generate(
     for n, prompt in enumerate(prompts):
         if not len(prompt):
             raise ConfigError(f"prompt {n} has no tokens; write at least one character.")
-    streams = [TextStream(tokenizer, prompt, stop, end_tokens) for prompt in prompts]
+    streams = [TextStream(tokenizer, prompt if continued else (), stop, end_tokens) for prompt in prompts]
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     batches = [
         numbers[i : i + rows_at_once]

@@ -56,7 +56,9 @@ def _run(options: argparse.Namespace, world: int) -> None:
 
     if first:
         warn_of_long_prompts(loaded, prompts)
-    turn_end = {chat_template(InstructionData(), loaded.tokenizer).turn_end()} if options.chat else set()
+    ends = loaded.end_tokens
+    if options.chat:
+        ends = loaded.end_tokens_of_chat(chat_template(InstructionData(), loaded.tokenizer))
     with progress(total=sum(map(len, prompts)), desc="read", unit="token") as bar:
         completions = generate(
             loaded.decoder,
@@ -68,7 +70,7 @@ def _run(options: argparse.Namespace, world: int) -> None:
             options.rows,
             on_text=stream if alone and first else None,
             bar=bar,
-            end_tokens=loaded.end_tokens | turn_end,
+            end_tokens=ends,
         )
     usage = loaded.decoder.usage
     if mesh is not None:  # each rank holds a part of the heads

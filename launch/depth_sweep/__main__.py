@@ -76,7 +76,10 @@ def main(arguments: list[str] | None = None) -> None:
     figures = {
         "tool": "analysis.depth_sweep",
         "model": None,
-        **{name: getattr(options, name) for name in ("depths", "length", "sequences", "epochs", "seed", "extend")},
+        **{
+            name: getattr(options, name)
+            for name in ("depths", "length", "sequences", "epochs", "seed", "extend", "scope_max")
+        },
         "models": results,
     }
     write_json(options.json, figures)

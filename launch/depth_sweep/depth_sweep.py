@@ -12,7 +12,7 @@ from typing import Any
 
 from farsight.analysis.probes.measure import probe_model
 from farsight.analysis.probes.settings import ProbeSettings
-from farsight.analysis.sequences import read_sequences
+from farsight.analysis.sequences import sequences_from_options, text_settings
 from farsight.configs.load import parse_options
 from farsight.errors import ConfigError
 from farsight.files import write_text
@@ -105,12 +105,14 @@ def measure(point: Point, rest: Sequence[str], options: argparse.Namespace) -> d
         raise ConfigError(
             f"{stage.folder} has no held-out documents, as the recipe measures no perplexity: name a text with --data."
         )
-    tokens_SL = read_sequences(data, loaded.tokenizer, length, options.sequences)
+    text = argparse.Namespace(**{**vars(options), "data": data})
+    tokens_SL = sequences_from_options(text, loaded.tokenizer, length)
     found = probe_model(loaded, tokens_SL, ProbeSettings(length=length, epochs=options.epochs, seed=options.seed))
     return {
         "recipe": point.recipe.stem,
         "depth": point.depth,
         "model": str(stage.model_dir),
+        **text_settings(text),
         "loss": summary["val_loss"][-1] if summary["val_loss"] else summary["train_loss"][-1],
         "error": min(layer["error"] for layer in found["layers"]),
         "guess": found["guess"],

@@ -3,9 +3,9 @@
     farsight plan scope_llama3_8b --gpus 32 --gpu h100-80g
     farsight plan configs/X.toml --gpus 8 --gpu a100-80g --json plan.json --training.seq_len 32768
 
-CONFIG is a config, a recipe (every stage is planned, or only `--stage NAME`), or a config of `train.py finetune`, whose base
+CONFIG is a config, a recipe (every stage is planned as it fits itself to the GPUs, or only `--stage NAME`), or a config of `train.py finetune`, whose base
 need not exist here if model.flavor names its size. Options of the form --section.key value change the config. If a batch or
-layout does not divide over the GPUs, the nearest one that does is planned, with a note. With --json, a recipe's file has its
+layout does not divide over the GPUs, one that does is planned, with a note. With --json, a recipe's file has its
 stages under "stages", and the figures of the last one (or the chosen one) at the top level, where a config has its own.
 
 All figures are calculated: docs/training/plan.md and docs/finetuning/memory.md explain what is counted and assumed, and compare the
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from farsight.cli import bounded, command, new_parser, positive
-from farsight.configs.load import read_toml
+from farsight.configs.load import named_options, parse_options, read_toml
 from farsight.configs.shipped import find_config
 from farsight.launch.plan.hardware import GPUS, Efficiency, Machine, find_gpu
 from farsight.outputs import add_json_option, write_json
@@ -64,11 +64,14 @@ def main(arguments: list[str] | None = None) -> int:
     machine = Machine(options.gpu, find_gpu(options.gpu), efficiency)
     named, configs = read_configs(options.config, rest, options.stage)
     gpus = options.gpus or named
-    plans = [make_plan(name, config, gpus, machine) for name, config in configs.items()]
+    recipe, given = "stages" in read_toml(options.config), named_options(parse_options(rest))
+    plans = [
+        make_plan(name, config, gpus, machine, given, named if recipe else None) for name, config in configs.items()
+    ]
     print("\n\n".join(plan_text(plan) for plan in plans))
     print("\n" + assumptions_text(machine))
     figures = plans[-1].as_dict()
-    if "stages" in read_toml(options.config):
+    if recipe:
         figures["stages"] = [plan.as_dict() for plan in plans]
     write_json(options.json, figures)
     return 0

@@ -50,6 +50,10 @@ GPUS = {
 }
 
 
+ANY = "any"
+"""The value of `farsight recipe --gpu` for GPUs of any memory."""
+
+
 @dataclass(frozen=True)
 class Efficiency:
     """Shares of the data sheet's figures that runs reach; docs/training/plan.md gives the source of each."""

@@ -1,6 +1,7 @@
 """A training run's plan: memory, FLOPs, traffic and time, and what to change if it does not fit."""
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,13 +11,14 @@ from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
 from farsight.kernels.scoped_attention.cost import FLOPS_PER_PAIR
 from farsight.launch.plan.costs import StepTime, flops_per_token, step_time
+from farsight.launch.plan.fit import can_run, fit
 from farsight.launch.plan.hardware import Machine
 from farsight.launch.plan.heads import HeadLayoutCost, chosen_head_layout, compare_head_layouts, imbalance
 from farsight.launch.plan.layout import ParallelLayout
 from farsight.launch.plan.memory import RankMemory, memory_of
 from farsight.launch.plan.read import with_vocabulary
 from farsight.launch.plan.run import Run
-from farsight.launch.plan.suggest import Change, Options, changed, suggest, suggestions
+from farsight.launch.plan.suggest import Change, Options, suggestions
 from farsight.model.build import ModelConfig, count_parameters
 from farsight.model.position.scope import HeadLayout, cost_ratio
 
@@ -33,7 +35,7 @@ class Plan:
     time: StepTime
     notes: list[str] = field(default_factory=list)
     changes: Options = field(default_factory=dict)
-    """Changes made to a config that can't run as written."""
+    """Changes made to a recipe's stage, or to a config that can't run as written."""
     tried: list[Change] = field(default_factory=list)
     """Changes to a fine-tuning run that does not fit, each tried alone."""
     suggestion: Options | None = None
@@ -146,33 +148,46 @@ def _bytes(memory: RankMemory) -> dict[str, int]:
     return {name: getattr(memory, name) for name in names} | caches | {"activations_saved": memory.saved}
 
 
-def make_plan(name: str, config: JobConfig, gpus: int, machine: Machine) -> Plan:
-    """Plans a run. A config of pre-training that can't run as written is planned with the first change with which it runs and fits.
+def make_plan(
+    name: str, config: JobConfig, gpus: int, machine: Machine, given: Collection[str] = (), planned: int | None = None
+) -> Plan:
+    """Plans a run. A recipe's stage is planned as it is fitted to the GPUs, and so is a config of pre-training that can't run as written.
+
+    Args:
+        given: options that stay as they are.
+        planned: GPUs that a recipe is written for; None for a config.
 
     Raises:
         ConfigError: the config can't run on this number of GPUs, and no change that was tried helps.
     """
-    finetunes, device = isinstance(config, FinetuneConfig), machine.device
+    finetunes = isinstance(config, FinetuneConfig)
     if config.engine == "deepspeed" and not finetunes:
         raise ConfigError(
             f'{name}: engine = "deepspeed" can\'t be planned: memory and traffic are those of FSDP. To plan the same run '
             'under FSDP leave --engine out, or set it to "pytorch".'
         )
     config, notes = with_vocabulary(config)
-    changes: Options = {}
+    changes, suggestion = {}, None
+    if not finetunes:
+        runs = can_run(config, gpus)
+        try:
+            fitted = fit(config, gpus, machine, given, planned)
+        except ConfigError as error:
+            if not runs:
+                raise ConfigError(f"{name}: {error}") from error
+            notes.append(str(error).rstrip("."))
+        else:
+            if planned or not runs:
+                config, changes = fitted.config, fitted.options
+                notes += [f"as written, {fitted.why}"] * bool(changes)
+            else:
+                suggestion = fitted.options or None
     try:
         run = Run.of(config, gpus)
     except ConfigError as error:
-        found = None if finetunes else suggest(config, device, gpus)
-        if found is None:
-            raise ConfigError(f"{name}: {error}") from error
-        changes, config = found, changed(config, found)
-        notes.append(f"as written it can't run: {error}")
-        run = Run.of(config, gpus)
-    plan = Plan(name, run, machine, memory_of(run), step_time(run, machine), notes, changes)
-    if plan.fits:
-        return plan
-    if run.finetune:
-        tried, enough = suggestions(run, device)
+        raise ConfigError(f"{name}: {error}") from error
+    plan = Plan(name, run, machine, memory_of(run), step_time(run, machine), notes, changes, suggestion=suggestion)
+    if run.finetune and not plan.fits:
+        tried, enough = suggestions(run, machine.device)
         return dataclasses.replace(plan, tried=tried, suggestion=enough)
-    return dataclasses.replace(plan, suggestion=suggest(config, device, gpus))
+    return plan

@@ -1,4 +1,4 @@
-"""Finds changes with which a run fits: tries a list of them, mildest first."""
+"""Changes to a config: applied, written as options, and suggested for fine-tuning that does not fit, mildest first."""
 
 import copy
 import dataclasses
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from farsight.configs.check import check, model_parallel_ranks
+from farsight.configs.check import check
 from farsight.configs.check_finetuning import shares_out
 from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.optimizers import of_kind
@@ -22,9 +22,6 @@ C = TypeVar("C", bound=JobConfig)
 
 Options = dict[str, Any]
 """Values by `section.key`, as on the command line."""
-
-DEGREES = (2, 4, 8, 16, 32)
-"""Degrees of parallelism to try."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ def changed(config: C, options: Options) -> C:
     Raises:
         ConfigError: they contradict other settings.
     """
-    new = copy.deepcopy(config)
+    new = copy.copy(config)  # its sections are replaced, never changed
     # Validation uses training's batch size unless it is set.
     follows = new.validation.local_batch_size == new.training.local_batch_size
     for name, value in options.items():
@@ -54,7 +51,7 @@ def changed(config: C, options: Options) -> C:
             continue
         setattr(new, section, dataclasses.replace(getattr(new, section), **{key: value}))
     if follows:
-        new.validation.local_batch_size = new.training.local_batch_size
+        new.validation = dataclasses.replace(new.validation, local_batch_size=new.training.local_batch_size)
     check(new)
     return new
 
@@ -77,12 +74,6 @@ def peak_with(config: JobConfig, options: Options, device: Device, gpus: int) ->
         return max(memory.peak for memory in memory_of(Run.of(changed(config, options), gpus, device.cpu)))
     except ConfigError:
         return math.inf
-
-
-def suggest(config: JobConfig, device: Device, gpus: int) -> Options | None:
-    """The first change with which pre-training fits; None if none of those tried helps."""
-    fitting = (o for o in _pretraining(config, gpus) if peak_with(config, o, device, gpus) <= device.usable)
-    return next(fitting, None)
 
 
 def suggestions(run: Run, device: Device) -> tuple[list[Change], Options | None]:
@@ -109,62 +100,6 @@ def suggestions(run: Run, device: Device) -> tuple[list[Change], Options | None]
         if not enough and (together := peak_with(config, taken | options, device, gpus)) < math.inf:
             taken, enough = taken | options, together <= device.usable
     return alone, taken if enough else None
-
-
-# Pre-training
-
-
-def _pretraining(config: JobConfig, gpus: int) -> Iterator[Options]:
-    """Single changes, then all that cost little speed together, then those combined with the others."""
-    p, size = config.parallelism, config.training.local_batch_size
-    checkpointing: list[Options] = []
-    if config.activation_checkpoint.mode != "full":
-        checkpointing.append({"activation_checkpoint.mode": "full"})
-    filled = [_pipelined(config, {}, gpus)] if p.pipeline_parallel_degree > 1 else []
-    smaller = [divisor for divisor in range(size - 1, 0, -1) if size % divisor == 0]
-    batches: list[Options] = [{"training.local_batch_size": divisor} for divisor in smaller]
-    everywhere: Options = {
-        "parallelism.data_parallel_replicate_degree": 1,
-        "parallelism.data_parallel_shard_degree": -1,
-    }
-    sharding = [everywhere] if (p.data_parallel_replicate_degree, p.data_parallel_shard_degree) != (1, -1) else []
-    tensor, context = ([*_degrees(config, name)] for name in ("tensor", "context"))
-    pipeline = [_pipelined(config, options, gpus) for options in _degrees(config, "pipeline")]
-    offload: list[Options] = [{"training.enable_cpu_offload": True}]
-    yield from (*checkpointing, *filled, *batches, *sharding, *tensor, *context, *pipeline, *offload)
-
-    together: Options = {}
-    for options in (*checkpointing, *batches[-1:], *sharding):
-        together |= options
-    yield together
-    yield from (together | options for options in (*tensor, *context, *pipeline, *offload))
-    for degree in tensor:
-        yield from (together | degree | options for options in (*context, *offload))
-    for degree in tensor[-1:]:
-        yield from (together | degree | options | offload[0] for options in context)
-
-
-def _degrees(config: JobConfig, name: str) -> Iterator[Options]:
-    key = f"{name}_parallel_degree"
-    now, shard = getattr(config.parallelism, key), config.parallelism.data_parallel_shard_degree
-    for degree in DEGREES:
-        if degree > now and (name != "tensor" or degree <= 8):
-            freed = {} if shard == -1 else {"parallelism.data_parallel_shard_degree": -1}
-            yield {f"parallelism.{key}": degree, **freed}
-
-
-def _pipelined(config: JobConfig, options: Options, gpus: int) -> Options:
-    """Adds as many micro-batches as the global batch has for each pipeline, as fewer would leave ranks waiting."""
-    now = config.parallelism.pipeline_parallel_degree
-    others = model_parallel_ranks(config) // now
-    copies = gpus // (others * options.get("parallelism.pipeline_parallel_degree", now))
-    batch = config.training.global_batch_size
-    if batch < 1 or copies < 1 or batch % copies:
-        return options
-    return options | {"training.local_batch_size": batch // copies}
-
-
-# Fine-tuning
 
 
 def _finetuning(run: Run, config: FinetuneConfig, device: Device) -> Iterator[tuple[Options, str]]:

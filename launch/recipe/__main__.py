@@ -5,9 +5,14 @@
     farsight recipe X.toml --dry-run --open-data
                                         and open every data source, and read some documents of each
     farsight recipe X.toml --nproc 8    every stage under torchrun with 8 processes
+    farsight recipe X.toml --dry-run --nproc 64 --gpu a100-80g
+                                        the plan on 64 of these GPUs
     farsight recipe scope_llama3_8b --tiny      a shipped recipe by name, in its small form
     farsight recipe X.toml --torchrun "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint HOST:29500"
                                         on each of several nodes with a shared file system
+
+Each stage fits itself to the GPUs at hand and says how: the local batch, then how many GPUs share a sequence, then recomputation, so that
+it runs and fits their memory. Sequences per step, lengths and schedule stay, and options that you give stay too.
 
 A recipe is a config file with `[recipe]` and `[[stages]]`: sections outside the stages are shared, and a stage has only
 the settings that differ. Every stage has a run folder `runs/<recipe>/<stage>/`, which ends with a `model/` directory. A
@@ -22,9 +27,10 @@ from pathlib import Path
 
 from farsight import process
 from farsight.cli import command, new_parser, positive
-from farsight.configs.load import parse_options
+from farsight.configs.load import named_options, parse_options
 from farsight.configs.shipped import find_config
 from farsight.errors import ConfigError
+from farsight.launch.plan.hardware import ANY, GPUS
 
 
 @command
@@ -36,6 +42,11 @@ def main(arguments: list[str] | None = None) -> int:
     add("--dry-run", action="store_true", help="check every stage and print the plan, but run nothing")
     add("--open-data", action="store_true", help="with --dry-run: read some documents of every data source")
     add("--nproc", type=positive, help="processes on this machine (default: 1; the recipe's GPUs in a dry run)")
+    add(
+        "--gpu",
+        metavar="KIND",
+        help=f"kind of GPU whose memory to fit, or {ANY} to leave memory out (default: this machine's; {', '.join(GPUS)})",
+    )
     add("--torchrun", metavar="ARGS", help="arguments for torchrun, instead of --nproc")
     add(
         "--launcher",
@@ -54,18 +65,26 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--open-data reads data without training: add --dry-run")
 
     from farsight.launch.recipe.check import check_stages, missing
+    from farsight.launch.recipe.gpus import fit_stages, machine_of, ranks_of
     from farsight.launch.recipe.run import run_recipe
     from farsight.launch.recipe.text import plan_text
     from farsight.training.stages import load_recipe
 
     overrides = {**parse_options(rest), "tiny": options.tiny}
     recipe, stages = load_recipe(find_config(options.recipe), overrides)
+    check_stages(stages)
+    started = options.nproc or options.torchrun or options.launcher
+    ranks = (
+        ranks_of(options.nproc, options.torchrun, options.launcher) if started or not options.dry_run else recipe.gpus
+    )
+    said: list[str] = []
+    if ranks is not None:
+        stages, said = fit_stages(recipe, stages, ranks, machine_of(options.gpu), named_options(overrides))
     if options.dry_run:
-        processes = recipe.gpus if options.nproc is None else options.nproc
-        check_stages(stages, processes)
-        print(plan_text(stages, processes), flush=True)
+        print(plan_text(stages, ranks or recipe.gpus), *said, sep="\n", flush=True)
     else:
-        check_stages(stages, None if options.torchrun or options.launcher else options.nproc or 1)
+        for line in said:
+            logging.getLogger("farsight").info(line)
     wrong = missing(recipe, stages)
     if options.open_data:
         from farsight.launch.open_data import open_data

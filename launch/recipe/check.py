@@ -1,4 +1,4 @@
-"""Checks before a recipe runs: that its layouts are possible, and that its files and folders exist."""
+"""Checks before a recipe runs: that its models are possible, and that its files and folders exist."""
 
 import dataclasses
 import shutil
@@ -7,7 +7,6 @@ from pathlib import Path
 
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.resume import refuse_another_model
-from farsight.configs.check import check_processes
 from farsight.configs.schema import HubSource, StdlibSource
 from farsight.data.sources.build import open_sources
 from farsight.data.tokenizers.tokenizer import load_tokenizer
@@ -17,19 +16,14 @@ from farsight.training.run_folder import check_run_folder, is_run
 from farsight.training.stages import Recipe, Stage, no_start
 
 
-def check_stages(stages: Sequence[Stage], processes: int | None) -> None:
-    """Refuses layers that a stage's model does not have, and batches that do not divide over the processes.
-
-    Args:
-        processes: number of processes per stage; None if not known.
+def check_stages(stages: Sequence[Stage]) -> None:
+    """Refuses layers that a stage's model does not have.
 
     Raises:
         ConfigError: naming the stage and what is wrong.
     """
     for stage in stages:
         try:
-            if processes is not None:
-                check_processes(stage.config, processes)
             ModelConfig.from_job(stage.config).layers()
             trained_layers(stage.config)
         except ConfigError as error:

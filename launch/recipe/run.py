@@ -1,14 +1,17 @@
 """Runs the stages of a recipe in order, each from the weights of the one before, and reports on them."""
 
 import logging
+import tomllib
 
 from farsight import process
 from farsight.checkpoints.steps import complete_steps
+from farsight.configs.schema import JobConfig
 from farsight.configs.typed import to_toml
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.launch.children import train_script, wait_for
+from farsight.launch.plan.fit import BATCH, LAYOUT
 from farsight.launch.recipe.held_out import texts_of
 from farsight.launch.recipe.summary import report
 from farsight.training.stages import Recipe, Stage
@@ -39,7 +42,7 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
         if stage.finished:
             logger.info(f"{label} is finished")
             settings = stage.folder / "stage.toml"
-            if settings.is_file() and settings.read_text(encoding="utf-8") != to_toml(stage.config):
+            if settings.is_file() and _learns_otherwise(settings.read_text(encoding="utf-8"), stage.config):
                 logger.warning(
                     f"its settings have changed since; to train it again, remove {stage.folder} and the stages after it"
                 )
@@ -68,6 +71,19 @@ def _refuse_stale(stages: list[Stage]) -> None:
             f"stage {stages[first].name} is not finished, but later ones are ({names}), from weights that are gone: remove "
             f"{folders} to train them again, or restore the earlier stage."
         )
+
+
+def _learns_otherwise(trained: str, config: JobConfig) -> bool:
+    """True if a stage would learn something else than under `trained`, the settings in its folder: layouts do not matter."""
+    try:
+        both = tomllib.loads(trained), tomllib.loads(to_toml(config))
+    except tomllib.TOMLDecodeError:  # edited by hand
+        return True
+    unset = any(values.get("training", {}).get("global_batch_size") == -1 for values in both)
+    for values in both:
+        for section, key in (name.split(".") for name in (*LAYOUT, *[BATCH] * unset)):
+            values.get(section, {}).pop(key, None)
+    return both[0] != both[1]
 
 
 def _run(stage: Stage, launcher: list[str]) -> int:

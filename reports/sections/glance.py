@@ -87,12 +87,14 @@ def _needles(found: Sequence[Mapping[str, Any]], model: NamedModel) -> str | Non
 
 def _plain(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Results that compare with other models': read as trained, and not in sliding windows."""
-    return [values for values in found if not values.get("extend") and not values.get("stride")]
+    return [values for values in found if not any(map(values.get, ("extend", "scope_max", "stride")))]
 
 
-def _first(text: Callable[[Mapping[str, Any]], str]) -> Callable[[Sequence[Mapping[str, Any]], NamedModel], str]:
-    """A figure of a model's first result."""
-    return lambda found, model: text(found[0])
+def _first(
+    key: str, text: Callable[[Mapping[str, Any]], str]
+) -> Callable[[Sequence[Mapping[str, Any]], NamedModel], str | None]:
+    """A figure of the first of a model's results that has the key: those of a run's checkpoints lack figures of the model."""
+    return lambda found, model: next((text(values) for values in found if key in values), None)
 
 
 ROWS = (
@@ -111,28 +113,28 @@ ROWS = (
     Row(
         "plasticity",
         "plasticity",
-        _first(lambda values: figure_text(values.get("overall"))),
+        _first("ap_overall", lambda values: figure_text(values["ap_overall"])),
         "Plasticity: the mean over positions, and what it loses from the first fifth of the context to the last "
         f"(target: below {TARGET_DROP:.2f}).",
     ),
-    Row("plasticity", "drop", _first(lambda values: figure_text(values.get("drop")))),
+    Row("plasticity", "drop", _first("ap_drop", lambda values: figure_text(values["ap_drop"]))),
     Row(
         "geometry",
         "bias × context",
-        _first(lambda values: figure_text(mean_bias(values["heads"]), 2)),
+        _first("heads", lambda values: figure_text(mean_bias(values["heads"]), 2)),
         "Bias: what keys gain in score over a whole context.",
     ),
     Row(
         "layers",
         "δ with |ρ|",
-        _first(lambda values: figure_text(values["spearman_absolute"])),
+        _first("spearman_absolute", lambda values: figure_text(values["spearman_absolute"])),
         "δ with |ρ|: rank correlation of the layers' sensitivity with their RoPE's influence.",
     ),
     Row(
         "probes",
         "position error",
-        _first(lambda values: f"{min(or_nan(layer['error']) for layer in values['layers']):.1f}"),
+        _first("layers", lambda values: f"{min(or_nan(layer['error']) for layer in values['layers']):.1f}"),
         "Position error: of the best layer's probe, in tokens.",
     ),
-    Row("order_awareness", "order horizon", _first(lambda values: f"{values['horizon']:,}")),
+    Row("order_awareness", "order horizon", _first("horizon", lambda values: f"{values['horizon']:,}")),
 )

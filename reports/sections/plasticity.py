@@ -1,13 +1,14 @@
 """The sections on plasticity and on the geometry of queries and keys."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from markupsafe import Markup
 
 from farsight.analysis.plasticity.options import TARGET_DROP
+from farsight.analysis.timeline import checkpoint_name
 from farsight.json_files import or_nan
 from farsight.reports.charts import Axis, Series, heat_map, line_chart, short_tokens
 from farsight.reports.page import figure, folded, heading, legend, line_figure, note, panels, table
@@ -34,10 +35,27 @@ def by_layer(values: Mapping[str, Mapping[str, Any]], key: str) -> list[tuple[fl
 
 def show_plasticity(results: Sequence[Result]) -> list[Markup]:
     """Plasticity by position, by layer, and by the distances of keys; and over a run's checkpoints."""
-    profiled = [result for result in results if "profile" in result.values]
-    parts = _profile_parts(profiled) if profiled else []
-    found = [result for result in results if result.values.get("checkpoints")]
-    return parts + [heading("While it trained")] * bool(found) + [_checkpoints_table(result) for result in found]
+    models, runs = _models_and_runs(results)
+    parts = _profile_parts(models) if models else []
+    return parts + _while_it_trained(runs, _plasticity_rows)
+
+
+def _models_and_runs(results: Sequence[Result]) -> tuple[list[Result], list[Result]]:
+    """The results of one model each, and those of the checkpoints of one run each."""
+    runs = [result for result in results if "checkpoints" in result.values]
+    return [result for result in results if "checkpoints" not in result.values], runs
+
+
+def _while_it_trained(
+    runs: Sequence[Result], rows_of: Callable[[Result], tuple[Sequence[str], list[list[str]], str]]
+) -> list[Markup]:
+    """A table for each run, of the columns, rows and caption that `rows_of` gives; the first column is the checkpoint's name."""
+    parts = [heading("While it trained")] * bool(runs)
+    for result in runs:
+        columns, rows, caption = rows_of(result)
+        named = [[checkpoint_name(c), *row] for c, row in zip(result.values["checkpoints"], rows, strict=True)]
+        parts.append(table(["checkpoint", *columns], named, f"{result.model.name}: {caption}"))
+    return parts
 
 
 def _profile_parts(results: Sequence[Result]) -> list[Markup]:
@@ -51,13 +69,13 @@ def _profile_parts(results: Sequence[Result]) -> list[Markup]:
         Axis("position of the query in tokens"),
         Axis("attention plasticity", say="{:.3f}".format, ends=(0, 1)),
     )
-    drops = [Series(name, by_layer(r.values["layers"], "drop"), n) for r, name, n in found]
+    drops = [Series(name, by_layer(r.values["layers"], "ap_drop"), n) for r, name, n in found]
     header = ["model", "0–20 %", "20–40 %", "40–60 %", "60–80 %", "80–100 %", "overall", "drop", "target"]
     rows = [
         [
             name,
-            *map(figure_text, (*r.values["quintiles"], r.values["overall"], r.values["drop"])),
-            "met" if or_nan(r.values["drop"]) < TARGET_DROP else "not met",
+            *map(figure_text, (*r.values["quintiles"], r.values["ap_overall"], r.values["ap_drop"])),
+            "met" if or_nan(r.values["ap_drop"]) < TARGET_DROP else "not met",
         ]
         for r, name, _ in found
     ]
@@ -96,36 +114,46 @@ def _distance_map(name: str, values: Mapping[str, Any]) -> tuple[str, Markup, st
     return name, picture, "Mean plasticity of pairs of keys. Empty: no pairs."
 
 
-def _checkpoints_table(result: Result) -> Markup:
+def _plasticity_rows(result: Result) -> tuple[Sequence[str], list[list[str]], str]:
     """Bias and plasticity over a run's checkpoints (the thesis' Table 6.2)."""
+    keys = ("key_correlation", "ap_overall", "ap_first", "ap_drop")
     rows = [
         [
-            f"{c['stage']}, step {c['step']:,}",
             f"{c['bias_strength']:.3g}",
             figure_text(c["bias_context"], 2),
             f"{c['key_slope']:.3g}",
-            *(figure_text(c[key]) for key in ("key_correlation", "overall", "first", "drop")),
+            *(figure_text(c[key]) for key in keys),
         ]
         for c in result.values["checkpoints"]
     ]
-    header = [
-        "checkpoint",
-        "bias per token",
-        "bias × context",
-        "α_K",
-        "|r_K|",
-        "AP overall",
-        "AP first 20 %",
-        "AP drop",
+    columns = ("bias per token", "bias × context", "|α_K|", "|r_K|", "AP overall", "AP first 20 %", "AP drop")
+    return columns, rows, "bias strength and plasticity while it trained, each checkpoint at its stage's length."
+
+
+def _geometry_rows(result: Result) -> tuple[Sequence[str], list[list[str]], str]:
+    """What bias consists of, and the classes of heads, over a run's checkpoints (Figures 6.5 and A.4)."""
+    found = [checkpoint["model_summary"] for checkpoint in result.values["checkpoints"]]
+    rows = [
+        [
+            f"{s['bias_strength']:.3g}",
+            figure_text(s["query_mean"]),
+            f"{s['abs_key_slope']:.3g}",
+            figure_text(s["separation"]),
+            *(f"{100 * s['class_shares'][kind]:.0f} %" for kind in CLASSES),
+        ]
+        for s in found
     ]
-    caption = (
-        f"{result.model.name}: bias strength and plasticity while it trained, each checkpoint at its stage's length."
-    )
-    return table(header, rows, caption)
+    columns = ("bias per token", "μ_Q", "|α_K|", "separation", *CLASSES)
+    return columns, rows, "bias strength, its parts, and heads by class while it trained."
 
 
 def show_geometry(results: Sequence[Result]) -> list[Markup]:
-    """Variation of queries and keys with position, and the bias it gives late keys."""
+    """Variation of queries and keys with position, and the bias it gives late keys; and over a run's checkpoints."""
+    models, runs = _models_and_runs(results)
+    return (_geometry_parts(models) if models else []) + _while_it_trained(runs, _geometry_rows)
+
+
+def _geometry_parts(results: Sequence[Result]) -> list[Markup]:
     found = labelled(results)
     bias = [Series(name, by_layer(r.values["layers"], "bias_context"), n) for r, name, n in found]
     rows = [

@@ -17,6 +17,8 @@ from farsight.analysis.capture.heads import draw_heads, key_rows
 from farsight.analysis.capture.recorder import recording
 from farsight.analysis.capture.samples import Samples, read_capture
 from farsight.analysis.capture.sampling import CaptureSettings, capture, captured_parts, draw_tokens, joined_parts
+from farsight.analysis.geometry import __main__ as geometry
+from farsight.analysis.sequences import read_sequences
 from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.schema import (
@@ -236,6 +238,65 @@ def test_refused(folder, tmp_path, model, options, words):
     with pytest.raises(SystemExit, match=words):
         main([str(folder / model), *data, *options])
     assert not (tmp_path / "out").exists()
+
+
+DOCUMENTS = ("alpha " * 30, "beta", "gamma " * 12)
+"""Of 180, 4 and 72 tokens as bytes."""
+
+
+@pytest.mark.parametrize(
+    ("options", "length", "expected"),
+    [
+        # Documents take turns.
+        ({}, 60, [(0, 0), (2, 0), (0, 60), (0, 120)]),
+        ({"document_starts": True}, 60, [(0, 0), (2, 0)]),
+        ({"bos": True}, 60, [(0, 0), (2, 0), (0, 59), (0, 118)]),
+        ({"bos": True, "document_starts": True}, 5, [(0, 0), (1, 0), (2, 0)]),
+    ],
+)
+def test_sequences_begin_as_asked(tmp_path, options, length, expected):
+    """Each sequence is cut from its document's bytes; the start token (256) counts in its length."""
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    start, own = ([256], length - 1) if options.get("bos") else ([], length)
+    want = [start + list(DOCUMENTS[number].encode()[at : at + own]) for number, at in expected]
+    assert read_sequences(file, BytesTokenizer(), length, 100, **options).tolist() == want
+    assert read_sequences(file, BytesTokenizer(), length, 2, **options).tolist() == want[:2]
+
+
+def test_sequences_without_room_for_a_start_token(tmp_path):
+    (tmp_path / "data.txt").write_text("alpha")
+    tokenizer = BytesTokenizer()
+    with pytest.raises(ValueError, match="--length 1 leaves no token after the start token"):
+        read_sequences(tmp_path / "data.txt", tokenizer, 1, 1, bos=True)
+    with pytest.raises(ValueError, match="set --length 6 or less"):
+        read_sequences(tmp_path / "data.txt", tokenizer, 7, 1, bos=True)
+    tokenizer.bos_id = None
+    with pytest.raises(ValueError, match="tokenizer has no start token; leave --bos out"):
+        read_sequences(tmp_path / "data.txt", tokenizer, 3, 1, bos=True)
+
+
+def test_the_start_token_is_captured(folder, tmp_path):
+    """Every position of every sequence, with bos first: the first key is that of a lone bos, whatever the document."""
+    file = tmp_path / "data.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    options = ["--data", str(file), "--length", "32", "--per-bucket", "2", "--document-starts"]
+    main([str(folder / "rope"), *options, "--bos", "auto", "--out", str(tmp_path / "c")])
+    manifest = json.loads((tmp_path / "c" / "capture.json").read_text())
+    assert (manifest["bos"], manifest["document_starts"], manifest["sequences"]) == (True, True, 2)
+    written = read_capture(tmp_path / "c")
+    model, config = load_model(folder / "rope")
+    alone = capture(loaded(model, config), torch.tensor([[256, 0]]), CaptureSettings(2, 2, 1.0))
+    for number in range(len(written)):
+        first = written.keys(number)[written.positions_T == 0]
+        assert len(first) == 2
+        assert_close(first, alone.keys(number)[:1].expand(2, -1), atol=1e-5, rtol=0)
+    # Told apart by the tool that reads it, which can't change them.
+    with pytest.raises(SystemExit, match="which fixes --bos"):
+        geometry.main([str(tmp_path / "c"), "--bos", "yes"])
+    main([str(folder / "rope"), *options[:-1], "--out", str(tmp_path / "d")])
+    manifest = json.loads((tmp_path / "d" / "capture.json").read_text())
+    assert (manifest["bos"], manifest["document_starts"], manifest["sequences"]) == (False, False, 7)
 
 
 def test_options_that_are_needed(folder, tmp_path, capsys):

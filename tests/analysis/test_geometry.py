@@ -173,7 +173,20 @@ def test_summaries():
     assert model["bias_strength"] == pytest.approx(0, abs=1e-3)
     assert model["recency"] == pytest.approx(2 / 3)
     assert model["abs_key_slope"] == pytest.approx(0.04 / 3, rel=0.01)
+    assert model["query_mean"] == pytest.approx(np.mean([head["query_mean"] for head in figures["heads"]]))
     assert model["classes"]["position-dominated"] == 3
+    for number in range(4):
+        sizes = []
+        for q, k, *_ in clouds:
+            axis = PCA(4).fit(np.concatenate([q, k])).components_[number]
+            sizes.append([abs(np.corrcoef(x.numpy() @ axis, t)[0, 1]) for x in (q, k)])
+        expected = np.mean(sizes, axis=0)
+        assert [model["pca"][number][key] for key in ("abs_r_q", "abs_r_k")] == pytest.approx(
+            expected.tolist(), abs=1e-6
+        )
+    pairs = np.array([(head["bias_strength"], head["separation"]) for head in figures["heads"]])
+    assert model["bias_separation"] == pytest.approx(np.corrcoef(pairs, rowvar=False)[0, 1])
+    assert model["separation"] == pytest.approx(pairs[:, 1].mean())
     assert sum(model["class_shares"].values()) == pytest.approx(1)
 
 
@@ -209,6 +222,9 @@ def test_the_command(folder, tmp_path, capsys):
     assert [len(head["pca"]) for head in from_capture["heads"]] == [2] * 9
     for head in (*from_model["heads"], *from_capture["heads"]):
         head["pca"] = head["pca"][:2]
+    for summary in (from_model["model_summary"], *from_model["layers"].values()):
+        assert len(summary["pca"]) == 4
+        summary["pca"] = summary["pca"][:2]
     from_model["components"] = 2
     assert from_model == from_capture
     keys = {
@@ -223,8 +239,6 @@ def test_the_command(folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["scoped"], "is not a capture; to capture the model there, add --data"),
-        (["nowhere", "--data", "text.txt"], "nowhere"),
         (["c", "--heads", "5"], "is a capture, which fixes --heads: leave"),
         (["c", "--data", "text.txt"], "is a capture, which fixes --data: leave"),
     ],
@@ -237,7 +251,12 @@ def test_refused(folder, monkeypatch, arguments, words):
         main(arguments)
 
 
-def test_refused_pictures(folder, capsys):
-    with pytest.raises(SystemExit):
-        main([str(folder / "scoped"), "--picture", str(folder / "x.gif")])
-    assert "must end with .png, .svg or .pdf" in capsys.readouterr().err
+def test_refused_usage(folder, capsys):
+    for arguments, words in (
+        ([str(folder / "scoped"), "--picture", str(folder / "x.gif")], "must end with .png, .svg or .pdf"),
+        ([str(folder / "scoped")], "is not a capture; to capture the model there, add --data"),
+        ([str(folder / "nowhere"), "--data", "text.txt"], "nowhere is not a folder"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert words in capsys.readouterr().err

@@ -8,7 +8,7 @@ import torch
 from farsight.analysis.graft_sweep import __main__ as graft_sweep
 from farsight.checkpoints.graft.build import graft
 from farsight.checkpoints.load import load_model
-from farsight.configs.schema import Garfa, GarfaLayer, NoRotary, Position, Rope, Scope
+from farsight.configs.schema import Garfa, GarfaLayer, Llama3Rope, NoRotary, Position, Rope, Scope
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.evals.needle import __main__ as needle
 from farsight.evals.perplexity import __main__ as perplexity
@@ -102,3 +102,50 @@ def test_what_is_refused(places, capsys):
     with pytest.raises(SystemExit):
         sweep(places, "--passkey-length", "300")
     assert "--passkey-length needs --passkey" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def llama_places(places):
+    """A base with plain RoPE, and a long model whose RoPE is scaled as Llama 3.1's."""
+    write(places / "short", Position(rotary=Rope(theta=500.0)), length=32, seed=1)
+    scaled = Llama3Rope(theta=500.0, factor=8.0, original_length=32)
+    write(places / "scaled", Position(rotary=scaled), length=96, seed=2)
+    for name in ("short", "scaled"):
+        BytesTokenizer().save(places / name)
+    return places
+
+
+def of_directory(places, folder, *options):
+    target = places / "perplexity.json"
+    perplexity.main([str(folder), "--data", str(places / "text.txt"), *CALL, *options, "--json", str(target)])
+    return pytest.approx(json.loads(target.read_text())["lengths"], rel=1e-6)
+
+
+def test_one_rope_for_all_layers(llama_places, tmp_path):
+    """Figures of the directories that farsight graft --rope writes; the base's are those of --extend llama3:8."""
+    base, long = llama_places / "short", llama_places / "scaled"
+    found = sweep(llama_places, "--depths", "1", "--rope", "long", base="short", long="scaled")
+    graft(long, base, 1, tmp_path / "g", rope=long)
+    assert found["modes"]["L-Front"][0]["perplexity"] == of_directory(llama_places, tmp_path / "g")
+    assert found["plain"]["base"]["perplexity"] == of_directory(llama_places, base, "--extend", "llama3:8")
+    assert found["plain"]["long"]["perplexity"] == of_directory(llama_places, long)
+    own = sweep(llama_places, "--depths", "1", base="short", long="scaled")
+    assert (found["rope"], own["rope"]) == ("long", None)
+    assert own["modes"]["L-Front"][0]["perplexity"] != pytest.approx(
+        found["modes"]["L-Front"][0]["perplexity"], rel=1e-3
+    )
+
+
+def test_the_base_alone_is_extended_where_the_long_model_is_scaled(llama_places, capsys):
+    base, long = llama_places / "short", llama_places / "scaled"
+    found = sweep(llama_places, "--depths", "2", "--extend", "llama3:8", base="short", long="scaled")
+    assert f"--extend llama3:8 scales the layers of {base} alone" in capsys.readouterr().out
+    assert found["plain"]["base"]["perplexity"] == of_directory(llama_places, base, "--extend", "llama3:8")
+    assert found["plain"]["long"]["perplexity"] == of_directory(llama_places, long)
+    # This base's scaling is the long model's: all layers have it.
+    same = sweep(llama_places, "--depths", "2", "--rope", "long", base="short", long="scaled")
+    assert found["modes"]["B-Front"][0]["perplexity"] == pytest.approx(
+        same["modes"]["B-Front"][0]["perplexity"], rel=1e-6
+    )
+    with pytest.raises(SystemExit, match="--extend yarn:8 does nothing here: --rope long gives all layers"):
+        sweep(llama_places, "--depths", "2", "--extend", "yarn:8", "--rope", "long", base="short", long="scaled")

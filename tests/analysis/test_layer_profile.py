@@ -5,16 +5,18 @@ import json
 import math
 import random
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from scipy import stats
 from torch.testing import assert_close
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from farsight.analysis.layer_probes.one_layer import mean_loss
 from farsight.analysis.layers.__main__ import main
-from farsight.analysis.layers.agreement import Overlap, spearman
+from farsight.analysis.layers.agreement import Overlap, p_value, spearman
 from farsight.analysis.layers.measure import compare, rope_influence
+from farsight.analysis.layers.rows import Rows, mean_loss, read_rows
 from farsight.analysis.layers.sensitivity import OWN_PAIRS, Pair, layer_means, over_domains, read_pairs, sensitivity
 from farsight.analysis.layers.table import table
 from farsight.checkpoints.load import load_model
@@ -25,6 +27,7 @@ from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.extend import parse_extension
 from farsight.model.adapt.layers import adapted
+from farsight.model.adapt.quantized import dequantize
 from farsight.model.build import ModelConfig
 from tests.checkpoints.test_convert import write_with_transformers
 from tests.model.test_model import SMALL, fresh_model
@@ -42,19 +45,24 @@ def decoder_of(folder, chunk=16) -> Decoder:
 def test_the_papers_table(tmp_path, capsys):
     main(["--profile", str(TABLE_7), "--json", str(tmp_path / "f.json"), "--picture", str(tmp_path / "f.svg")])
     printed, figures = capsys.readouterr().out, json.loads((tmp_path / "f.json").read_text())
-    assert "-0.758 (signed), +0.758 (absolute)" in printed
+    assert "-0.758 (signed, p = 5e-07), +0.758 (absolute, p = 5e-07)" in printed
     assert "top 10 by delta: 0 23 24 25 26 27 28 29 30 31\n" in printed
     assert "top 10 by |rho|: 21 22 23 25 26 27 28 29 30 31\n" in printed
     assert "top 10 by signed rho: 0 1 2 3 4 5 6 7 8 9  (the smallest |rho|)\n" in printed
     printed_there = json.loads(TABLE_7.read_text())
     for key, rho in (("signed", printed_there["rho"]), ("absolute", [abs(value) for value in printed_there["rho"]])):
-        assert figures[f"spearman_{key}"] == pytest.approx(stats.spearmanr(printed_there["delta"], rho).statistic)
+        theirs = stats.spearmanr(printed_there["delta"], rho)
+        assert figures[f"spearman_{key}"] == pytest.approx(theirs.statistic)
+        assert figures[f"p_{key}"] == pytest.approx(theirs.pvalue, rel=1e-9)
     assert figures["top"]["delta"] == [0, *range(23, 32)]
     assert figures["top"]["absolute_rho"] == [21, 22, 23, *range(25, 32)]  # 23 and 24 tie
     assert figures["top"]["rho"] == [*range(10)]
     assert (figures["overlap"], figures["overlap_expected"]) == (8, 3.125)
     assert figures["shared"]["rho"]["layers"] == [0]
-    assert (tmp_path / "f.svg").stat().st_size
+    drawn = (tmp_path / "f.svg").read_text(encoding="utf-8")
+    assert all(f"<!-- {layer} -->" in drawn for layer in range(32))
+    assert "<!-- top by delta and |rho| -->" in drawn
+    assert "<!-- Spearman of delta with rho -0.758 (signed, p = 5e-07), +0.758 (absolute, p = 5e-07) -->" in drawn
 
 
 def test_rank_statistics_equal_scipys():
@@ -65,7 +73,10 @@ def test_rank_statistics_equal_scipys():
         if len({*a}) == 1 or len({*b}) == 1:
             assert spearman(a, b) is None
             continue
-        assert spearman(a, b) == pytest.approx(stats.spearmanr(a, b).statistic, abs=1e-12)
+        theirs = stats.spearmanr(a, b)
+        assert (found := spearman(a, b)) == pytest.approx(theirs.statistic, abs=1e-12)
+        if n > 2:
+            assert p_value(found, n) == pytest.approx(theirs.pvalue, rel=1e-6, abs=1e-7)
         first, second = (random.sample(range(n), random.randint(1, n)) for _ in range(2))
         chance, found = stats.hypergeom(n, len(first), len(second)), Overlap.of(first, second, n)
         shared = len({*first} & {*second})
@@ -73,6 +84,16 @@ def test_rank_statistics_equal_scipys():
         assert (found.expected, found.at_most, found.at_least) == pytest.approx(
             (sum(k * chance.pmf(k) for k in range(n + 1)), chance.cdf(shared), chance.sf(shared - 1))
         )
+
+
+@pytest.mark.parametrize("n", [3, 4, 5, 12, 32, 33, 80, 126])
+def test_p_values_are_students(n):
+    for r in (0.0, 0.1, -0.5, 0.735, -0.9, 0.99, -0.999):
+        t = abs(r) * math.sqrt((n - 2) / (1 - r * r))
+        assert p_value(r, n) == pytest.approx(2 * stats.t.sf(t, n - 2), rel=1e-9)
+    assert p_value(1.0, n) == p_value(-1.0, n) == 0
+    assert p_value(None, n) is p_value(0.5, 2) is None
+    assert f"{p_value(-0.735, 32):.2e}" == "1.66e-06"  # the paper's
 
 
 def test_leading_layers():
@@ -143,7 +164,7 @@ def test_rho_equals_transformers_with_one_rotary_embedding_replaced(kind, tmp_pa
         )
         expected.append(loss() - plain)
         hook.remove()
-    baseline, rho = rope_influence(decoder_of(tmp_path / "m"), TOKENS, 2.0)
+    baseline, rho = rope_influence(decoder_of(tmp_path / "m"), Rows.whole(TOKENS), 2.0)
     assert baseline == pytest.approx(plain, abs=1e-5)
     assert rho == pytest.approx(expected, abs=1e-5)
     assert min(map(abs, rho)) > 1e-4
@@ -152,7 +173,7 @@ def test_rho_equals_transformers_with_one_rotary_embedding_replaced(kind, tmp_pa
 def test_layers_without_rope_have_no_rho():
     position = Position(rotary=Rope(theta=100.0), rules=(LayerRule(layers="1", rotary=NoRotary()),))
     config = ModelConfig(SMALL, position, trained_length=32)
-    _, rho = rope_influence(Decoder(fresh_model(config), config), TOKENS[:1] % 96, 4.0)
+    _, rho = rope_influence(Decoder(fresh_model(config), config), Rows.whole(TOKENS[:1] % 96), 4.0)
     assert rho[1] == 0.0
     assert min(abs(rho[0]), abs(rho[2])) > 1e-4
 
@@ -160,7 +181,7 @@ def test_layers_without_rope_have_no_rho():
 def test_extensions_that_change_frequencies_go_together_with_a_changed_base():
     """The loss under --extend yarn:2 and a doubled base equals that of a model built with both."""
     config = ModelConfig(SMALL, Position(rotary=Rope(theta=100.0)), trained_length=20)
-    extension, tokens = parse_extension("yarn:2"), TOKENS[:1] % 96
+    extension, tokens = parse_extension("yarn:2"), Rows.whole(TOKENS[:1] % 96)
     longer = extension.change(config)
     baseline, rho = rope_influence(Decoder(fresh_model(longer), longer, extension), tokens, 2.0)
     rules = (LayerRule(layers="2", rotary=Rope(theta=200.0)),)
@@ -207,6 +228,7 @@ def test_the_command_writes_a_profile_that_fine_tuning_reads(tmp_path, capsys):
     main([*command, "--picture", names["f.png"]])
     figures, profile = (json.loads((tmp_path / name).read_text()) for name in ("f.json", "profile.json"))
     assert figures["tool"] == "analysis.layers"
+    assert (figures["rows"], figures["targets"], figures["quantization"]) == ("windows", 94, None)
     assert (figures["model"], figures["gamma"], figures["length"], figures["sequences"]) == (
         str(tmp_path / "m"),
         3,
@@ -214,8 +236,9 @@ def test_the_command_writes_a_profile_that_fine_tuning_reads(tmp_path, capsys):
         2,
     )
     decoder = decoder_of(tmp_path / "m")
-    tokens = torch.tensor(BytesTokenizer().encode((tmp_path / "text.txt").read_text())[:96]).view(2, 48)
-    baseline, rho = rope_influence(decoder, tokens, 3.0)
+    text = torch.tensor(BytesTokenizer().encode((tmp_path / "text.txt").read_text())[:94]).view(2, 47)
+    tokens = torch.nn.functional.pad(text, (1, 0), value=BytesTokenizer().bos_id)  # windows begin with the start token
+    baseline, rho = rope_influence(decoder, Rows.whole(tokens), 3.0)
     assert [figures["baseline_loss"], *figures["rho"]] == pytest.approx([baseline, *rho], abs=2e-6)
     by_domain = sensitivity(decoder, BytesTokenizer(), [Pair("a", "one", "two"), Pair("b", "x", "y")])
     assert figures["domains"] == {domain: pytest.approx(deltas, abs=1e-6) for domain, deltas in by_domain.items()}
@@ -234,7 +257,111 @@ def test_the_command_writes_a_profile_that_fine_tuning_reads(tmp_path, capsys):
     printed = capsys.readouterr().out
     main(["--profile", names["profile.json"]])
     shown = capsys.readouterr().out
-    assert printed.startswith(shown)  # then the names of the files written
+    measured, _, rest = printed.partition("\n")
+    assert measured.startswith("rho: 2 windows of 48 tokens (the model was trained at ")
+    assert rest.startswith(shown)  # then the names of the files written
+
+
+def test_windows_are_as_long_as_the_text_gives_them(tmp_path):
+    tokenizer = BytesTokenizer()
+    texts = ["x" * 50, "y" * 30, "z" * 9]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def windows(length=None, most=8, trained=131_072):
+        rows = read_rows(tmp_path / "t.jsonl", tokenizer, length, most, trained, 300)
+        assert all(int(row[0]) == tokenizer.bos_id for row in rows.tokens)
+        assert len({len(row) for row in rows.tokens}) == 1
+        return rows
+
+    for most in range(1, 12):
+        best = max(own for own in range(1, 51) if sum(len(text) // own for text in texts) >= most)
+        rows = windows(most=most)
+        assert (rows.length, len(rows.tokens)) == (1 + best, most)
+    assert windows(most=8, trained=6).length == 6
+    assert windows(length=31).tokens[1].tolist() == [tokenizer.bos_id] + [ord("y")] * 30
+    assert windows(most=1000).length == 51  # there are not so many: the longest document's
+    with pytest.raises(
+        ConfigError, match=r"longest document has 50 tokens after the start token, so .* --length to 51"
+    ):
+        windows(length=52)
+    (tmp_path / "t.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(ConfigError, match="longest document has 0 tokens"):
+        windows()
+
+
+INSTRUCTIONS = [
+    {"instruction": f"add {n} and {n % 7}", "output": f"it is {n + n % 7}. " * (1 + n % 4)} for n in range(20)
+]
+
+
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".parquet"])
+def test_rows_of_instructions_are_those_of_the_template(tmp_path, kind):
+    path, tokenizer = tmp_path / f"rows{kind}", BytesTokenizer()
+    if kind == ".parquet":
+        pq.write_table(pa.Table.from_pylist(INSTRUCTIONS), path)
+    else:
+        lines = "".join(json.dumps(row) + "\n" for row in INSTRUCTIONS)
+        path.write_text(lines if kind == ".jsonl" else json.dumps(INSTRUCTIONS))
+    rows = read_rows(path, tokenizer, None, 5, 131_072, 300)
+    assert (rows.kind, len(rows.tokens)) == ("instructions", 5)
+    for row, tokens, counted in zip(INSTRUCTIONS, rows.tokens, rows.counted, strict=False):
+        asked = f"<|start_header_id|>user<|end_header_id|>\n\n{row['instruction']}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+        answer = f"{row['output'].strip()}<|eot_id|>"
+        assert tokens.tolist() == [256, *asked.encode(), *answer.encode(), 257]
+        assert counted.tolist() == [False] * (1 + len(asked)) + [True] * (len(answer) + 1)
+    assert rows.length == max(map(len, rows.tokens))
+    assert read_rows(path, tokenizer, 130, 5, 131_072, 300).length == 130
+    with pytest.raises(
+        ConfigError, match=r"none of its rows is a conversation with an answer within 40 tokens: set a larger --length"
+    ):
+        read_rows(path, tokenizer, 40, 5, 131_072, 300)
+
+
+def test_the_loss_of_rows_is_that_of_transformers_on_their_answers(tmp_path):
+    """Its own loss over labels, with -100 for what does not count, and every row by itself."""
+    theirs = write_with_transformers(tmp_path / "m", "llama3", tied=False)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in INSTRUCTIONS))
+    rows = read_rows(tmp_path / "rows.jsonl", BytesTokenizer(), None, 6, 4096, 300)
+    total = 0.0
+    for tokens, counted in zip(rows.tokens, rows.counted, strict=True):
+        with torch.no_grad():
+            loss = theirs(tokens[None], labels=torch.where(counted, tokens, -100)[None]).loss
+        total += float(loss) * int(counted.sum())
+    assert mean_loss(decoder_of(tmp_path / "m"), rows) == pytest.approx(
+        total / sum(int(c.sum()) for c in rows.counted), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("quantization", ["nf4", "fp4", "int8"])
+def test_a_quantised_base_has_the_rho_of_its_dequantised_weights(tmp_path, capsys, quantization):
+    theirs = write_with_transformers(tmp_path / "m", "default", tied=False)
+    load_tokenizer(Tokenizer(kind="bytes")).save(tmp_path / "m")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in INSTRUCTIONS))
+    out = tmp_path / "f.json"
+    options = ["--data", str(tmp_path / "rows.jsonl"), "--sequences", "2", "--length", "200", "--device", "cpu"]
+    options += ["--json", str(out)]
+    main([str(tmp_path / "m"), *options, "--quantization", quantization])
+    printed = capsys.readouterr().out
+    assert "rho: 2 rows of instructions, of up to " in printed
+    figures = json.loads(out.read_text())
+    assert (figures["rows"], figures["quantization"]) == ("instructions", quantization)
+
+    base = Base(quantization=quantization, dtype="float32")
+    with torch.no_grad():
+        for name, weight in theirs.named_parameters():
+            if "_proj" in name:
+                weight.copy_(dequantize(weight, base))
+    theirs.save_pretrained(tmp_path / "plain")
+    rows = read_rows(tmp_path / "rows.jsonl", BytesTokenizer(), 200, 2, 64, 300)
+    baseline, rho = rope_influence(decoder_of(tmp_path / "plain"), rows, 2.0)
+    # Products with 8 bits round the inputs, too.
+    assert figures["baseline_loss"] == pytest.approx(baseline, rel=1e-3 if quantization == "int8" else 1e-5)
+    if quantization != "int8":
+        assert figures["rho"] == pytest.approx(rho, abs=1e-5)
+    assert min(map(abs, rho)) > 1e-5
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "m"), *options, "--quantization", quantization, "--dtype", "float16"])
+    assert "--quantization needs --dtype float32 or bfloat16" in capsys.readouterr().err
 
 
 def test_a_sequences_mean_does_not_depend_on_chunks(tmp_path):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from farsight.analysis.order_awareness import measure as order_measure
 from farsight.analysis.order_awareness.measure import changes, measure
 from farsight.analysis.order_awareness.permutations import oldest_exchanged, reordered, spans
 from farsight.analysis.order_simulation.__main__ import main
@@ -121,6 +122,20 @@ def test_a_window_of_two_knows_who_came_just_before():
         expected = (others[:, 14 - layer : 15] != seen).any(1)
         assert torch.equal(change > 1e-14, expected), layer
         assert change[~expected].eq(0).all()
+
+
+def test_tokens_at_the_start_can_be_kept_in_place(monkeypatch):
+    model, config = model_of(Position(rotary=Rope()), 1)
+    tokens_SL, read = torch.arange(9)[None], []
+    noted = lambda decoder, tokens_L, others: read.append(others) or torch.ones(1, len(others))  # noqa: E731
+    monkeypatch.setattr(order_measure, "changes", noted)
+    model_given = LoadedModel("m", Decoder(model, config), None, 16)
+    assert [row["tokens"] for row in order_measure.measure(model_given, tokens_SL, 5, first=1)["spans"]] == [2, 4, 8]
+    assert {int(others[0, 0]) for others in read} == {0}
+    assert {tuple(sorted(row.tolist())) for others in read for row in others} == {tuple(range(9))}
+    read.clear()
+    order_measure.measure(model_given, tokens_SL, 50)
+    assert {int(first) for others in read for first in others[:, 0]} != {0}
 
 
 def test_the_state_is_that_of_the_last_block():

@@ -291,14 +291,14 @@ def test_distance_map_against_a_loop():
 def test_bands_by_hand():
     ten = [None, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
     assert quintiles(ten) == pytest.approx([0.9, 0.75, 0.55, 0.35, 0.15])
-    assert bands(ten) == pytest.approx({"first": 0.9, "last": 0.15, "drop": 0.75})
+    assert bands(ten) == pytest.approx({"ap_first": 0.9, "ap_last": 0.15, "ap_drop": 0.75})
     queries = [50, 1, 1, 1, 1, 1, 1, 1, 1, 11]
     assert overall(ten, queries) == pytest.approx((4.4 + 11 * 0.1) / 19)
     # Of 16 buckets, 1 and 2 have their middles in the first fifth (0.094, 0.156; not 0.219), 13 to 15 in the last (0.844, …).
     sixteen = [float(2**b) for b in range(16)]
-    assert bands(sixteen) == {"first": 3.0, "last": 7 * 2**13 / 3, "drop": 3 - 7 * 2**13 / 3}
+    assert bands(sixteen) == {"ap_first": 3.0, "ap_last": 7 * 2**13 / 3, "ap_drop": 3 - 7 * 2**13 / 3}
     assert band([5.0, 1.0, None, 3.0], 0.0, 1.0) == 2.0  # the first never counts
-    assert bands([None] * 10) == {"first": None, "last": None, "drop": None}
+    assert bands([None] * 10) == {"ap_first": None, "ap_last": None, "ap_drop": None}
     with pytest.raises(ConfigError, match=r"7 buckets: .* --buckets 8 or more"):
         check_buckets(7)
     assert band([None] + [1.0] * 7, 0, 0.2) == 1.0
@@ -318,12 +318,12 @@ def test_a_model_is_the_mean_of_the_heads_that_can_be_measured():
     for bucket in (1, 7, 15):
         mean = (found[0].plasticity[bucket] + found[1].plasticity[bucket]) / 2
         assert figures["profile"][bucket] == pytest.approx(mean)
-    for key in ("overall", "first", "last", "drop"):
+    for key in ("ap_overall", "ap_first", "ap_last", "ap_drop"):
         assert figures[key] == pytest.approx((one[key] + two[key]) / 2)
         assert figures["layers"]["1"][key] == two[key]
-    assert figures["meets_target"] == (figures["drop"] < 0.10)
+    assert figures["meets_target"] == (figures["ap_drop"] < 0.10)
     lonely = model_figures([head_figures(heads[2], HeadProfile(128, 16, {}))], heat)
-    assert lonely["overall"] is lonely["meets_target"] is None
+    assert lonely["ap_overall"] is lonely["meets_target"] is None
 
 
 def test_lengths_beside_plasticity(tmp_path):
@@ -384,9 +384,9 @@ def test_one_command_on_a_model_of_transformers(llama, tmp_path, capsys):
     assert [(head["layer"], head["head"]) for head in got["heads"]] == [(n // 4, n % 4) for n in range(8)]
     assert got["profile"][0] is None
     assert all(0 < value <= 1 for value in got["profile"][1:])
-    assert got["drop"] == pytest.approx(np.mean([head["drop"] for head in got["heads"]]))
+    assert got["ap_drop"] == pytest.approx(np.mean([head["ap_drop"] for head in got["heads"]]))
     assert [row["plasticity"] for row in got["by_length"]] == [got["profile"][3], got["profile"][7], None]
-    assert f"AP_drop {got['drop']:.3f}" in printed
+    assert f"AP_drop {got['ap_drop']:.3f}" in printed
     assert f"{got['positions'][5]:>10,.1f} {got['profile'][5]:>11.3f} {got['counted'][5]:>8.3f}" in printed
 
 
@@ -414,11 +414,10 @@ def test_rows_of_a_recipe_and_a_capture(llama, tmp_path, capsys):
     captured = json.loads(out.read_text())
     assert (captured["model"], captured["captured_in"]) == (str(llama / "llama"), str(tmp_path / "c"))
     for row in rows:
-        assert row["drop"] == pytest.approx(captured["drop"], abs=1e-6)
+        assert row["ap_drop"] == pytest.approx(captured["ap_drop"], abs=1e-6)
         assert row["bias_context"] == pytest.approx(64 * row["bias_strength"])
     assert "<svg" in picture.read_text()[:500]
     for arguments, says in (
-        ([str(root), "--data", data, "--needle", data], "--needle is for one model"),
         ([str(llama / "llama")], "is not a capture; to capture the model there, add --data FILE"),
         ([str(llama / "none"), "--data", data], "is not a folder; name a model directory"),
         ([str(llama / "llama"), "--data", data, "--covariance", "half"], "invalid choice: 'half'"),
@@ -433,6 +432,7 @@ def test_rows_of_a_recipe_and_a_capture(llama, tmp_path, capsys):
     for arguments, says in (
         ([str(llama / "llama"), "--data", data, "--buckets", "4"], "4 buckets: the first has no earlier keys"),
         ([str(root), "--data", data, "--buckets", "4"], "4 buckets: the first has no earlier keys"),
+        ([str(root), "--data", data, "--needle", data], "--needle is for one model"),
         ([str(llama), "--data", data], "Nor is it a run folder"),
         ([str(tmp_path / "c"), "--data", data], "which fixes --data: leave"),
         ([str(tmp_path / "c"), "--per-bucket", "2"], "which fixes --per-bucket: leave"),

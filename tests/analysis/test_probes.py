@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from farsight.analysis.probes import measure as probes_measure
 from farsight.analysis.probes.__main__ import main
 from farsight.analysis.probes.measure import read_layers
 from farsight.analysis.probes.position_probe import (
@@ -21,12 +22,14 @@ from farsight.analysis.probes.position_probe import (
 from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import read_sequences
 from farsight.checkpoints.load import load_model
-from farsight.configs.schema import Tokenizer
+from farsight.configs.schema import Position, Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel
+from farsight.model.build import ModelConfig
 from tests.checkpoints.test_convert import write_with_transformers
+from tests.model.test_model import SMALL, fresh_model
 
 L = 32
 QUICK = ProbeSettings(length=L, width=64, epochs=15, batch=50, learning_rate=0.01, buckets=8)
@@ -177,6 +180,31 @@ def test_reads_what_transformers_has(tmp_path, theirs):
         expected = [theirs.model.embed_tokens(tokens)[kept], *(h.view(48, -1)[kept] for h in hooked)]
     assert_close(read_layers(loaded, tokens, kept), torch.stack(expected), rtol=1e-4, atol=1e-5)
     assert not any(block._forward_hooks or block._forward_pre_hooks for block in model.layers.values())
+
+
+def test_states_go_with_their_positions(monkeypatch):
+    """Of states that are the position itself, in each sequence's own draw of tokens, a probe reads every position."""
+    kept = []
+    monkeypatch.setattr(
+        probes_measure,
+        "read_layers",
+        lambda _, tokens, at: kept.append(len(at)) or at.double()[None, :, None].repeat(2, 1, 3),
+    )
+    settings = ProbeSettings(
+        length=64, probe="linear", tokens_per_sequence=9, epochs=40, learning_rate=0.03, batch=16, buckets=4
+    )
+    config = ModelConfig(SMALL, Position(), trained_length=64)
+    loaded = LoadedModel("m", Decoder(fresh_model(config), config), None, 64)
+    figures = probes_measure.probe_model(loaded, torch.zeros(20, 64, dtype=torch.long), settings)
+    assert kept == [9] * 20
+    assert figures["guess"] > 10
+    assert max(layer["error"] for layer in figures["layers"]) < 0.5
+
+
+def test_all_positions_at_the_papers_length():
+    """SCOPE, B.1: 100 sequences of 1,024 tokens. Longer ones don't take more memory."""
+    assert draw_positions(2, ProbeSettings(length=1024)).tolist() == [list(range(1024))] * 2
+    assert draw_positions(2, ProbeSettings(length=4096)).shape == (2, 1024)
 
 
 def test_command(tmp_path, theirs, capsys):

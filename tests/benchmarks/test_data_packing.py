@@ -6,7 +6,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from farsight.benchmarks.data import packing
+from farsight.benchmarks.data import packing, padding
 from farsight.benchmarks.data.__main__ import main
 
 
@@ -38,3 +38,14 @@ def test_small_rows(tmp_path, monkeypatch):
     for row in imbalance:
         assert 1 <= row["balanced"] <= row["as_read"]
         assert row.get("exchanged", 1) <= row["balanced"]
+
+
+def test_padding_of_rows_that_are_not_packed():
+    """Two global batches of four rows, in micro-batches of two, padded by hand to multiples of 8."""
+    lengths = np.array([[10, 100, 12, 90], [1024, 20, 1020, 8]])
+    before, after = 4 * 104 + 4 * 1024, 2 * 104 + 2 * 16 + 2 * 1024 + 2 * 24
+    assert padding.padded(lengths, 2) == {
+        "global": before,
+        "micro": 2 * 104 + 2 * 96 + 4 * 1024,
+        "sorted": after,
+    }

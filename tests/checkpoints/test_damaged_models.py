@@ -8,15 +8,21 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file, save_file
 
+from farsight.checkpoints import resume
 from farsight.checkpoints.adapter.config import read_adapter
 from farsight.checkpoints.adapter.load import load_adapter
 from farsight.checkpoints.adapter.write import check_adapter_out, write_adapter
+from farsight.checkpoints.cards.model import adapter_entry
 from farsight.checkpoints.checkpoint_tensors import parameter_shapes
 from farsight.checkpoints.load import load_model, read_model_config
+from farsight.checkpoints.model_dir import fingerprint
 from farsight.checkpoints.model_dir.api import check_model_out, write_model_dir
 from farsight.checkpoints.model_dir.fingerprint import base_entry
+from farsight.checkpoints.model_dir.names import from_hf_name
+from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.schema import Position
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.errors import ConfigError, UserError
@@ -294,6 +300,52 @@ def test_an_adapter_notices_one_changed_weight_of_its_base(whole, tmp_path):
     marker.write_text(json.dumps(values))
     assert read_adapter(tmp_path / "adapter").checksum is None
     load_adapter(tmp_path / "adapter")
+
+
+def test_the_checksum_is_of_every_byte_in_however_many_files(whole, tmp_path, monkeypatch):
+    monkeypatch.setattr(fingerprint, "_BLOCK", 100)  # so that tensors are read in several parts, the last one shorter
+    base = Path(shutil.copytree(whole / "base", tmp_path / "base"))
+    paths = [*base.glob("*.safetensors")]
+    tensors = {name: tensor for path in paths for name, tensor in load_file(path).items()}
+
+    def by_hand() -> str:
+        ours = {from_hf_name(name): tensor for name, tensor in tensors.items()}
+        each = [
+            xxhash.xxh3_128(
+                f"{name} {ours[name].dtype} {tuple(ours[name].shape)}".encode()
+                + bytes(ours[name].contiguous().flatten().view(torch.uint8).tolist())
+            ).hexdigest()
+            for name in sorted(ours)
+        ]
+        return xxhash.xxh3_128("".join(each).encode()).hexdigest()
+
+    before = base_entry(base)
+    assert before["checksum"] == by_hand()
+    for path in paths:
+        path.unlink()
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, some in files.items():
+        save_file({name: tensors[name] for name in some}, base / file, metadata={"format": "pt"})
+    index = {"weight_map": {name: file for file, some in files.items() for name in some}}
+    (base / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert base_entry(base) == before
+    tensors[names[-1]].view(-1)[-1] += 1e-3
+    save_file({name: tensors[name] for name in files["a.safetensors"]}, base / "a.safetensors")
+    save_file({name: tensors[name] for name in files["b.safetensors"]}, base / "b.safetensors")
+    assert base_entry(base)["checksum"] == by_hand() != before["checksum"]
+
+
+@pytest.mark.parametrize("saved", [{"base": "f", "base_checksum": "c"}, {"base": "f"}])
+def test_checkpoints_without_a_checksum_of_the_base_resume(tmp_path, monkeypatch, saved):
+    config = FinetuneConfig()
+    entry = {"adapter": adapter_entry(config), **saved}
+    monkeypatch.setattr(resume, "read_history", lambda checkpoint: [entry])
+    resume.refuse_other_layers(tmp_path, config, {"base": "f", "base_checksum": "c"})
+    for other in ({"base": "g", "base_checksum": "c"}, {"base": "f", "base_checksum": "d"}):
+        if other["base"] == "g" or len(saved) == 2:
+            with pytest.raises(ConfigError, match="holds other weights"):
+                resume.refuse_other_layers(tmp_path, config, other)
 
 
 # ── Writing ───────────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from farsight.checkpoints.convert.from_hf import model_dir_to_checkpoint
 from farsight.checkpoints.graft.__main__ import main
@@ -34,8 +34,9 @@ from farsight.configs.schema import (
 from farsight.data.tokenizers.base import EOS
 from farsight.data.tokenizers.tokenizer import BytesTokenizer, HuggingFaceTokenizer
 from farsight.errors import ConfigError, UserError
+from farsight.inference.extend import parse_extension
 from farsight.model.build import ModelConfig
-from farsight.model.graft import grafted_config
+from farsight.model.graft import grafted_config, with_rope
 from farsight.model.position.garfa import HeadRope
 from farsight.model.position.rope import rope_frequencies, rope_tables
 from tests.checkpoints.test_convert import all_tensors, write_with_transformers
@@ -336,3 +337,91 @@ def test_checkpoints_graft_too(pair, tmp_path):
     graft(a, b, 1, tmp_path / "same")
     found, same = (load_file(tmp_path / name / "model.safetensors") for name in ("g", "same"))
     assert all(torch.equal(found[name], same[name]) for name in same)
+
+
+# ── One RoPE for all layers ───────────────────────────────────────────────────────────────────────────
+
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 16}  # fmt: skip
+
+
+def llamas(folder: Path) -> tuple[LlamaForCausalLM, LlamaForCausalLM]:
+    """A short and a long Llama of transformers' own, as Llama 3 and 3.1 are, written to `base` and `long`."""
+    models = []
+    for seed, (name, length, rope) in enumerate(
+        (("base", 16, {"rope_type": "default", "rope_theta": 500000.0}), ("long", 128, LLAMA3))
+    ):
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=258, hidden_size=32, intermediate_size=48, num_hidden_layers=N, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=length, initializer_range=0.3, rope_parameters=rope,
+            tie_word_embeddings=False,
+        )  # fmt: skip
+        models.append(LlamaForCausalLM(config).eval())
+        models[-1].save_pretrained(folder / name)
+    return models[0], models[1]
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3])
+def test_table_1_is_what_transformers_makes_of_the_same_weights(tmp_path, layers):
+    """Its model has one rotary embedding: the long model with the base's weights in the layers from `layers` on."""
+    base, long = llamas(tmp_path)
+    a, b, out = (str(tmp_path / name) for name in ("long", "base", "g"))
+    main(["--front", a, "--back", b, "--layers", str(layers), "--rope", a, "--out", out])
+    expected = LlamaForCausalLM(long.config).eval()
+    front = ("model.embed_tokens.", *(f"model.layers.{layer}." for layer in range(layers)))
+    theirs = {
+        name: tensor if name.startswith(front) else base.state_dict()[name]
+        for name, tensor in long.state_dict().items()
+    }
+    expected.load_state_dict(theirs)
+    found = AutoModelForCausalLM.from_pretrained(out).eval()
+    assert type(found) is LlamaForCausalLM
+    assert found.config.max_position_embeddings == 128
+    with torch.no_grad():
+        wanted = expected(TOKENS).logits
+        torch.testing.assert_close(found(TOKENS).logits, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits(tmp_path / "g"), wanted, rtol=0, atol=3e-5 * float(wanted.abs().max()))
+    graft(tmp_path / "long", tmp_path / "base", layers, tmp_path / "own")
+    assert (logits(tmp_path / "own") - wanted).abs().max() > 1e-2
+
+
+def test_the_base_with_long_embedding(tmp_path, capsys):
+    """Its row in Table 1, which `--extend llama3:8` reads as well: of 16 trained tokens, as the long model's scaling says."""
+    base, long = llamas(tmp_path)
+    a, out = str(tmp_path / "base"), tmp_path / "g"
+    figures = tmp_path / "f.json"
+    options = ["--layers", "0", "--rope", str(tmp_path / "long"), "--out", str(out), "--json", str(figures)]
+    main(["--front", a, "--back", a, *options])
+    assert json.loads(figures.read_text())["rope"] == str(tmp_path / "long")
+    assert f"the RoPE of {tmp_path / 'long'} in all layers" in capsys.readouterr().out
+    assert f"the RoPE of `{tmp_path / 'long'}` in all layers" in (out / "README.md").read_text()
+    expected = LlamaForCausalLM(long.config).eval()
+    expected.load_state_dict(base.state_dict())
+    with torch.no_grad():
+        wanted = expected(TOKENS).logits
+    torch.testing.assert_close(logits(out), wanted, rtol=0, atol=3e-5 * float(wanted.abs().max()))
+    extended = parse_extension("llama3:8").change(read_model_config(tmp_path / "base"))
+    assert extended.layers() == read_model_config(out).layers()
+
+
+def test_rope_is_taken_layer_by_layer_and_scopes_stay():
+    """From a model with LASP and a NoPE layer; scopes that follow the lesser trained length get it as their s_max."""
+    own = ModelConfig(SHAPE, Position(heads=Scope()), 32)
+    rules = (LayerRule("-1", NoRotary()),)
+
+    rope = ModelConfig(
+        SHAPE, Position(rotary=YarnRope(original_length=16), lasp=Lasp(anchor_layers=2), rules=rules), 96
+    )
+    found = with_rope(own, rope)
+    assert found.trained_length == 96
+    for length in (20, 32, 50, 96, 200):
+        assert [layer.rotary for layer in found.layers(length)] == [layer.rotary for layer in rope.layers(length)]
+        assert [layer.scopes for layer in found.layers(length)] == [layer.scopes for layer in own.layers(length)]
+    assert with_rope(rope, own).layers()[0].rotary == Rope()
+    with pytest.raises(ConfigError, match="that model has 5 layers whose heads rotate 8 dimensions, and this one 4 with 8"):
+        with_rope(own, replace(rope, architecture=replace(SHAPE, n_layers=5)))
+    growing = replace(own, position=Position(heads=Scope(scope_max="length")))
+    with pytest.raises(ConfigError, match="do so past 32 tokens, and this RoPE is for 96"):
+        with_rope(growing, rope)

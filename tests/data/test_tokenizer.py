@@ -96,6 +96,14 @@ def test_saved_tokenizer_loads_as_the_same(tokenizer, tmp_path, stdlib_texts):
         assert again.encode(text) == tokenizer.encode(text)
 
 
+def test_end_tokens_go_with_a_sentencepiece_model(trained, tmp_path):
+    """generation_config.json may list several, and is saved with the tokenizer, as beside a tokenizer.json."""
+    trained.save(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    load_tokenizer_dir(tmp_path / "model").save(tmp_path / "saved")
+    assert (tmp_path / "saved" / "generation_config.json").read_text() == '{"eos_token_id": [2, 5]}'
+
+
 def test_transformers_loads_a_saved_tokenizer(tokenizer, tmp_path, stdlib_texts):
     from transformers import AutoTokenizer
 

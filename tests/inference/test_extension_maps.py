@@ -20,11 +20,13 @@ from farsight.inference.extend.gali import Gali, GreedyPositions
 from farsight.inference.extend.interpolation import INTERPOLATIONS
 from farsight.inference.extend.logit_noise import logit_noise
 from farsight.inference.extend.self_extend import SelfExtend
+from farsight.inference.kv_cache import Batch
 from farsight.model.build import ModelConfig
 from farsight.model.position.rope import rope_frequencies
-from tests.model.test_model import SMALL
+from tests.model.test_model import SMALL, fresh_model
 
 CPU = torch.device("cpu")
+MODEL = fresh_model(ModelConfig(SMALL, Position(rotary=Rope()), trained_length=24))
 DRAWS = 200
 
 
@@ -178,6 +180,78 @@ def test_gali_map():
             ),
             tolerance=2e-5,
         )
+
+
+# ── Within the trained window ─────────────────────────────────────────────────────────────────────────
+
+
+def map_within(method, trained, prompt, length):
+    """The map that a model gets which was trained on sequences of `trained` tokens."""
+    config = ModelConfig(SMALL, Position(rotary=Rope()), trained_length=trained)
+    batch = Batch((0,), prompt, length, CPU, torch.float32)
+    shared = method.caches(MODEL, method.change(config), batch)["0"].positions
+    return shared.map_of([0])
+
+
+def smallest_group(length, trained, window, share):
+    """The smallest group that brings a sequence into a share of the trained window, and leaves no position outside."""
+    return next(
+        group
+        for group in itertools.count(1)
+        if window + (length - window) / group <= share * trained + 1e-9
+        and max(self_extend(length - 1, j, group, window) for j in range(length)) < trained
+    )
+
+
+def test_settings_hold_within_the_trained_window():
+    random.seed(5)
+    for _ in range(DRAWS // 4):
+        trained = random.randint(24, 40)
+        prompt = random.randint(1, trained - 6)
+        length = prompt + 6
+        window, group = random.randint(1, trained // 2), random.randint(2, 9)
+        for method, used in (
+            (SelfExtend(group=group, window=window), group),
+            (SelfExtend(window=window), smallest_group(length, trained, window, 2 / 3)),
+            (SelfExtend(window=window, share=0.55), smallest_group(length, trained, window, 0.55)),
+        ):
+
+            def expected(i, j, group=used, window=window):
+                return self_extend(i, j, group, window)
+
+            assert_same_map(map_within(method, trained, prompt, length), prompt, expected, expected)
+
+        chunk, near = random.randint(2, 14), random.randint(1, 7)
+
+        def expected(i, j, chunk=chunk, window=near):
+            return chunk_llama(i, j, chunk, window)
+
+        assert_same_map(map_within(ChunkLlama(chunk, near), trained, prompt, length), prompt, expected, expected)
+
+        limit = random.randint(4, trained - 1)
+        of_prompt, of_length = adagrope(prompt, limit, 0.3), {i: adagrope(i + 1, limit, 0.3) for i in range(length)}
+        found = map_within(AdaGroPE(limit=limit, ratio=0.3), trained, prompt, length)
+        assert_same_map(found, prompt, lambda i, j, p=of_prompt: p[i - j], lambda i, j, p=of_length: p[i][i - j])
+
+        local = random.randint(1, limit - 1)
+        whole, decoded = gali(prompt, limit, local), {i: gali(i + 1, limit, local) for i in range(length)}
+        found = map_within(Gali(chunk=trained, local=local, noise=0.0, limit=limit), trained, prompt, length)
+        assert_same_map(
+            found,
+            prompt,
+            # The first tokens, as many as positions, are read together.
+            lambda i, j, whole=whole, limit=limit: i - j if i < limit else gali_pair(whole, i, j),
+            lambda i, j, decoded=decoded: gali_pair(decoded[i], i, j),
+            tolerance=2e-5,
+        )
+
+
+@pytest.mark.parametrize("method", [SelfExtend(), ChunkLlama(), AdaGroPE(), Gali(), AdaGroPE(ratio=0.1), Gali(chunk=4)])
+def test_without_them_the_trained_window_is_left_as_it_is(method):
+    """A setting that only says how positions are shared has nothing to share there."""
+    for trained, prompt in ((24, 1), (24, 18), (37, 25)):
+        found = map_within(method, trained, prompt, prompt + 6)
+        assert_same_map(found, prompt, lambda i, j: i - j, lambda i, j: i - j)
 
 
 def test_noise_is_standard_normal_and_the_same_in_every_part():

@@ -150,6 +150,8 @@ REMAPPED = [
     "ripra:chunk=4,anchors=all,isotonic=off",
     "ripra:chunk=4,relevance=off,round=on",
 ]
+WITHIN = ["self_extend:group=8,window=6", "adagrope:limit=12"]
+"""Those whose settings hold within the window of 24 tokens too."""
 WINDOW = 24
 
 
@@ -176,8 +178,9 @@ def tokens_of(*lengths):
     return [torch.randint(96, (length,), generator=generator) for length in lengths]
 
 
-@pytest.mark.parametrize("text", REMAPPED)
+@pytest.mark.parametrize("text", [text for text in REMAPPED if text not in WITHIN])
 def test_a_context_within_the_window_is_left_as_it_is(text):
+    """By methods without settings that say otherwise."""
     model, config = model_of()
     extension = parse_extension(text)
     decoder = Decoder(model, extension.change(config), extension, chunk=5)
@@ -189,6 +192,21 @@ def test_a_context_within_the_window_is_left_as_it_is(text):
     assert_close(found, expected[0], atol=2e-5, rtol=0)
     decoded = logits_of(decoder, [tokens[:-3]], tokens[None, -3:])
     assert_close(decoded, expected[:, -4:], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "text", [*WITHIN, "chunk_llama:chunk=6,window=4", "gali:limit=12,noise=0", "ripra:limit=8,chunk=4"]
+)
+def test_settings_change_a_context_within_the_window(text):
+    model, config = model_of()
+    extension = parse_extension(text)
+    (tokens,) = tokens_of(WINDOW)
+    with torch.no_grad():
+        expected = model(tokens[None])[0]
+    decoder = Decoder(model, extension.change(config), extension, chunk=5)
+    assert (decoder.logits(decoder.hidden_states(tokens)) - expected)[-1].abs().max() > 2e-3
+    decoded = logits_of(decoder, [tokens[:-3]], tokens[None, -3:])[0]
+    assert ((decoded - expected[-4:]).abs().amax(1) > 2e-3).all()
 
 
 @pytest.mark.slow
@@ -207,7 +225,7 @@ def test_rows_and_chunks_change_nothing(text):
             alone = logits_of(Decoder(model, config, extension, chunk=chunk), [prompt], new[row : row + 1])
             assert_close(together[row], alone[0], atol=3e-5, rtol=0)
         changes = (together[row] - plain[row]).abs().max()
-        assert (changes > 1e-2) == (len(prompt) > WINDOW - 4), (row, changes)
+        assert (changes > 1e-2) == (len(prompt) > WINDOW - 4 or text == "self_extend:group=8,window=6"), (row, changes)
 
 
 def test_alibi_models_take_remapped_distances():
@@ -243,7 +261,7 @@ def test_settings():
     assert parse_extension("yarn:4") == parse_extension("yarn:factor=4") == INTERPOLATIONS["yarn"](4.0)
     assert parse_extension("ripra:limit=2048,chunk=128").limit == 2048
     assert set(METHODS) == {
-        "linear", "ntk", "dynamic", "yarn", "ripra", "self_extend", "chunk_llama", "adagrope", "gali",
+        "linear", "ntk", "dynamic", "yarn", "llama3", "ripra", "self_extend", "chunk_llama", "adagrope", "gali",
     }  # fmt: skip
     config = ModelConfig(SMALL, Position(), trained_length=WINDOW)
     for text, says in [
@@ -273,6 +291,7 @@ def test_settings():
         (AdaGroPE(limit=25), "limit = 25"),
         (AdaGroPE(ratio=0.5), "ratio = 0.5"),
         (Gali(local=24), "local = 24"),
+        (Gali(limit=25), "limit = 25"),
     ]:
         with pytest.raises(ConfigError, match=says):
             method.positions(WINDOW, 90, 100)

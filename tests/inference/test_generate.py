@@ -26,6 +26,7 @@ from farsight.inference.decoder import Decoder
 from farsight.inference.generate import completions
 from farsight.inference.generate.__main__ import main
 from farsight.inference.generate.completions import encode_prompt, generate
+from farsight.inference.loading import LoadedModel
 from farsight.inference.sampling import Sampling, choose
 from farsight.inference.text_stream import TextStream
 from farsight.model.build import ModelConfig, build_model, set_length
@@ -268,6 +269,16 @@ def test_adapter_on_a_four_bit_base(tmp_path):
     with torch.no_grad():
         logits_LV = exact(torch.tensor([[*range(20), *completion.tokens]]))[0, 19:-1, :258]
     assert logits_LV.argmax(-1).tolist() == list(completion.tokens)
+
+
+def test_an_adapter_s_texts_end_as_its_base_s(tmp_path):
+    write_base(tmp_path / "base")
+    trained_adapter(tmp_path / "adapter", tmp_path / "base")
+    for name, ends in (("config.json", [7, 9]), ("generation_config.json", 5)):  # the later one is read first
+        path = tmp_path / "base" / name
+        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.is_file() else {}), "eos_token_id": ends}))
+        loaded = LoadedModel(tmp_path / "adapter", None, BytesTokenizer(), 128)
+        assert loaded.end_tokens == {BytesTokenizer.eos_id, *([ends] if isinstance(ends, int) else ends)}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

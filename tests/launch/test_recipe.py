@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from farsight.benchmarks.forked import Forked
 from farsight.checkpoints.load import load_model, read_model_config
+from farsight.configs.check import check_processes
 from farsight.configs.load import load_config
 from farsight.configs.schema import (
     Alibi,
@@ -114,7 +115,9 @@ def test_every_recipe_builds_and_its_tiny_form_differs_in_size_alone(name):
     expected = next((n for model, n in PARAMETERS.items() if name.endswith(model)), None)
     recipe, stages = load_recipe(CONFIGS[name], {})
     assert recipe.name == name
-    check_stages(stages, recipe.gpus)
+    check_stages(stages)
+    for stage in stages:
+        check_processes(stage.config, recipe.gpus)
     for stage in stages:
         counted = count_parameters(ModelConfig.from_job(stage.config))
         if name.startswith("nano_"):
@@ -123,7 +126,9 @@ def test_every_recipe_builds_and_its_tiny_form_differs_in_size_alone(name):
             assert counted == expected
     small_recipe, small = load_recipe(CONFIGS[name], {"tiny": True})
     assert small_recipe.name == name
-    check_stages(small, 1)
+    check_stages(small)
+    for stage in small:
+        check_processes(stage.config, 1)
     for stage, twin in zip(stages, small, strict=True):
         ours, theirs = stage.config, twin.config
         assert twin.name == stage.name
@@ -150,7 +155,7 @@ def test_the_small_recipes_of_a_comparison_differ_in_position_alone(group, param
     for full in (name for name in SMALL_NAMES if name.startswith(group)):
         recipe, stages = load_recipe(CONFIGS[full], {})
         assert recipe.name == full
-        check_stages(stages, 1)
+        check_stages(stages)
         for number, stage in enumerate(stages):
             c = stage.config
             # RoPE's base grows with the context, where that is what is looked at.

@@ -39,8 +39,11 @@ def test_a_plan_states_tokens_steps_and_gpus(capsys):
     # Weights that nobody can ship: the plan is printed, and says that it can't run yet.
     assert status == 2
     assert "recipe.start = 'assets/llama3' does not exist" in wrong
+    # On other numbers of GPUs the layout is another.
     status, _, wrong = started(capsys, path)
-    assert (status, "The number of processes, 1, is not a multiple of" in wrong) == (2, True)
+    assert (status, "recipe.start = 'assets/llama3' does not exist" in wrong) == (2, True)
+    says = "stage extend-96k fitted to 16 GPUs by --parallelism.tensor_parallel_degree 1 --parallelism.context_parallel_degree 2:"
+    assert says in started(capsys, path, "--dry-run", "--nproc", "16")[1]
     pipeline = ["--parallelism.pipeline_parallel_degree", "4", "--training.local_batch_size", "4"]
     status, plan, wrong = started(capsys, path, "--dry-run", *pipeline)
     assert (status, plan) == (2, "")

@@ -261,8 +261,9 @@ def test_what_people_are_shown(tmp_path):
     assert shown["alpha"][0] == pytest.approx(alpha)
     turns = [2 * math.pi * (100 * math.sqrt(alpha)) ** (2 * i / 8) for i in range(4)]
     assert shown["wavelengths"][0] == pytest.approx(turns)
-    draw_alphas(tmp_path / "a.png", alphas(GARFA))
-    assert (tmp_path / "a.png").stat().st_size > 1000
+    for equation, factor in ((14, "√alpha"), (12, "alpha")):
+        draw_alphas(tmp_path / "a.svg", dataclasses.replace(GARFA, equation=equation))
+        assert f"<!-- alpha; factor on the RoPE base: {factor} -->" in (tmp_path / "a.svg").read_text(encoding="utf-8")
 
 
 # ── Through transformers ──────────────────────────────────────────────────────────────────────────────

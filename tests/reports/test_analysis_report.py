@@ -10,6 +10,7 @@ from farsight.analysis.graft_sweep import __main__ as graft_sweep
 from farsight.checkpoints.graft.__main__ import main as graft
 from farsight.configs.schema import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
+from farsight.reports.collect import collect_results
 from farsight.reports.inside import main
 from farsight.reports.sections.analyses import ANALYSES
 from farsight.training.runs import find_models
@@ -66,7 +67,7 @@ def test_each_tool_measured_and_is_on_the_page(measured):
         assert heading in said
     assert not [tag for tag, _ in page.tags if tag == "script"]
     glance = dict(page.rows[1:12])  # before the other tables
-    assert glance["plasticity"] == f"{result(measured, 'plasticity')['overall']:.3f}"
+    assert glance["plasticity"] == f"{result(measured, 'plasticity')['ap_overall']:.3f}"
     assert glance["δ with |ρ|"] == f"{result(measured, 'layers')['spearman_absolute']:.3f}"
     assert glance["order horizon"] == f"{result(measured, 'order_awareness')['horizon']:,}"
     best = min(layer["error"] for layer in result(measured, "probes")["layers"])
@@ -83,7 +84,7 @@ def test_csv_has_what_the_tools_wrote(measured):
         assert row["class"] == one["class"]
     for one in plasticity["heads"]:
         written = heads[one["layer"], one["head"]]["ap_drop"]
-        assert written == ("" if one["drop"] is None else str(one["drop"]))
+        assert written == ("" if one["ap_drop"] is None else str(one["ap_drop"]))
     layers = {int(row["layer"]): row for row in rows(measured, "layers")}
     assert [float(layers[n]["delta"]) for n in range(2)] == result(measured, "layers")["delta"]
     assert [float(layers[n]["rho"]) for n in range(2)] == result(measured, "layers")["rho"]
@@ -96,6 +97,16 @@ def test_csv_has_what_the_tools_wrote(measured):
     assert [int(row["tokens"]) for row in rows(measured, "order")] == [span["tokens"] for span in spans]
     sweep = result(measured, "graft_sweep")
     assert len(rows(measured, "grafts")) == sum(len(points) for points in sweep["modes"].values())
+
+
+def test_older_files_of_plasticity_are_read(measured, tmp_path):
+    """They lack the "ap_" of the aggregate figures, of the model and of its layers and heads."""
+    text = (measured / "llama" / "analysis" / "plasticity.json").read_text()
+    (tmp_path / "old.json").write_text(text.replace('"ap_', '"'))
+    assert '"drop"' in (tmp_path / "old.json").read_text()
+    (read,) = collect_results(ANALYSES, find_models([measured / "llama"]), [tmp_path / "old.json"])[-1:]
+    assert read.file == tmp_path / "old.json"
+    assert read.values == json.loads(text)
 
 
 def test_what_was_not_measured_is_named_with_its_command(measured, tmp_path):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from farsight.checkpoints.load import load_model
 from farsight.configs.schema import Llama3Rope, Position
@@ -182,6 +183,43 @@ def test_every_layout_trains_alike(config, plain, tmp_path, name):
     assert metrics(plain)[-1]["loss"] < metrics(plain)[0]["loss"]
 
 
+@pytest.fixture(scope="module")
+def uneven(config, tmp_path_factory):
+    """Options for rows of very different lengths that are not packed, and a run with a global batch in one piece."""
+    folder = tmp_path_factory.mktemp("uneven")
+    with (folder / "rows.jsonl").open("w") as file:
+        for n in range(60):
+            file.write(json.dumps({"instruction": "a" * (1 + n % 7), "output": f"{n}." * (1 + 4 * (n % 11))}) + "\n")
+    data = f'--data.sources=[{{ kind = "jsonl", path = "{folder / "rows.jsonl"}" }}]'
+    options = [NO_DROPOUT, data, "--data.packing=false", "--training.seq_len=256", "--training.steps=4"]
+    finetune(config, folder / "whole", *options)
+    return options, folder / "whole"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (1, ["--training.local_batch_size=1"]),
+        (2, ["--training.local_batch_size=1"]),
+        (2, ["--training.local_batch_size=2", "--parallelism.context_parallel_degree=2"]),
+    ],
+    ids=["accumulated", "fsdp", "context"],
+)
+def test_padding_by_micro_batch_changes_no_loss_and_no_gradient(config, uneven, tmp_path, ranks, options):
+    if ranks > 1 and not SHARDS_INTEGERS:
+        assert_refused(config, tmp_path / "run", *options)
+        return
+    common, whole = uneven
+    finetune(config, tmp_path / "run", *common, *options, ranks=ranks)
+    for key in ("loss", "grad_norm", "val_loss", "alpha.0.0"):
+        expected = [row[key] for row in metrics(whole, key)]
+        assert [row[key] for row in metrics(tmp_path / "run", key)] == pytest.approx(expected, rel=1e-5), key
+    before, after = (metrics(folder) for folder in (whole, tmp_path / "run"))
+    assert [row["tokens"] for row in before] == [row["tokens"] for row in after]
+    assert all(row["padding"] <= former["padding"] for row, former in zip(after, before, strict=True))
+    assert after[0]["padding"] < before[0]["padding"]
+
+
 def in_eight_bits(x):
     """Whether the values of every block of 256 are the block's largest times entries of torchao's map."""
     from torchao.optim.quant_utils import create_dynamic_map
@@ -277,6 +315,14 @@ def test_other_adapters_are_not_resumed(config, tmp_path):
     assert "holds other adapters" in done.stderr
     write_base(tmp_path / "other", Position(rotary=Llama3Rope(original_length=64)), seed=5)
     done = finetune(config, tmp_path / "run", f"--base_model.path={tmp_path / 'other'}", check=False)
+    assert done.returncode == 2
+    assert "holds other weights" in done.stderr
+    shutil.copytree(config.parent / "base", tmp_path / "changed")
+    (path,) = (tmp_path / "changed").glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"][2, 3] += 1e-3
+    save_file(tensors, path)
+    done = finetune(config, tmp_path / "run", f"--base_model.path={tmp_path / 'changed'}", check=False)
     assert done.returncode == 2
     assert "holds other weights" in done.stderr
     shutil.copytree(config.parent / "base", tmp_path / "moved")

@@ -3,6 +3,7 @@
 `with_base` completes the config from the base, `build_adapted` builds the model, and `BaseWeights` fills its weights.
 """
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from farsight import process
 from farsight.checkpoints.adapter.peft import PeftNames
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.model_dir.api import check_tensors, model_type
@@ -32,7 +34,9 @@ from farsight.model.llama import Llama, copy_whole, unwrapped
 from farsight.progress import progress
 from farsight.training.finetune.base import take_base
 from farsight.training.optimizers.build import GARFA, trained_parameters
-from farsight.training.start import names_theta
+from farsight.training.start import lasp_warning, names_theta
+
+logger = logging.getLogger("farsight")
 
 # ── Config ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -70,7 +74,10 @@ def with_base(config: FinetuneConfig, theta_named: bool = True) -> FinetuneConfi
             f"[architecture] or model.flavor does not match the base:\n  config: {config.architecture}\n"
             f"  {directory}: {base.architecture}\nLeave them out to take the base's."
         )
+    own_positions = config.position is not None
     take_base(config, base, theta_named)
+    if own_positions and (warning := lasp_warning(config, base, str(directory))) and process.ranks().rank == 0:
+        logger.warning(warning)
     if not config.tokenizer.path and config.tokenizer.kind == "auto":
         found = find_tokenizer_dir(directory)
         if found is None:

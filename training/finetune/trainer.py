@@ -59,7 +59,7 @@ class Finetuner(Trainer):
         (model,) = self.model_parts
         base = Path(config.base_model.path).expanduser()
         self.base, self.checkpoints.history = on_rank_zero(lambda: (base_entry(base), read_history(base)))
-        self.checkpoints.base = self.base["fingerprint"]
+        self.checkpoints.base = {"base": self.base["fingerprint"], "base_checksum": self.base["checksum"]}
         self.before = len(self.checkpoints.history)
         """Training runs in the base's history."""
         self.adapters = adapters_of(config, model)
@@ -185,9 +185,10 @@ class Finetuner(Trainer):
         """Draws alpha of the adapter that was kept, and merges it if `merge` is set."""
         out = self.folder / "adapter"
         learned = out / FILES["garfa"]
-        garfa = garfa_of_tensors(load_file(learned)) if learned.is_file() else None
+        g = self.config.garfa
+        garfa = garfa_of_tensors(load_file(learned), g.equation, g.queries) if learned.is_file() else None
         if garfa is not None:
-            draw_alphas(self.folder / "garfa.png", alphas(garfa))
+            draw_alphas(self.folder / "garfa.png", garfa)
         if self.config.merge:
             # On the device that trained: bitsandbytes may round weights differently on another.
             merge_adapter(out, self.folder / "model", device=self.device)

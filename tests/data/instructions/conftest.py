@@ -75,16 +75,21 @@ def one_row(folder, name: str, row: dict, **settings) -> InstructionData:
     return InstructionData(sources=(InstructionJsonl(path=write(folder / name, [row])),), held_out=0.0, **settings)
 
 
-def global_batches(loaders: list[InstructionLoader], steps: int) -> list[dict[str, torch.Tensor]]:
-    """The next global batches, assembled from all ranks' micro-batches."""
+def micro_batches(loaders: list[InstructionLoader], steps: int) -> list[list[dict[str, torch.Tensor]]]:
+    """All ranks' micro-batches of each of the next steps, rank by rank."""
     of_ranks = [list(islice(loader, steps * loader.micro_batches_per_step)) for loader in loaders]
-    batches = []
-    for step in range(steps):
-        own = [
-            batch
+    return [
+        [
+            inputs | {"labels": labels}
             for loader, of_rank in zip(loaders, of_ranks, strict=True)
-            for batch in of_rank[step * loader.micro_batches_per_step : (step + 1) * loader.micro_batches_per_step]
+            for inputs, labels in of_rank[
+                step * loader.micro_batches_per_step : (step + 1) * loader.micro_batches_per_step
+            ]
         ]
-        together = {name: torch.cat([inputs[name] for inputs, _ in own]) for name in own[0][0]}
-        batches.append(together | {"labels": torch.cat([labels for _, labels in own])})
-    return batches
+        for step in range(steps)
+    ]
+
+
+def global_batches(loaders: list[InstructionLoader], steps: int) -> list[dict[str, torch.Tensor]]:
+    """The next global batches of packed rows, assembled from all ranks' micro-batches."""
+    return [{name: torch.cat([one[name] for one in own]) for name in own[0]} for own in micro_batches(loaders, steps)]

@@ -32,7 +32,18 @@ from farsight.data.instructions.view import inspect_rows
 from farsight.data.order import permutation
 from farsight.data.packing import IGNORE
 from farsight.errors import DataError
-from tests.data.instructions.conftest import BYTES, G, L, alpaca, build, global_batches, job, one_row, write
+from tests.data.instructions.conftest import (
+    BYTES,
+    G,
+    L,
+    alpaca,
+    build,
+    global_batches,
+    job,
+    micro_batches,
+    one_row,
+    write,
+)
 
 
 def documents(batch: dict[str, torch.Tensor]) -> list[tuple]:
@@ -51,6 +62,19 @@ def documents(batch: dict[str, torch.Tensor]) -> list[tuple]:
 def conversations(batches: list[dict[str, torch.Tensor]]) -> Counter:
     """Documents with trained tokens."""
     return Counter(d for batch in batches for d in documents(batch) if any(label != IGNORE for label in d[1]))
+
+
+def steps_of(loaders, steps: int) -> list:
+    """What the next steps train on, to be compared: packed rows in order, others as the conversations of each step."""
+    if loaders[0].layout.packed:
+        batches = global_batches(loaders, steps)
+        return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in batches]
+    return [conversations(own) for own in micro_batches(loaders, steps)]
+
+
+def longest(batch: dict[str, torch.Tensor]) -> list[int]:
+    """Tokens of each conversation of a batch."""
+    return [len(d[0]) for d in documents(batch) if any(label != IGNORE for label in d[1])]
 
 
 def expected_documents(rows: list[dict], seq_len: int = L) -> Counter:
@@ -79,7 +103,7 @@ class TestRows:
     @pytest.mark.parametrize("packing", [True, False])
     def test_an_epoch_holds_every_conversation_once_as_written_out_by_hand(self, folder, data, packing):
         loader = build(replace(data, packing=packing), global_batch_size=2)
-        batches = global_batches([loader], loader.steps_for(1))
+        batches = [batch for own in micro_batches([loader], loader.steps_for(1)) for batch in own]
         # The last global batch is filled from the second epoch.
         rest = conversations(batches) - expected_documents(rows_of(folder))
         assert not expected_documents(rows_of(folder)) - conversations(batches)
@@ -93,15 +117,42 @@ class TestRows:
         )
         assert not kept - found
 
-    def test_packed_rows_have_one_length_and_others_the_batchs_longest(self, data):
+    def test_packed_rows_have_one_length(self, data):
         assert {batch["input"].shape for batch in global_batches([build(data)], 4)} == {(G, L)}
-        for batch in global_batches([build(replace(data, packing=False))], 8):
-            longest = max(len(d[0]) for d in documents(batch) if any(x != IGNORE for x in d[1]))
-            assert batch["input"].shape == (G, -(-longest // 8) * 8)
+
+    @pytest.mark.parametrize(("ranks", "micro"), [(1, 1), (1, 2), (2, 2), (4, 1), (1, 8)])
+    def test_a_micro_batch_has_the_length_of_its_longest_row_among_rows_like_it(self, data, ranks, micro):
+        loaders = [build(replace(data, packing=False), rank, ranks, micro) for rank in range(ranks)]
+        epoch = 80 // G
+        padding = [0] * ranks
+        for own in micro_batches(loaders, epoch):
+            lengths = [batch["input"].shape[1] for batch in own]
+            in_order = sorted((length for batch in own for length in longest(batch)), reverse=True)
+            expected = [-(-length // 8) * 8 for length in in_order[::micro]]
+            assert sorted((batch["input"].shape[1] for batch in own), reverse=True) == expected
+            assert all(batch["input"].shape == (micro, -(-max(longest(batch)) // 8) * 8) for batch in own)
+            per_rank = len(own) // ranks
+            for rank in range(ranks):
+                of_rank = lengths[rank * per_rank : (rank + 1) * per_rank]
+                assert of_rank == sorted(of_rank, reverse=True)
+            for turn in range(per_rank):  # the ranks' batches of a turn are next to each other in length
+                assert sorted(lengths[turn::per_rank], reverse=True) == expected[turn * ranks : (turn + 1) * ranks]
+            for rank, batch in ((i // per_rank, batch) for i, batch in enumerate(own)):
+                padding[rank] += batch["input"].numel() - sum(longest(batch))
+        tokens = int(loaders[0].conversations.lengths.sum())
+        assert loaders[0].padding() == pytest.approx(sum(padding) / (sum(padding) + tokens))
+
+    def test_ranks_take_turns_at_the_longest(self, data):
+        loaders = [build(replace(data, packing=False), rank, 2, 1) for rank in range(2)]
+        for own in micro_batches(loaders, 3):
+            one, other = own[:4], own[4:]
+            for turn, (a, b) in enumerate(zip(one, other, strict=True)):
+                ahead = max(longest(a)) - max(longest(b))
+                assert ahead >= 0 if turn % 2 == 0 else ahead <= 0
 
     def test_padding_is_a_document_of_its_own_without_labels(self, data):
-        loader = build(replace(data, packing=False))
-        batch = global_batches([loader], 1)[0]
+        loader = build(replace(data, packing=False), micro=8)
+        ((batch,),) = micro_batches([loader], 1)
         padding = [d for d in documents(batch) if set(d[0]) == {257}]
         assert len(padding) >= G - 1
         assert loader.packed.padding == sum(len(d[0]) for d in padding) > 0
@@ -140,11 +191,9 @@ class TestOrder:
     @pytest.mark.parametrize("packing", [True, False])
     def test_does_not_depend_on_ranks_or_micro_batches(self, data, packing):
         data = replace(data, packing=packing)
-        whole = global_batches([build(data, micro=8)], 6)
+        whole = steps_of([build(data, micro=8)], 6)
         for ranks, micro in ((2, 2), (4, 1)):
-            parts = global_batches([build(data, rank, ranks, micro) for rank in range(ranks)], 6)
-            for one, other in zip(whole, parts, strict=True):
-                assert all(torch.equal(one[name], other[name]) for name in one)
+            assert steps_of([build(data, rank, ranks, micro) for rank in range(ranks)], 6) == whole
 
     def test_depends_on_the_seed_and_changes_every_epoch(self, data):
         loader = build(replace(data, packing=False), global_batch_size=80, micro=80)
@@ -163,9 +212,9 @@ class TestOrder:
     @pytest.mark.parametrize("packing", [True, False])
     def test_resumed_equals_undisturbed(self, data, packing, resumed_on):
         data = replace(data, packing=packing)
-        undisturbed = global_batches([build(data)], 15)
+        undisturbed = steps_of([build(data)], 15)
         before = [build(data, rank, 2) for rank in range(2)]
-        global_batches(before, 7)  # in the middle of an epoch
+        micro_batches(before, 7)  # in the middle of an epoch
         for loader in before:  # a step in progress counts as not begun
             next(iter(loader))
             assert loader.state_dict()["steps"] == 7
@@ -173,8 +222,7 @@ class TestOrder:
         after = [build(data, rank, resumed_on, 1) for rank in range(resumed_on)]
         for loader in after:
             loader.load_state_dict(state)
-        for one, other in zip(undisturbed[7:], global_batches(after, 8), strict=True):
-            assert all(torch.equal(one[name], other[name]) for name in one)
+        assert steps_of(after, 8) == undisturbed[7:]
 
     def test_a_new_iteration_goes_on_and_rewind_starts_again(self, data):
         loader = build(data)
@@ -303,6 +351,56 @@ class TestBadRows:
             build_instruction_loader(config, BYTES, 0, 1)
 
 
+class TestJsonArrays:
+    """A file of instructions may be one JSON array instead of JSON lines."""
+
+    @pytest.mark.parametrize("indent", [None, 2])
+    def test_the_rows_are_those_of_its_lines(self, folder, tmp_path, data, indent):
+        rows = [alpaca(i) | {"input": '], "é\u2028 \\"' * (i % 3)} for i in range(20)]
+        lines = write(tmp_path / "rows.jsonl", rows)
+        path = tmp_path / "rows.json"
+        # Both with and without escapes, after a byte-order mark.
+        path.write_text(
+            "\ufeff \n" + json.dumps(rows, indent=indent, ensure_ascii=indent is None) + "\n", encoding="utf-8"
+        )
+        of_array, of_lines = (
+            build(replace(data, sources=(InstructionJsonl(path=str(where)),))).conversations for where in (path, lines)
+        )
+        assert of_array.fingerprint == of_lines.fingerprint
+        assert of_array.keys == [f"{path}[{i}]" for i in range(20)]
+        both = build(replace(data, sources=(InstructionJsonl(path=f"{tmp_path}/rows.json*"),))).conversations
+        assert both.sizes == (40,)
+
+    def test_bad_elements_are_named_by_their_numbers(self, tmp_path, data):
+        path = tmp_path / "rows.json"
+        path.write_text(json.dumps([alpaca(0), 5, alpaca(1), {"instruction": "x"}]))
+        data = replace(data, sources=(InstructionJsonl(path=str(path)),))
+        with pytest.raises(
+            DataError, match=r"rows\.json\[1\]: not an object: .* found int\. To go on, write each row as"
+        ):
+            build(data)
+        skipped = build(replace(data, on_bad_row="skip"))
+        assert skipped.conversations.keys == [f"{path}[0]", f"{path}[2]"]
+        assert [*skipped.skipped.values()] == [{"not an object": 1, "no known format": 1}]
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ('[{"text": "a"}, {"text": "b', r"can't be read after 1 elements: Unterminated string .*Repair the file"),
+            ('[{"text": "a"} {"text": "b"}]', r"can't be read after 1 elements: Expecting ',' or '\]'"),
+            ('[{"text": "a"}', r"can't be read after 1 elements: Expecting ',' or '\]'"),
+            ('[{"text": "a"},]', r"can't be read after 1 elements: Expecting value"),
+            ('[{"text": "a"}]\n{"text": "b"}', r":1: not an object: a JSON object was expected, found list"),
+            ("[]", "no conversation is in the train split"),
+        ],
+    )
+    def test_what_is_no_array_is_refused(self, tmp_path, data, text, said):
+        path = tmp_path / "rows.json"
+        path.write_text(text)
+        with pytest.raises(DataError, match=said):
+            build(replace(data, sources=(InstructionJsonl(path=str(path)),)))
+
+
 class TestHeldOut:
     def test_split_is_whole_disjoint_and_the_same_for_copies_in_another_format(self, folder, tmp_path, data):
         data = replace(data, held_out=0.2)
@@ -331,7 +429,12 @@ class TestHeldOut:
             return conversations(batches)
 
         assert held(1) == held(2) == held(4)
-        count = len(build_instruction_validation_loader(config, BYTES, 0, 1).conversations.keys)
+        alone = build_instruction_validation_loader(config, BYTES, 0, 1)
+        if not packing:  # to the longest row of each micro-batch
+            shapes = [inputs["input"].shape[1] for inputs, _ in alone]
+            assert shapes == [-(-max(longest(inputs | {"labels": labels})) // 8) * 8 for inputs, labels in alone]
+            assert steps == 1 or len({*shapes}) > 3
+        count = len(alone.conversations.keys)
         assert sum(held(1).values()) == (count if steps == -1 else 4 if not packing else sum(held(1).values()))
 
     def test_nothing_held_out_is_an_error(self, tmp_path):
