@@ -420,7 +420,9 @@ def test_rope_is_taken_layer_by_layer_and_scopes_stay():
         assert [layer.rotary for layer in found.layers(length)] == [layer.rotary for layer in rope.layers(length)]
         assert [layer.scopes for layer in found.layers(length)] == [layer.scopes for layer in own.layers(length)]
     assert with_rope(rope, own).layers()[0].rotary == Rope()
-    with pytest.raises(ConfigError, match="that model has 5 layers whose heads rotate 8 dimensions, and this one 4 with 8"):
+    with pytest.raises(
+        ConfigError, match="that model has 5 layers whose heads rotate 8 dimensions, and this one 4 with 8"
+    ):
         with_rope(own, replace(rope, architecture=replace(SHAPE, n_layers=5)))
     growing = replace(own, position=Position(heads=Scope(scope_max="length")))
     with pytest.raises(ConfigError, match="do so past 32 tokens, and this RoPE is for 96"):
