@@ -51,7 +51,7 @@ POSITIONS = {
     "alibi": Position(rotary=NoRotary(), bias=Alibi()),
     "nope": Position(rotary=NoRotary()),
     "sinusoidal": Position(rotary=NoRotary(), embedding="sinusoidal"),
-    "sliding_window": Position(heads=SlidingWindow(window=7)),
+    "sliding_windows": Position(heads=SlidingWindow(window=7), rules=(LayerRule("2", heads=SlidingWindow(window=3)),)),
     "mixed": MIXED,
     "growing_scopes": Position(heads=Scope(scope_max="length"), rotary=NoRotary()),
 }
