@@ -4,7 +4,8 @@
 
 Each family has a tiny random model, made by its class of transformers and saved as a directory, which we open. Differences of
 logits are absolute (their standard deviation is 1.5), those of gradients relative to the largest value of each tensor, those
-of greedy generation numbers of tokens. The quantised step is a step of LoRA on a base in 4 bits, against peft and bitsandbytes.
+of greedy generation numbers of tokens. The quantised step is a step of LoRA on a base in 4 bits, against peft and bitsandbytes;
+TP 2 is a training step and decoding with the model divided over two ranks.
 Ends with an error if a difference is larger than rounding makes it.
 """
 

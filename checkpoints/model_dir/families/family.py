@@ -203,6 +203,7 @@ def one_window(layers: Sequence[Layer]) -> tuple[bool, int | None]:
 
 
 def dense(layers: Sequence[Layer]) -> bool:
+    """Whether no layer has a window."""
     return all(window is None for _, window in layers)
 
 

@@ -60,14 +60,14 @@ class Values:
         return bool(value)
 
     def only(self, name: str, *allowed: Any) -> None:
-        """Refuses a field whose value, if it is given, is none of those that our model has.
+        """Refuses a field whose value, if it is given, is none of those that our model has; without any, every value.
 
         Raises:
             ConfigError: naming the value.
         """
         value = self.get(name)
         if value is not None and value not in allowed:
-            known = " or ".join(str(one) for one in allowed)
+            known = " or ".join(str(one) for one in allowed) or "null"
             raise ConfigError(f"{self.path} has {name} = {value!r}; only {known} can be read.")
 
     def by_layer(self, name: str, *allowed: Any) -> list[Any] | None:
