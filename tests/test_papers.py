@@ -12,6 +12,7 @@ import re
 import shlex
 from dataclasses import replace
 from functools import partialmethod
+from glob import glob
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,14 +20,18 @@ import pytest
 
 from farsight import commands
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.configs.load import parse_options
-from farsight.configs.schema import NoRotary, Position, Scope
+from farsight.configs.finetuning import FinetuneConfig
+from farsight.configs.load import load_config, parse_options
+from farsight.configs.schema import NoRotary, Position, Scope, YarnRope
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.evals.harness import run as harness
 from farsight.model.build import ModelConfig, build_model
 from farsight.training.stages import load_recipe
+from tests.checkpoints.test_adapter import trained_adapter
 from tests.evals.harness_models import make_model, sentence
+from tests.evals.test_external import helmet
 from tests.evals.test_harness import make_manager, piqa_rows
+from tests.finetuned import write_base
 from tests.launch.test_recipe import CONFIGS
 from tests.running import ROOT, train
 
@@ -44,12 +49,15 @@ LINES = [
 SMALLER = {
     "--lengths": "32 48", "--length": "48", "--depths": "2", "--trials": "1", "--windows": "2", "--sequences": "4", "--count": "2",
     "--min-tokens": "64", "--max-tokens": "0", "--epochs": "1", "--max-length": "64", "--heads": "4", "--layers": "1",
+    "--passkey": "1 --passkey-length 200",
 }  # fmt: skip
 """Options of evaluations and analyses, with what they are given instead."""
 ONE_TOOLS = {"needle": {"--lengths": "200 240"}}
 ADDED = {
     "recipe": ["--tiny", "--dry-run"],
     "depth-sweep": ["--tiny", "--dry-run"],
+    "ablation": ["--tiny", "--dry-run"],
+    "graft-sweep": ["--windows", "2", "--depths", "1"],
     "harness": ["--data", "piqa=piqa.jsonl"],
     "corpus": ["--min-tokens", "64", "--max-tokens", "0"],
 }
@@ -78,6 +86,9 @@ def test_the_tool_reads_every_command(line, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_known_args", read)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", partialmethod(read, whole=True))
     program, *arguments = shlex.split(line, comments=True)
+    if arguments[0] == "finetune":
+        load_config([word for word in arguments[1:] if word != "--dry-run"], FinetuneConfig)
+        return
     main = commands.main
     if program == "python":
         _, module, *arguments = arguments
@@ -97,17 +108,30 @@ def workspace(tmp_path_factory):
     """A folder with tiny models and files, and a trained run, under names that pages may use."""
     folder = tmp_path_factory.mktemp("papers")
     models = {
+        "long": make_model(folder / "c", Position(rotary=YarnRope(factor=2.0, original_length=48))),
         "scope": make_model(folder / "a", Position(rotary=NoRotary(), heads=Scope())),
         "rope": make_model(folder / "b", Position()),
     }
     train(folder / "run", "--training.steps", "4", "--checkpoint.interval", "2", "--training.seq_len", "48")
     text = "".join(json.dumps({"text": sentence(random.Random(i), 60)}) + "\n" for i in range(12))
-    for name in ("DATA.jsonl", "LONG100.jsonl"):
+    for name in ("DATA.jsonl", "LONG100.jsonl", "PG19.jsonl"):
         (folder / name).write_text(text)
     (folder / "long100.toml").write_text(
         '[data]\nheld_out = 0.0\nsources = [{ kind = "jsonl", path = "DATA.jsonl" }]\n'
     )
     (folder / "run" / "stage.toml").touch()
+    for name, model in {"BASE": "rope", "LONG": "long", "MODEL": "rope", "MERGED": "rope"}.items():
+        (folder / name).symlink_to(models[model])
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "PROMPTS.csv").write_text(",prompt_id,prompt,targets\n0,a,Say.,()\n")
+    for path in ("HELMET/output", "LOFT/outputs/rag/nq/128k"):
+        (folder / path).mkdir(parents=True)
+    helmet(folder / "HELMET/output", "json_kv", substring_exact_match=80.0)
+    (folder / "LOFT/outputs/rag/nq/128k/dev_predictions_metrics.json").write_text(
+        '{"quality": {"em": 0.1, "subspan_em": 0.5, "f1": 0.2}, "num_unanswered_queries": 0}'
+    )
+    write_base(folder / "base")
+    trained_adapter(folder / "adapter", folder / "base")
     piqa_rows(folder, 3)
     return folder, models
 
@@ -117,6 +141,10 @@ def run_folder(folder: Path, models: dict[str, Path], path: str) -> None:
     parts = [*Path(path).parts, "stage"]
     target = folder / Path(*parts[:3])
     if target.exists() or target.is_symlink():
+        return
+    if parts[2] == "adapter":
+        target.parent.mkdir(parents=True)
+        target.symlink_to(folder / "adapter")
         return
     target.mkdir(parents=True)
     for each in (folder / "run").iterdir():
@@ -150,6 +178,8 @@ def at_tiny_size(words: list[str]) -> list[str]:
             option = ""
         elif option == "--tasks":
             small.append("scope_nlu/piqa")
+        elif option == "--out":
+            small.append(f"out/{word}")
         elif option not in smaller:
             small.append({"long100": "long100.toml"}.get(word, word))
     return [word for word in [*small, *ADDED.get(words[0], [])] if word != "--open-data"]
@@ -161,12 +191,17 @@ def known_tasks(index: dict):
     return manager
 
 
-@pytest.mark.parametrize("line", [line for line in LINES if line.values[0].startswith("farsight")])
+@pytest.mark.parametrize(
+    "line",
+    # Fine-tuning reads its rows from the hub; `farsight ablation --tiny` stands in for it.
+    [line for line in LINES if line.values[0].startswith("farsight") and " finetune " not in line.values[0]],
+)
 def test_every_command_runs_at_tiny_size(line, workspace, monkeypatch, task_index):
     folder, models = workspace
     monkeypatch.chdir(folder)
     monkeypatch.setattr(harness, "task_manager", lambda *more: known_tasks(task_index))
-    words = shlex.split(line, comments=True)[1:]
+    words = [name for word in shlex.split(line, comments=True)[1:] for name in (sorted(glob(word)) or [word])]
+    (folder / "out" / "runs").mkdir(parents=True, exist_ok=True)
     if words[0] == "recipe":
         recipe, (first, *_) = load_recipe(CONFIGS[words[1]], {"tiny": True})
         if recipe.start:
