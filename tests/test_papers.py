@@ -52,7 +52,7 @@ SMALLER = {
     "--passkey": "1 --passkey-length 200",
 }  # fmt: skip
 """Options of evaluations and analyses, with what they are given instead."""
-ONE_TOOLS = {"needle": {"--lengths": "200 240"}}
+ONE_TOOLS = {"needle": {"--lengths": "480"}, "ripra": {"--length": "200", "--passkeys": "2"}}
 ADDED = {
     "recipe": ["--tiny", "--dry-run"],
     "depth-sweep": ["--tiny", "--dry-run"],
@@ -61,6 +61,9 @@ ADDED = {
     "harness": ["--data", "piqa=piqa.jsonl"],
     "corpus": ["--min-tokens", "64", "--max-tokens", "0"],
 }
+
+
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 class _ReadError(BaseException):
@@ -109,8 +112,8 @@ def workspace(tmp_path_factory):
     folder = tmp_path_factory.mktemp("papers")
     models = {
         "long": make_model(folder / "c", Position(rotary=YarnRope(factor=2.0, original_length=48))),
-        "scope": make_model(folder / "a", Position(rotary=NoRotary(), heads=Scope())),
-        "rope": make_model(folder / "b", Position()),
+        "scope": make_model(folder / "a", Position(rotary=NoRotary(), heads=Scope()), TEMPLATE),
+        "rope": make_model(folder / "b", Position(), TEMPLATE),
     }
     train(folder / "run", "--training.steps", "4", "--checkpoint.interval", "2", "--training.seq_len", "48")
     text = "".join(json.dumps({"text": sentence(random.Random(i), 60)}) + "\n" for i in range(12))
@@ -167,17 +170,20 @@ def write_model(path: Path, config: ModelConfig) -> None:
 
 def at_tiny_size(words: list[str]) -> list[str]:
     """The command with small numbers in place of its own."""
+    dropped = ("--nproc", *["--lengths"] * (words[0] == "harness"))
     small, option, smaller = [], "", SMALLER | ONE_TOOLS.get(words[0], {})
     for word in words:
         if word.startswith("--"):
             option = word
-            if option == "--nproc":
+            if option in dropped:
                 continue
             small += [word, *smaller.get(option, "").split()]
-        elif option == "--nproc":
-            option = ""
+        elif option in dropped:
+            continue
         elif option == "--tasks":
             small.append("scope_nlu/piqa")
+        elif option == "--extend":
+            small.append(re.sub(r"=(\d{2,})", lambda n: f"={max(2, int(n[1]) // 128)}", word))
         elif option == "--out":
             small.append(f"out/{word}")
         elif option not in smaller:
