@@ -116,6 +116,16 @@ def test_a_former_config_is_read_as_transformers_reads_it(model_type):
     assert to_hf_config(config, "bfloat16", 1, 2)["model_type"] == model_type
 
 
+def test_of_two_settings_of_rope_that_one_counts_which_transformers_takes():
+    both = {
+        "model_type": "mistral", **HUB["mistral"], "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5.0},
+    }  # fmt: skip
+    theirs = AutoConfig.for_model(**json.loads(json.dumps(both))).rope_parameters
+    found = from_hf_config(both).position.rotary
+    assert (found.factor, found.theta) == (theirs["factor"], theirs["rope_theta"])
+
+
 def test_what_a_former_config_says():
     olmo = from_hf_config({"model_type": "olmo3", **HUB["olmo3"]})
     windows = [layer.scopes[0] for layer in olmo.layers()]

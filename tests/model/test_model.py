@@ -292,9 +292,9 @@ def test_hf_config_round_trip_and_refusals(tmp_path):
         ({"model_type": "gpt2"}, "gpt2"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"rope_parameters": {"rope_type": "su"}}, "su"),
+        ({"rope_scaling": {"rope_type": "su"}}, "su"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window = 0"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "mscale"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "mscale"),
     ]:
         with pytest.raises(ConfigError, match=says):
             from_hf_config({**values, **change})
