@@ -139,8 +139,8 @@ def _load_foreign(path: Path, options: argparse.Namespace, divided: bool) -> Loa
     if not hasattr(options, "trust_remote_code"):
         raise ConfigError(
             f"{path} has model_type {model_type(path)!r}, which only transformers builds; this command changes layers of "
-            "models that Farsight builds. farsight capture, geometry, plasticity, probes, generate, needle, perplexity and "
-            "ripra take it."
+            "models that Farsight builds. farsight capture, geometry, plasticity, probes, generate, serve, needle, "
+            "perplexity, harness, loft and ripra take it."
         )
     if divided:
         raise ConfigError(
