@@ -17,6 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from transformers import MptConfig, MptForCausalLM
 
 from farsight import commands
 from farsight.checkpoints.model_dir.api import write_model_dir
@@ -48,7 +49,7 @@ LINES = [
 ]
 SMALLER = {
     "--lengths": "32 48", "--length": "48", "--depths": "2", "--trials": "1", "--windows": "2", "--sequences": "4", "--count": "2",
-    "--min-tokens": "64", "--max-tokens": "0", "--epochs": "1", "--max-length": "64", "--heads": "4", "--layers": "1",
+    "--min-tokens": "64", "--max-tokens": "0", "--epochs": "1", "--max-length": "64", "--heads": "4", "--layers": "1", "--buckets": "4",
     "--passkey": "1 --passkey-length 200",
 }  # fmt: skip
 """Options of evaluations and analyses, with what they are given instead."""
@@ -59,6 +60,7 @@ ADDED = {
     "ablation": ["--tiny", "--dry-run"],
     "graft-sweep": ["--windows", "2", "--depths", "1"],
     "harness": ["--data", "piqa=piqa.jsonl"],
+    "capture": ["--per-bucket", "2"],
     "corpus": ["--min-tokens", "64", "--max-tokens", "0"],
 }
 
@@ -117,15 +119,21 @@ def workspace(tmp_path_factory):
     }
     train(folder / "run", "--training.steps", "4", "--checkpoint.interval", "2", "--training.seq_len", "48")
     text = "".join(json.dumps({"text": sentence(random.Random(i), 60)}) + "\n" for i in range(12))
-    for name in ("DATA.jsonl", "LONG100.jsonl", "PG19.jsonl"):
+    for name in ("DATA.jsonl", "LONG100.jsonl", "PG19.jsonl", "LBP.jsonl"):
         (folder / name).write_text(text)
     (folder / "long100.toml").write_text(
         '[data]\nheld_out = 0.0\nsources = [{ kind = "jsonl", path = "DATA.jsonl" }]\n'
     )
     (folder / "run" / "stage.toml").touch()
-    for name, model in {"BASE": "rope", "LONG": "long", "MODEL": "rope", "MERGED": "rope"}.items():
+    for name, model in {"BASE": "rope", "LONG": "long", "MODEL": "rope", "MERGED": "rope", "OTHER": "long"}.items():
         (folder / name).symlink_to(models[model])
-    (folder / "configs").symlink_to(ROOT / "configs")
+    for name in ("configs", "docs"):
+        (folder / name).symlink_to(ROOT / name)
+    mpt = MptForCausalLM(
+        MptConfig(vocab_size=320, d_model=32, n_heads=4, n_layers=2, max_seq_len=96, expansion_ratio=2)
+    )
+    mpt.save_pretrained(folder / "MPT")
+    BytesTokenizer().save(folder / "MPT")
     (folder / "PROMPTS.csv").write_text(",prompt_id,prompt,targets\n0,a,Say.,()\n")
     for path in ("HELMET/output", "LOFT/outputs/rag/nq/128k"):
         (folder / path).mkdir(parents=True)
@@ -199,8 +207,12 @@ def known_tasks(index: dict):
 
 @pytest.mark.parametrize(
     "line",
-    # Fine-tuning reads its rows from the hub; `farsight ablation --tiny` stands in for it.
-    [line for line in LINES if line.values[0].startswith("farsight") and " finetune " not in line.values[0]],
+    # Fine-tuning reads its rows from the hub, and `farsight ablation --tiny` stands in for it; a server does not end by itself.
+    [
+        line
+        for line in LINES
+        if line.values[0].startswith("farsight") and not re.search(r" (finetune|serve) ", line.values[0])
+    ],
 )
 def test_every_command_runs_at_tiny_size(line, workspace, monkeypatch, task_index):
     folder, models = workspace
