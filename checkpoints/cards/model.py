@@ -171,7 +171,7 @@ def model_card(
         "## How it was trained\n",
         *training_table(history),
         "## How to load it\n",
-        *(_needs(hf_config) if own_type else []),
+        *_needs(hf_config),
         "```python",
         f"from transformers import AutoModelForCausalLM{', AutoTokenizer' * tokenizer}\n",
         'path = "."  # this directory, or its name on a hub',
@@ -188,6 +188,12 @@ def model_card(
 
 
 def _needs(hf_config: dict[str, Any]) -> list[str]:
+    if "requires" not in hf_config:
+        oldest = hf_config["transformers_version"].removesuffix(".0")
+        kind = hf_config["architectures"][0]
+        return [
+            f"Needs `transformers` {oldest} or later, for `{kind}`; before 4.56, `dtype` is called `torch_dtype`.\n"
+        ]
     needs = " and ".join(f"`{package}` {version}" for package, version in hf_config["requires"].items())
     oldest, newest = hf_config["tested_with_transformers"]
     return [

@@ -60,6 +60,7 @@ def to_hf_config(config: ModelConfig, dtype: str, bos_id: int | None, eos_id: in
         return {
             "architectures": [f"{family.model_class}ForCausalLM"],
             "model_type": family.model_type,
+            "transformers_version": family.since,
             **values,
             **fields,
         }

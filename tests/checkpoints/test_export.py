@@ -10,6 +10,7 @@ import json
 import pytest
 import torch
 
+from farsight.benchmarks.families.models import FAMILIES, LENGTH, tokens, write_hf
 from farsight.checkpoints.load import load_model, read_model_config
 from farsight.checkpoints.model_dir import hf_config
 from farsight.checkpoints.model_dir.api import write_model_dir
@@ -31,7 +32,6 @@ from farsight.configs.schema import (
 )
 from farsight.model.build import set_length
 from tests.checkpoints.elsewhere import VERSIONS, export, run_elsewhere
-from tests.families import FAMILIES, LENGTH, tokens, write_hf
 
 MIXED = Position(
     heads=Scope(),

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from farsight.benchmarks.families.cells import CELLS, TOLERANCES, adapted, hf_load, largest, quantized
+from farsight.benchmarks.families.models import FAMILIES, LENGTH, VISION, hf_vision_model, tokens, write_hf
 from farsight.checkpoints.adapter.load import load_adapter
 from farsight.checkpoints.adapter.write import write_adapter
 from farsight.checkpoints.convert.from_hf import model_dir_to_checkpoint
@@ -17,6 +19,7 @@ from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.load import load_model, read_model_config
 from farsight.checkpoints.merge.build import merge_adapter
 from farsight.checkpoints.model_dir.api import write_model_dir
+from farsight.checkpoints.model_dir.families.known import FAMILIES as KNOWN
 from farsight.checkpoints.model_dir.fingerprint import base_entry
 from farsight.checkpoints.model_dir.hf_config import from_hf_config, to_hf_config
 from farsight.configs.finetuning import Base, Lora
@@ -24,7 +27,8 @@ from farsight.configs.schema import Architecture, LayerRule, NoRotary, Position,
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
 from farsight.training.finetune.model import whole_weights
-from tests.families import FAMILIES, LENGTH, VISION, hf_vision_model, tokens, write_hf
+from tests.checkpoints.elsewhere import OLDEST
+from tests.running import ROOT
 
 SLOW = {"from-hf → 2 steps → to-hf", "quantised step", "TP 2"}
 
@@ -63,6 +67,25 @@ def test_a_config_is_read_in_the_forms_of_both_versions(tmp_path, name):
             continue  # transformers 5 loses rope_theta under sliding attention, which in its version 4 was that of all layers
         theirs = AutoConfig.for_model(**json.loads(json.dumps(values))).to_dict()
         assert from_hf_config(theirs) == config
+
+
+def test_exports_name_the_version_that_has_their_class(tmp_path):
+    """In config.json, on the card and in the documentation; the older installed version has the classes of 4.46 and no others."""
+    page = (ROOT / "docs" / "inference" / "models.md").read_text("utf-8")
+    for model_type, family in KNOWN.items():
+        oldest = family.since.removesuffix(".0")
+        row = next(line for line in page.splitlines() if f"| `{model_type}` |" in line)
+        assert re.search(rf"\| {re.escape(oldest)}(;[^|]*)? \|$", row), row
+        if OLDEST.is_dir():
+            classes = OLDEST / "transformers" / "models" / model_type.removesuffix("_text")
+            assert classes.is_dir() == (oldest == "4.46"), model_type
+    for name, needed in {"llama2": "4.46", "qwen2": "4.53", "phi3": "4.50", "gemma3": "4.50"}.items():
+        write_hf(name, tmp_path / name)
+        model, config = load_model(tmp_path / name)
+        write_model_dir(tmp_path / f"{name}-out", config, dict(model.named_parameters()))
+        values = json.loads((tmp_path / f"{name}-out" / "config.json").read_text())
+        assert values["transformers_version"] == f"{needed}.0"
+        assert f"Needs `transformers` {needed} or later, for `" in (tmp_path / f"{name}-out" / "README.md").read_text()
 
 
 HUB = {

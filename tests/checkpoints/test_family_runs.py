@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from farsight.benchmarks.families.cells import hf_load, largest
+from farsight.benchmarks.families.models import LENGTH, tokens, write_hf
 from farsight.checkpoints.load import load_model, read_model_config
 from farsight.configs.typed import to_dict
-from tests.families import LENGTH, tokens, write_hf
 from tests.running import SETTINGS, metrics, train
 
 TRAINING = """

@@ -46,6 +46,8 @@ class Family:
     model_type: str
     model_class: str
     """The class's name without `ForCausalLM`."""
+    since: str
+    """The first version of transformers that has the class; `write` may ask for a later one, as `transformers_version`."""
     read: Callable[[Values], ModelConfig]
     write: Callable[[ModelConfig, Sequence[Layer]], dict[str, Any] | None]
     """The config's fields beside sizes, or None if the class can't express these layers; called if `has` allows the rest."""

@@ -68,7 +68,7 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
 
 
 FAMILY = Family(
-    "gemma3_text", "Gemma3", read, write,
+    "gemma3_text", "Gemma3", "4.50.0", read, write,
     has={**{name: (value,) for name, value in _OWN.items()}, "attention_bias": ("none", "all"), "softmax_scale": (ANY,)},
     defaults={
         # The hub's configs leave out most of these.

@@ -23,4 +23,6 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
     return {**rope, "attention_bias": a.attention_bias == "all", "mlp_bias": a.mlp_bias}
 
 
-FAMILY = Family("llama", "Llama", read, write, has={"attention_bias": ("none", "all"), "mlp_bias": (False, True)})
+FAMILY = Family(
+    "llama", "Llama", "4.46.0", read, write, has={"attention_bias": ("none", "all"), "mlp_bias": (False, True)}
+)

@@ -41,7 +41,7 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
 
 
 FAMILY = Family(
-    "ministral3", "Ministral3", read, write,
+    "ministral3", "Ministral3", "5.0.0", read, write,
     defaults={
         "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144,
         "rope_parameters": {

@@ -21,4 +21,6 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
     return None if rope is None or others else {**rope, "sliding_window": window}
 
 
-FAMILY = Family("mistral", "Mistral", read, write, defaults={"num_key_value_heads": 8, "sliding_window": 4096})
+FAMILY = Family(
+    "mistral", "Mistral", "4.46.0", read, write, defaults={"num_key_value_heads": 8, "sliding_window": 4096}
+)

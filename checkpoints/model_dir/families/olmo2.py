@@ -33,4 +33,4 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
     return {**rope, "attention_bias": config.architecture.attention_bias == "all"}
 
 
-FAMILY = Family("olmo2", "Olmo2", read, write, has=HAS, defaults=DEFAULTS, modules=POST)
+FAMILY = Family("olmo2", "Olmo2", "4.48.0", read, write, has=HAS, defaults=DEFAULTS, modules=POST)

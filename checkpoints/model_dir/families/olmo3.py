@@ -26,5 +26,5 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
 
 
 FAMILY = Family(
-    "olmo3", "Olmo3", read, write, has=olmo2.HAS, defaults={**olmo2.DEFAULTS, "sliding_window": 4096}, modules=POST
+    "olmo3", "Olmo3", "4.57.0", read, write, has=olmo2.HAS, defaults={**olmo2.DEFAULTS, "sliding_window": 4096}, modules=POST
 )  # fmt: skip

@@ -47,10 +47,12 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
         scaling["type"] = scaling.pop("rope_type")
         fields["original_max_position_embeddings"] = rotary.original_length
     rope["rope_parameters"][_SHARE] = fields[_SHARE]
+    if a.rotated_dim != a.head_dim:
+        fields["transformers_version"] = "4.50.0"
     return fields
 
 
 FAMILY = Family(
-    "phi3", "Phi3", read, write,
+    "phi3", "Phi3", "4.46.0", read, write,
     has={"rotary_dim": (ANY,)}, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}, modules={**PRE, **_FUSED},
 )  # fmt: skip

@@ -37,6 +37,7 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
     first = types.index(SLIDING) if SLIDING in types else len(types)
     return {
         **rope,
+        **({} if window is None else {"transformers_version": "4.53.0"}),  # before, windows are known only in part
         "use_sliding_window": window is not None,
         "sliding_window": window,
         "max_window_layers": first,  # what transformers before 4.53 goes by
@@ -44,4 +45,4 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
     }
 
 
-FAMILY = Family("qwen2", "Qwen2", read, write, has={"attention_bias": ("qkv",)}, defaults=DEFAULTS)
+FAMILY = Family("qwen2", "Qwen2", "4.46.0", read, write, has={"attention_bias": ("qkv",)}, defaults=DEFAULTS)

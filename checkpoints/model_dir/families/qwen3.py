@@ -19,6 +19,6 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
 
 
 FAMILY = Family(
-    "qwen3", "Qwen3", read, write,
+    "qwen3", "Qwen3", "4.51.0", read, write,
     has={"qk_norm": (True,), "attention_bias": ("none", "all")}, defaults={**qwen2.DEFAULTS, "head_dim": 128},
 )  # fmt: skip

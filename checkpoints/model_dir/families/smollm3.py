@@ -48,7 +48,7 @@ def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None
 
 
 FAMILY = Family(
-    "smollm3", "SmolLM3", read, write,
+    "smollm3", "SmolLM3", "4.53.0", read, write,
     has={"attention_bias": ("none", "all"), "mlp_bias": (False, True)},
     defaults={"num_key_value_heads": 4, "rope_theta": 2000000.0, "tie_word_embeddings": True},
 )  # fmt: skip
