@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging as transformers_logging
 
 from farsight.checkpoints.model_dir.api import model_type
 from farsight.configs.finetuning import Base
@@ -128,7 +128,9 @@ def load_weights(
     if device.type != "cpu" or stored is not None:  # accelerate then reads weights onto the devices one by one
         settings["device_map"] = "auto" if spread else {"": device}
     if not sys.stderr.isatty():
-        disable_progress_bar()  # a log would get every step of it
+        transformers_logging.disable_progress_bar()  # a log would get every step of it
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # what does not fit is said below, in a sentence
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
@@ -143,6 +145,8 @@ def load_weights(
         if "auto_map" in json.loads((path / "config.json").read_text(encoding="utf-8")) and not trust_remote_code:
             hint = " Its directory has code of its own: --trust-remote-code runs it."
         raise ConfigError(f"{path}: transformers can't load it ({_first_line(error)}).{hint}") from error
+    finally:
+        transformers_logging.set_verbosity(level)
     model, info = loaded
     for key, what in (
         ("missing_keys", "lacks"),
@@ -151,7 +155,8 @@ def load_weights(
         if names := sorted(map(str, info.get(key) or ())):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise ConfigError(
-                f"{path} {what} {names[0]}{more}, so it is not a whole model of type {model_type(path)!r}."
+                f"{path} {what} {names[0]}{more}, so it is not a whole model of type {model_type(path)!r}, which its config.json "
+                "names."
             )
     return model.eval()
 

@@ -155,7 +155,7 @@ class TestColumns:
         write(tmp_path / "b.jsonl", [{"body": "z"}, {"body": "z", "text": None}])
         write(tmp_path / "c.jsonl", [{"text": "w", "id": {"a": [1]}}])
         config = HubSource(name="json", data_files=f"{tmp_path}/*.jsonl")
-        with pytest.raises(DataError, match=r"shard 1 row 0: not a string: 'text' is null"):
+        with pytest.raises(DataError, match=r"/b\.jsonl row 0: not a string: 'text' is null"):
             read(open_source(config, 0.0, "train", 1))
         source = open_source(config, 0.0, "train", 1, "skip")
         assert read(source) == Counter("xyw")

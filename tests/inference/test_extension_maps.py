@@ -291,6 +291,13 @@ def angles(name, factor, theta, trained, head_dim, length, i):
     if name == "dynamic":
         growth = factor * length / trained - (factor - 1) if length > trained else 1.0
         return (theta * growth ** (head_dim / (head_dim - 2))) ** (-2 * i / head_dim)
+    if name == "llama3":  # Meta's code, with its bands of 1 and 4 turns within the trained length
+        plain = theta ** (-2 * i / head_dim)
+        wavelength = 2 * math.pi / plain
+        if wavelength < trained / 4:
+            return plain
+        kept = max(0.0, (trained / wavelength - 1) / (4 - 1))
+        return (1 - kept) * plain / factor + kept * plain
     # YaRN, with the ramp over dimensions of the authors' code
     low = math.floor(head_dim * math.log(trained / (32 * 2 * math.pi)) / (2 * math.log(theta)))
     high = math.ceil(head_dim * math.log(trained / (1 * 2 * math.pi)) / (2 * math.log(theta)))
