@@ -84,6 +84,9 @@ class Decoder:
         one_token = Batch((0,), 1, 1, torch.device("cpu"), torch.float32)
         return self.extension.caches(self.model, self.config, one_token) is not None
 
+    def check_length(self, length: int) -> None:
+        """Raises ConfigError if the model has no positions for `length` tokens; only those that transformers builds lack any."""
+
     def start(self, lengths: Sequence[int], new_tokens: int = 0) -> "Rows":
         """Allocates caches for rows of these lengths, each of which may grow by `new_tokens`."""
         return Rows(self, lengths, new_tokens)

@@ -27,6 +27,7 @@ from farsight.configs.finetuning import Base, FinetuneConfig, FinetuneTraining, 
 from farsight.configs.schema import Tokenizer
 from farsight.inference.decoder import Decoder
 from farsight.model.adapt.lora import is_lora
+from farsight.model.adapt.quantized import keep_packing
 from farsight.model.llama import Llama
 from farsight.training.finetune.model import build_adapted, whole_weights, with_base
 
@@ -165,9 +166,7 @@ def quantized(name: str, folder: Path, bits: int = 4) -> float:
         settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
     whole = hf_load(folder / "hf", quantization_config=BitsAndBytesConfig(**settings))
     theirs = PeftModel.from_pretrained(whole, folder / "adapter", is_trainable=True)
-    for module in theirs.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # it would repack weights, and no gradient would pass them again
+    keep_packing(theirs)
     rows = tokens()
     loss(ours(rows), rows).backward()
     loss(theirs(rows).logits, rows).backward()

@@ -122,6 +122,7 @@ def perplexity_by_length(
     grown = with_growing_scopes(config) if both else None
     if grown is not None and max(lengths) > config.trained_length:
         readings["_scope_length"] = grown
+    set_length(model, config, max(lengths))  # a model that has no positions that far says so before any window is read
     result: dict[str, dict[str, Any]] = {
         f"{key}{reading}": {} for reading in readings for key in ("lengths", "buckets", "log_buckets")
     }

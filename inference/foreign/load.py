@@ -18,6 +18,7 @@ from farsight.inference.extend.fixed import FixedMethod
 from farsight.inference.extend.ripra import Ripra
 from farsight.inference.foreign.model import TOLERANCE, ForeignModel, relative_difference
 from farsight.inference.foreign.rows import ForeignDecoder
+from farsight.model.adapt.quantized import keep_packing
 
 REMAPPED = {
     "bloom": "ALiBi",
@@ -158,6 +159,7 @@ def load_weights(
                 f"{path} {what} {names[0]}{more}, so it is not a whole model of type {model_type(path)!r}, which its config.json "
                 "names."
             )
+    keep_packing(model)
     return model.eval()
 
 

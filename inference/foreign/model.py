@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -84,6 +85,9 @@ class ForeignModel:
         self.rotaries: list[Any] = [m for m in self.body.modules() if isinstance(getattr(m, "inv_freq", None), Tensor)]
         self.config = self._describe(name)
         self.architecture, self.positions = self.config.architecture, self.config.found
+        self.name = name
+        self.longest = self._find_longest()
+        """Tokens that its table of position embeddings has a row for; None without such a table."""
         self.length = self.config.trained_length
         with torch.no_grad():
             found = self.head(self.hidden_states(tokens_1L))
@@ -117,6 +121,31 @@ class ForeignModel:
         for layer in layers:
             layer.scopes = (min(layer.window or DENSE_SCOPE, DENSE_SCOPE),) * layer.n_heads
         return layers
+
+    @torch.no_grad()
+    def _find_longest(self) -> int | None:
+        tokens_1L = torch.arange(_PROBE, device=self.device)[None]
+        with _Lookups() as lookups:
+            self.read(torch.zeros_like(tokens_1L), tokens_1L)
+        # With all tokens equal, only positions count upwards.
+        tables = [
+            len(weight) - int(ids[0, 0])
+            for weight, ids in lookups.seen
+            if ids.dim() == 2 and ids.shape[1] == _PROBE and bool((ids[0].diff() == 1).all())
+        ]
+        return min(tables, default=None)
+
+    def check_length(self, length: int) -> None:
+        """Checks that the model has a position for each of `length` tokens.
+
+        Raises:
+            ConfigError: its table of position embeddings is shorter.
+        """
+        if self.longest is not None and length > self.longest:
+            raise ConfigError(
+                f"{self.name} can't read {length:,} tokens: it learned an embedding for each of {self.longest:,} positions and has "
+                f"none for later ones; read and write at most {self.longest:,} tokens."
+            )
 
     @torch.no_grad()
     def _rotating(self, shift: int) -> list[bool]:
@@ -197,6 +226,7 @@ class ForeignModel:
     def hidden_states(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """The input of the head, [B, L, D], for whole sequences."""
         if positions is None:
+            self.check_length(tokens.shape[1])
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         return self.read(tokens, positions).last_hidden_state
 
@@ -257,7 +287,8 @@ class ForeignModel:
         return ((str(number), layer) for number, layer in enumerate(self._layers))
 
     def set_position(self, layers: Sequence[LayerPosition], length: int) -> None:
-        """Positions are the model's own; only the length that is set is kept."""
+        """Positions are the model's own; only the length that is set is kept. Raises ConfigError as `check_length` does."""
+        self.check_length(length)
         self.length = length
 
     def modules(self) -> Iterator[nn.Module]:
@@ -276,6 +307,23 @@ class _Output(BaseModelOutputWithPast):
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
+
+
+class _Lookups(TorchFunctionMode):
+    """Keeps the tables that are looked up inside this context, with the rows that are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function is F.embedding:
+            ids, weight = (*args, *(kwargs[name] for name in ("input", "weight")[len(args) :]))[:2]
+            self.seen.append((weight, ids))
+        return function(*args, **kwargs)
 
 
 class _KeepKeys:

@@ -36,6 +36,9 @@ class ForeignDecoder(Decoder):
     def module(self) -> nn.Module:
         return self.foreign.model
 
+    def check_length(self, length: int) -> None:
+        self.foreign.check_length(length)
+
     def start(self, lengths: Sequence[int], new_tokens: int = 0) -> "ForeignRows":
         return ForeignRows(self, lengths, new_tokens)
 
@@ -54,6 +57,7 @@ class ForeignRows(Rows):
     capturable = False
 
     def __init__(self, decoder: ForeignDecoder, lengths: Sequence[int], new_tokens: int) -> None:
+        decoder.check_length(max(lengths) + new_tokens)
         super().__init__(decoder, lengths, new_tokens)
         self.past: Any = None
         """transformers' cache, which the model makes when it reads for the first time."""
@@ -76,7 +80,9 @@ class ForeignRows(Rows):
     @property
     def dense_nbytes(self) -> int:
         a_token = sum(x.n_kv_heads * (x.head_dim + x.value_dim) for _, x in self.foreign.attentions())
-        return a_token * len(self.batch.starts) * self.batch.most_tokens * self.batch.dtype.itemsize
+        # transformers' cache grows token by token; an extension's has room for all from the start.
+        tokens = self.batch.most_tokens if self.past is None else self.tokens
+        return a_token * len(self.batch.starts) * tokens * self.batch.dtype.itemsize
 
     def hidden_states(self, tokens_BL: Tensor, positions_BL: Tensor) -> Tensor:
         if any(cache.rotates for cache in self.caches.values()):

@@ -58,11 +58,12 @@ def generate(
         continued: texts continue their prompts; False decodes them alone, where some tokenizers drop a space at the start.
 
     Raises:
-        ConfigError: an empty prompt, or a model whose logits are not finite.
+        ConfigError: an empty prompt, one that is too long for the model's learned positions, or a model whose logits are not finite.
     """
     for n, prompt in enumerate(prompts):
         if not len(prompt):
             raise ConfigError(f"prompt {n} has no tokens; write at least one character.")
+    decoder.check_length(max(map(len, prompts), default=0) + new_tokens)
     streams = [TextStream(tokenizer, prompt if continued else (), stop, end_tokens) for prompt in prompts]
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     batches = [
@@ -148,10 +149,20 @@ def encode_prompt(tokenizer: Tokenizer, text: str, chat: bool = False) -> list[i
 
 def warn_of_long_prompts(loaded: LoadedModel, prompts: Sequence[Sequence[int]]) -> None:
     """Warns on stderr of prompts longer than the trained length, unless the model has an extension."""
-    longest, trained = max(map(len, prompts), default=0), loaded.trained_length
-    if longest > trained and loaded.decoder.extension is None:
+    longest = max(map(len, prompts), default=0)
+    warn_of_length(loaded, f"a prompt has {longest:,} tokens", longest)
+
+
+def warn_of_length(loaded: LoadedModel, what: str, length: int) -> None:
+    """Warns on stderr of texts that are longer than the trained length, unless the model has an extension.
+
+    Args:
+        what: a clause that says where the length comes from.
+    """
+    trained = loaded.trained_length
+    if length > trained and loaded.decoder.extension is None:
         print(
-            f"warning: a prompt has {longest:,} tokens, and {loaded.path} was trained on sequences of {trained:,}: expect "
+            f"warning: {what}, and {loaded.path} was trained on sequences of {trained:,}: expect "
             "worse text past that length, or set --extend (docs/inference/extensions.md)",
             file=sys.stderr,
         )

@@ -184,7 +184,15 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except web.HTTPException as error:
         if error.status < 400:
             raise
-        refused = RequestError(f"{request.method} {request.path}: {error.reason}.", error.status)
+        sentence = f"{request.method} {request.path}: {error.reason}."
+        if error.status in (404, 405):
+            routes = (
+                f"{r.method} {r.resource.canonical}"
+                for r in request.app.router.routes()
+                if r.resource and r.method != "HEAD"
+            )
+            sentence += f" This server has {', '.join(routes)}."
+        refused = RequestError(sentence, error.status)
         return web.json_response(refused.body, status=error.status)
     except ConnectionError:  # the client is gone
         raise

@@ -104,11 +104,16 @@ class Fields:
             raise RequestError(f"{name} is {_shown(value)}; it must be {_KINDS[kind]}.", parameter=name)
         return value
 
-    def count(self, name: str, default: int | None, least: int, most: int) -> Any:
-        """A whole number in a range, or the default."""
+    def count(self, name: str, default: int | None, least: int, most: int, limit: str = "") -> Any:
+        """A whole number in a range, or the default.
+
+        Args:
+            limit: the server's option that sets the largest.
+        """
         value = self.take(name, int, default)
         if value is not None and not least <= value <= most:
-            raise RequestError(f"{name} is {value}; it must be from {least} to {most:,}.", parameter=name)
+            said = f"{most:,}{limit and f' ({limit})'}"
+            raise RequestError(f"{name} is {value}; it must be from {least:,} to {said}.", parameter=name)
         return value
 
     def finish(self) -> None:
@@ -132,7 +137,7 @@ def read_completion(body: Any, served: Served) -> Asked:
     """
     fields = Fields(_object(body))
     texts, prompts = _prompts(fields, served)
-    new_tokens = fields.count("max_tokens", DEFAULT_TOKENS, 0, served.max_length)
+    new_tokens = fields.count("max_tokens", DEFAULT_TOKENS, 0, served.max_length, "--max-length")
     top = fields.count("logprobs", None, 0, MOST_TOP)
     echo = fields.take("echo", bool, False)
     if not new_tokens and not echo:
@@ -146,8 +151,17 @@ def read_chat(body: Any, served: Served) -> Asked:
     """The request in the body of /v1/chat/completions. Raises RequestError as `read_completion` does."""
     fields = Fields(_object(body))
     prompt = tuple(_conversation(fields, served))
-    longest = fields.count("max_completion_tokens", None, 1, served.max_length)
-    longest = fields.count("max_tokens", longest, 1, served.max_length)
+    asked = {
+        name: fields.count(name, None, 1, served.max_length, "--max-length")
+        for name in ("max_completion_tokens", "max_tokens")
+    }
+    given = {value for value in asked.values() if value is not None}
+    if len(given) > 1:
+        raise RequestError(
+            f"{' and '.join(f'{name} is {value}' for name, value in asked.items())}; send one of them.",
+            parameter="max_tokens",
+        )
+    longest = next(iter(given), None)
     if longest is None:  # what the context leaves
         longest = max(1, served.max_length - len(prompt))
     top = fields.count("top_logprobs", 0, 0, MOST_TOP)
@@ -173,7 +187,7 @@ def _asked(
         raise RequestError(
             f"There is no model {model!r} here; this server has {served.name!r}.", 404, "model_not_found", "model"
         )
-    answers = fields.count("n", 1, 1, served.queue)
+    answers = fields.count("n", 1, 1, served.queue, "--queue")
     if answers * len(prompts) > served.queue:
         raise RequestError(
             f"{answers * len(prompts)} answers were asked for at once; this server queues {served.queue} (--queue).",
@@ -191,7 +205,8 @@ def _asked(
     options = Fields(fields.take("stream_options", dict, {}))
     usage = options.take("include_usage", bool, False)
     options.finish()
-    fields.taken.add("best_of" if fields.values.get("best_of") == answers else "")
+    if fields.values.get("best_of") == answers:
+        fields.taken.add("best_of")
     stop, sampling = _stop(fields), _sampling(fields)
     fields.finish()
     ends = served.end_tokens | ({served.turn_end} if chat else set())
@@ -214,6 +229,10 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     strings = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
         raise RequestError(f"stop is {_shown(stop)}; it must be a string or a list of strings.", parameter="stop")
+    if "" in strings:
+        raise RequestError(
+            f"stop is {_shown(stop)}, and every text holds the empty string; leave it out.", parameter="stop"
+        )
     return tuple(strings)
 
 
@@ -222,6 +241,11 @@ def _prompts(fields: Fields, served: Served) -> tuple[tuple[str, ...], tuple[tup
     fields.taken.add("prompt")
     given = fields.values.get("prompt")
     tokenizer = served.tokenizer
+    if given is None:
+        raise RequestError(
+            "prompt is missing: send a string or token ids; conversations go to /v1/chat/completions.",
+            parameter="prompt",
+        )
     if isinstance(given, str) or _is_tokens(given):
         given = [given]
     if not isinstance(given, list) or not given or not all(isinstance(p, str) or _is_tokens(p) for p in given):
@@ -261,8 +285,14 @@ def _conversation(fields: Fields, served: Served) -> list[int]:
         )
     fields.taken.add("messages")
     given = fields.values.get("messages")
+    if given is None:
+        raise RequestError(
+            "messages is missing: send a list of messages; prompts go to /v1/completions.", parameter="messages"
+        )
     if not isinstance(given, list) or not given:
-        raise RequestError(f"messages is {_shown(given)}; it must be a list of messages.", parameter="messages")
+        raise RequestError(
+            f"messages is {_shown(given)}; it must be a list of one or more messages.", parameter="messages"
+        )
     messages = []
     for number, message in enumerate(given):
         place = f"messages[{number}]"
@@ -277,7 +307,7 @@ def _conversation(fields: Fields, served: Served) -> list[int]:
     try:
         return served.template.prompt_tokens(messages)
     except UnusableRow as error:
-        raise RequestError(f"The chat template does not take these messages: {error}.", parameter="messages") from None
+        raise RequestError(f"messages can't be used: {error.detail}; change them.", parameter="messages") from None
 
 
 def _content(content: Any, place: str) -> str:

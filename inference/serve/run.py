@@ -12,6 +12,7 @@ from aiohttp import web
 from farsight.data.instructions.chat import ChatTemplate
 from farsight.data.instructions.conversations import UnusableRow
 from farsight.errors import ConfigError
+from farsight.inference.generate.completions import warn_of_length
 from farsight.inference.loading import LoadedModel, load
 from farsight.inference.serve.app import make_app
 from farsight.inference.serve.engine import Engine
@@ -27,6 +28,8 @@ def run(options: argparse.Namespace) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("farsight serve runs as one process: start it without torchrun.")
     loaded = load(options.model_dir, options)
+    if options.max_length is not None:
+        warn_of_length(loaded, f"--max-length is {options.max_length:,}", options.max_length)
     served = describe(loaded, options.name, options.max_length, options.queue, options.chat_template)
     engine = Engine(loaded.decoder, loaded.tokenizer, options.rows, options.queue)
     asyncio.run(_serve(engine, served, options.host, options.port))
@@ -38,8 +41,9 @@ def describe(
     """What is served, from a loaded model and the command's options.
 
     Raises:
-        ConfigError: a chat template that can't be used.
+        ConfigError: a chat template that can't be used, or a length that the model has no positions for.
     """
+    loaded.decoder.check_length(max_length or loaded.trained_length)
     source, origin = loaded.tokenizer.chat_template, f"the chat template of {loaded.path}"
     if template_file is not None:
         origin = f"--chat-template {template_file}"

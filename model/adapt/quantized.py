@@ -60,8 +60,7 @@ def _quantized(linear: nn.Linear, base: Base, dtype: torch.dtype) -> nn.Module:
     four = bnb.nn.Linear4bit(
         **shapes, compute_dtype=dtype, compress_statistics=base.double_quantization, quant_type=base.quantization
     )
-    # On CPUs with AVX512-BF16 an evaluation would repack the weights, and no gradient would pass through them again.
-    four.support_avx512bf16_for_cpu = False
+    keep_packing(four)
     packed = torch.empty(-(-rows * columns // 2), 1, dtype=torch.uint8, device="meta")
     # DoRA reads the dequantised weight when it is added, even on the meta device.
     state = bnb.functional.QuantState(
@@ -75,6 +74,14 @@ def _quantized(linear: nn.Linear, base: Base, dtype: torch.dtype) -> nn.Module:
     )  # fmt: skip
     four.bias = linear.bias
     return four
+
+
+def keep_packing(model: nn.Module) -> None:
+    """Keeps evaluations on CPUs with AVX512-BF16 from repacking 4-bit weights: that rounds their scales to 16 bits, fails for
+    shapes that don't divide, and no gradient would pass through them again."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def unpack_parameters(model: nn.Module) -> None:

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from farsight.checkpoints.model_dir.api import write_model_dir
+from farsight.configs.finetuning import Base
 from farsight.configs.schema import Position
 from farsight.errors import ConfigError
 from farsight.evals.perplexity.__main__ import main as perplexity_main
@@ -23,6 +24,7 @@ from farsight.inference.foreign.rows import ForeignDecoder
 from farsight.inference.generate.__main__ import main as generate_main
 from farsight.inference.generate.completions import generate
 from farsight.inference.loading import load
+from farsight.model.adapt.quantized import dequantize
 from farsight.model.build import ModelConfig
 from tests.foreign import CONFIGS, HEADS, LENGTH, VOCABULARY, write
 from tests.inference.test_extensions import logits_of
@@ -80,7 +82,7 @@ def test_completions_equal_those_of_transformers(tmp_path):
     assert (
         usage.cache_bytes == 2 * 3 * 2 * (20 + 11) * 2 * 8 * 4
     )  # keys and values, layers, rows, tokens, key heads, fp32
-    assert usage.dense_cache_bytes == 2 * 3 * 2 * (20 + 12) * 2 * 8 * 4
+    assert usage.dense_cache_bytes == usage.cache_bytes
 
 
 # ── RiPRA, written out ────────────────────────────────────────────────────────────────────────────────
@@ -294,3 +296,44 @@ def test_quantised_weights_stay_in_one_process(tmp_path):
     for folder, words in (("own", "--quantization keeps a model in one process"), ("phi", "can't be divided over")):
         with pytest.raises(ConfigError, match=words):
             load(tmp_path / folder, Namespace(**OPTIONS | {"quantization": "nf4"}), divide=print)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_lengths_past_a_table_of_positions_are_refused_before_reading(tmp_path, kind, monkeypatch):
+    """GPT-2 has a row for each of its 64 positions, OPT two more that nothing uses."""
+    write(tmp_path / kind, kind)
+    text = tmp_path / "text.txt"
+    text.write_text("The late keys win. " * 8)
+    reads, hidden_states = [], ForeignModel.hidden_states
+
+    def counted(model, tokens, *rest):
+        reads.append(tokens.shape[1])
+        return hidden_states(model, tokens, *rest)
+
+    monkeypatch.setattr(ForeignModel, "hidden_states", counted)
+    words = r"can't read 65 tokens: .* for each of 64 positions .* at most 64"
+    with pytest.raises(SystemExit, match=words):
+        perplexity_main([str(tmp_path / kind), "--data", str(text), "--lengths", "32", "65"])
+    opened = load(tmp_path / kind, Namespace(**OPTIONS))
+    prompts = [[70] * 10, [70] * 60]
+    with pytest.raises(ConfigError, match=words):
+        generate(opened.decoder, opened.tokenizer, prompts, 5)
+    with pytest.raises(ConfigError, match=words):
+        opened.decoder.hidden_states(torch.arange(65))
+    assert all(length <= 4 for length in reads)  # those that find out what the layers are
+    for completion in generate(opened.decoder, opened.tokenizer, prompts, 4, end_tokens=set()):
+        assert len(completion.tokens) == 4
+
+
+def test_four_bits_keep_their_packing_on_every_cpu(tmp_path):
+    """Layers of 32 inputs and 48 outputs: bitsandbytes can't repack them for AVX512-BF16, and must not try."""
+    theirs = write(tmp_path, "phi").float()
+    decoder = decoder_of(tmp_path, quantization="nf4")
+    assert not any(getattr(m, "support_avx512bf16_for_cpu", False) for m in decoder.module.modules())
+    (tokens_L,) = tokens(20)
+    found = read(decoder, tokens_L)
+    with torch.no_grad():
+        for name, module in theirs.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                module.weight.copy_(dequantize(module.weight, Base(quantization="nf4", dtype="float32")))
+        assert_close(found, theirs(tokens_L[None]).logits[0], atol=1e-3, rtol=0)

@@ -17,9 +17,11 @@ from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder, Rows
 from farsight.inference.sampling import Sampling
 from farsight.inference.serve import app
+from farsight.inference.serve import run as run_module
+from farsight.inference.serve.__main__ import main as serve_main
 from farsight.inference.serve.engine import Engine, Row
 from farsight.inference.serve.run import _serve, describe
-from tests.inference.served import Client, serving, small_model
+from tests.inference.served import Client, serving, small_model, write
 
 TEXTS = ["red stone", "a river of seven", "the blue under", "x", "because it walks quickly, not", "so"]
 
@@ -131,7 +133,11 @@ def test_only_rows_that_come_out_as_alone_are_put_together(loaded, batches):
 
 
 BAD = {
-    "no prompt": ({"prompt": None}, 400, "prompt is None; it must be a string"),
+    "no prompt": (
+        {"prompt": None},
+        400,
+        "prompt is missing: send a string or token ids; conversations go to /v1/chat/completions",
+    ),
     "mixed": ({"prompt": ["x", 3]}, 400, "prompt is ['x', 3]"),
     "empty": ({"prompt": []}, 400, "prompt is []"),
     "token": ({"prompt": [1, 258]}, 400, "prompt has the token 258; the tokenizer has the tokens 0 to 257"),
@@ -140,7 +146,7 @@ BAD = {
         400,
         "maximum context length is 96 tokens (--max-length), and you asked for 107: 91",
     ),
-    "more": ({"max_tokens": 500}, 400, "max_tokens is 500; it must be from 0 to 96"),
+    "more": ({"max_tokens": 500}, 400, "max_tokens is 500; it must be from 0 to 96 (--max-length)"),
     "nothing": ({"max_tokens": 0}, 400, "asks for nothing"),
     "text": ({"max_tokens": "5"}, 400, "max_tokens is '5'; it must be a whole number"),
     "cold": ({"temperature": -1}, 400, "temperature is -1.0: set 0 for greedy"),
@@ -157,6 +163,10 @@ BAD = {
     ),
     "best": ({"n": 1, "best_of": 2}, 400, "best_of = 2 is not supported"),
     "stop": ({"stop": [1]}, 400, "stop is [1]; it must be a string or a list of strings"),
+    "stop nothing": ({"stop": ["a", ""]}, 400, "stop is ['a', '']"),
+    "many": ({"n": 33}, 400, "n is 33; it must be from 1 to 32 (--queue)"),
+    "seed": ({"seed": 2**70}, 400, "seed is 1180591620717411303424; it must be from -9,223,372,036,854,775,808 to"),
+    "far": ({"zzzz": 1}, 400, "zzzz is not a field that this server knows. Known: echo, "),
     "stream": ({"stream": "yes"}, 400, "stream is 'yes'; it must be true or false"),
     "tops": ({"logprobs": 50}, 400, "logprobs is 50; it must be from 0 to 20"),
     "choices": (
@@ -187,11 +197,16 @@ def test_bad_requests_are_explained(client, case):
 
 
 BAD_CHATS = {
-    "none": ({"messages": []}, "messages is []; it must be a list of messages"),
+    "none": ({"messages": []}, "messages is []; it must be a list of one or more messages"),
+    "missing": ({"messages": None}, "messages is missing: send a list of messages; prompts go to /v1/completions"),
+    "lengths": ({"max_completion_tokens": 3}, "max_completion_tokens is 3 and max_tokens is 2; send one of them"),
     "role": ({"messages": [{"content": "x"}]}, "messages[0] is {'content': 'x'}; it must have a \"role\""),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content is"),
     "call": ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls is not"),
-    "forged": ({"messages": [{"role": "user", "content": "<|eos|>"}]}, "a message holds the special token <|eos|>"),
+    "forged": (
+        {"messages": [{"role": "user", "content": "<|eos|>"}]},
+        "messages can't be used: a message holds the special token <|eos|>",
+    ),
     "tops": ({"top_logprobs": 2}, "top_logprobs is set without logprobs: true"),
     "tools": ({"tools": [{}]}, "tools = [{}] is not supported"),
     "echo": ({"echo": True}, "echo is not a field"),
@@ -213,8 +228,9 @@ def test_neutral_settings_are_taken_and_other_routes_are_not_there(client):
     assert (model["id"], model["max_model_len"]) == ("small", 96)
     assert client("/v1/models/small") == model
     assert "no model 'other'" in client("/v1/models/other", status=404)["error"]["message"]
-    assert client("/v1/nothing", status=404)["error"]["message"] == "GET /v1/nothing: Not Found."
-    assert client("/health", {}, status=405)["error"]["message"] == "POST /health: Method Not Allowed."
+    routes = " This server has GET /health, GET /v1/models, GET /v1/models/{name}, POST /v1/completions, POST /v1/chat/completions."
+    assert client("/v1/nothing", status=404)["error"]["message"] == f"GET /v1/nothing: Not Found.{routes}"
+    assert client("/health", {}, status=405)["error"]["message"] == f"POST /health: Method Not Allowed.{routes}"
 
 
 def test_a_model_without_a_template_takes_no_conversations():
@@ -337,3 +353,21 @@ def test_a_port_in_use_is_named(loaded):
         with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: .*in use. --port 0 takes a free port"):
             asyncio.run(_serve(engine, describe(loaded, None, None, 4), "127.0.0.1", port))
     assert not engine.alive
+
+
+def test_a_longer_context_than_trained_is_warned_of(tmp_path, monkeypatch, capsys):
+    """As farsight generate does for a prompt; with an extension nothing is said."""
+    monkeypatch.setattr(run_module, "_serve", lambda *_: _ended())
+    folder = str(write(small_model(), tmp_path))
+    for more, warned in ((["--max-length", "1000"], True), (["--max-length", "96"], False), ([], False),
+                         (["--max-length", "1000", "--extend", "yarn:4"], False)):  # fmt: skip
+        serve_main([folder, "--device", "cpu", *more])
+        said = "--max-length is 1,000, and " in (found := capsys.readouterr().err)
+        assert said == warned, found
+        assert (
+            "was trained on sequences of 96: expect worse text past that length, or set --extend" in found
+        ) == warned
+
+
+async def _ended():
+    return None
