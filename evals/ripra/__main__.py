@@ -45,7 +45,15 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--passkeys needs a --length of 1 or more and no --evidence: it knows where its passkeys are")
 
     from farsight.data.texts import encode_file
-    from farsight.evals.ripra.diagnose import check_extension, diagnose, passkey_prompts, read_spans, table
+    from farsight.errors import ConfigError
+    from farsight.evals.ripra.diagnose import (
+        check_extension,
+        diagnose,
+        passkey_prompts,
+        read_spans,
+        smaller_chunk,
+        table,
+    )
     from farsight.evals.ripra.picture import draw
     from farsight.inference.loading import load
 
@@ -60,6 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     result = diagnose(loaded, documents, evidence)
     print(table(result))
     write_json(options.json, result)
+    if options.picture and result["similarity"] is None:
+        raise ConfigError(f"--picture {options.picture}: the whole text is one chunk; {smaller_chunk(result)}.")
     write_picture(options.picture, draw, result)
 
 

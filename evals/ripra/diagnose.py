@@ -134,7 +134,7 @@ def block_error(loaded: LoadedModel, tokens_L: Tensor) -> dict[str, Any]:
         "logits": {
             "mean": float(difference.mean()),
             "max": float(difference.max()),
-            "divergence": float(divergence),
+            "divergence": max(0.0, float(divergence)),  # rounding may leave it a little below
             "same_largest": float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
         },
         "block": allocation.block,
@@ -148,12 +148,16 @@ def diagnose(loaded: LoadedModel, documents: list[Tensor], evidence: list[tuple[
     Args:
         documents: token ids; the last token is the query.
         evidence: start and stop of its tokens, for every document or for none.
+
+    Returns:
+        The figures; "similarity" and "similarity_to_anchor" are None where the first document is a single chunk, which leaves no
+        relevance to compare.
     """
     method, layers = check_extension(loaded), loaded.config.architecture.n_layers
     allocation, anchors = method.allocation(loaded.trained_length), method.anchor_layers(layers)
     observed, _ = read(loaded.decoder, documents[0])
     query = len(documents[0]) - 1
-    similarity = layer_similarity(observed, allocation.chunk, query)
+    similarity = layer_similarity(observed, allocation.chunk, query) if query >= allocation.chunk else None
     shares = [max(a for a in anchors if a <= layer) for layer in range(layers)]
     windows = []
     for number, span in enumerate(evidence):
@@ -166,8 +170,10 @@ def diagnose(loaded: LoadedModel, documents: list[Tensor], evidence: list[tuple[
         "trained_length": loaded.trained_length,
         "settings": {**dataclasses.asdict(allocation), "relevance": method.relevance},
         "anchors": list(anchors),
-        "similarity": similarity.tolist(),
-        "similarity_to_anchor": [float(similarity[layer, anchor]) for layer, anchor in enumerate(shares)],
+        "similarity": None if similarity is None else similarity.tolist(),
+        "similarity_to_anchor": None
+        if similarity is None
+        else [float(similarity[layer, anchor]) for layer, anchor in enumerate(shares)],
         "evidence": windows,
         "blocks": block_error(loaded, documents[0]),
     }
@@ -224,14 +230,23 @@ def read_spans(texts: list[str], documents: list[Tensor]) -> list[tuple[int, int
     return spans
 
 
+def smaller_chunk(result: dict[str, Any]) -> str:
+    """What to set where the first document is a single chunk."""
+    tokens = result["tokens"][0]
+    return f"set chunk below {tokens:,}, as in --extend ripra:chunk={max(1, tokens // 8)}"
+
+
 def table(result: dict[str, Any]) -> str:
     """The figures as text."""
     s, blocks = result["settings"], result["blocks"]
     similar = result["similarity_to_anchor"]
+    compared = f"the whole text is one chunk, so there is no relevance to compare; {smaller_chunk(result)}"
+    if similar is not None:
+        compared = f"relevance beside the anchor's: cosine {sum(similar) / len(similar):.3f} on average, {min(similar):.3f} at least"
     lines = [
         f"{result['tokens'][0]:,} tokens; limit {s['limit']:,}, near {s['near']:,}, chunk {s['chunk']}, block {s['block']}, "
         f"anchors {', '.join(map(str, result['anchors']))}",
-        f"relevance beside the anchor's: cosine {sum(similar) / len(similar):.3f} on average, {min(similar):.3f} at least",
+        compared,
     ]
     for number, found in enumerate(result["evidence"]):
         chunks = -(-result["tokens"][number] // s["chunk"])

@@ -196,7 +196,7 @@ def test_anchor_layers():
         assert (allocation.limit, allocation.near, allocation.chunk, allocation.block) == (limit, near, 256, 128)
 
 
-def test_diagnostics(tmp_path):
+def test_diagnostics(tmp_path, capsys):
     """The tool on a small model: relevance, similarity and the error of blocks against the test's own computation."""
     architecture = dataclasses.replace(SMALL, vocab_size=320)
     config = ModelConfig(architecture, Position(rotary=Rope(theta=50.0)), trained_length=64)
@@ -225,6 +225,18 @@ def test_diagnostics(tmp_path):
     assert found["similarity_to_anchor"] == pytest.approx([1.0, 1.0, float(similarity[2, 1])])
     assert [e["chunk"] for e in found["evidence"]] == [5, 19]
     assert found["evidence"][1]["window"][11:] == [None] * 10
+
+    one_chunk = [*command[:-4], "--length", "150", "--evidence", "40:44", "50:60", "--extend", "ripra:chunk=150"]
+    one_chunk += ["--json", str(tmp_path / "one.json")]
+    main(one_chunk)
+    assert "one chunk, so there is no relevance to compare; set chunk below 150, as in --extend ripra:chunk=18" in (
+        capsys.readouterr().out
+    )
+    one = json.loads((tmp_path / "one.json").read_text())
+    assert one["similarity"] is one["similarity_to_anchor"] is None
+    with pytest.raises(SystemExit, match="the whole text is one chunk; set chunk below 150"):
+        main([*one_chunk, "--picture", str(tmp_path / "one.png")])
+    assert not (tmp_path / "one.png").exists()
 
     # Layer 0 has the embeddings alone before it: its queries and keys need no cache.
     model = load_model(tmp_path / "m")[0]
