@@ -24,6 +24,9 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from farsight.checkpoints.adapter.config import read_adapter
+from farsight.checkpoints.model_dir.api import is_adapter
+from farsight.cli import device as known_device
 from farsight.errors import UserError
 from farsight.inference import loading
 from farsight.inference.decoder import Rows
@@ -32,6 +35,7 @@ from farsight.inference.generate.completions import read_prompts
 from farsight.inference.loading import LoadedModel
 from farsight.inference.model_options import CHUNK, DTYPES
 from farsight.inference.step import Step
+from farsight.json_files import read_object
 
 NEW_TOKENS = 20
 """Tokens that `generate` writes where nothing says how many, as in `transformers`."""
@@ -52,17 +56,27 @@ def load(
     Args:
         extend: a method as `--extend` takes it, such as "ripra" or "yarn:4".
         device: default: the accelerator if there is one, else the CPU.
-        dtype: of weights and cache; default: bfloat16, and float32 on a CPU.
+        dtype: of weights and cache; "auto": as the model is stored; default: bfloat16, and float32 on a CPU.
         scope_max: "trained" or "length", as `--scope-max` takes it.
         chunk: tokens of a prompt to read at once.
         trust_remote_code: run the Python code in the directory of a model that only transformers builds.
 
     Raises:
-        UserError: no model there, a dtype that is none of DTYPES, or an extension that does not fit the model.
+        UserError: no model there, a setting that is none of those above, a device that is not here, or an extension that does
+            not fit the model.
     """
+    path = Path(path)
     name = None if dtype is None else str(dtype).removeprefix("torch.")
+    if name == "auto":
+        name = _stored_dtype(path)
     if name not in (None, *DTYPES):
-        raise UserError(f"dtype = {dtype}: write one of {', '.join(DTYPES)}.")
+        raise UserError(f"dtype = {name}: write one of {', '.join(DTYPES)}, or auto.")
+    if scope_max not in (None, "trained", "length"):
+        raise UserError(f"scope_max = {scope_max!r}: write 'trained' or 'length', or leave it out.")
+    try:
+        device = None if device is None else known_device(str(device))
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"device = {error}.") from None
     options = argparse.Namespace(
         device=device,
         dtype=name,
@@ -71,7 +85,19 @@ def load(
         chunk=chunk,
         trust_remote_code=trust_remote_code,
     )
-    return DecoderForCausalLM(loading.load(Path(path), options))
+    return DecoderForCausalLM(loading.load(path, options))
+
+
+def _stored_dtype(path: Path) -> str | None:
+    """The dtype that a model directory's config.json names, an adapter's base's; None where there is none, as in a checkpoint."""
+    if is_adapter(path):
+        path = Path(read_adapter(path).base.path)
+    file = path / "config.json"
+    values = read_object(file) if file.is_file() else {}
+    for part in (values, values.get("text_config") or {}):
+        if found := part.get("dtype") or part.get("torch_dtype"):
+            return str(found)
+    return None
 
 
 class _Part(NamedTuple):
@@ -154,8 +180,13 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         """`GenerationMixin.generate`, greedy or sampling; rows are padded on the left.
 
         Raises:
-            UserError: beam search or another way to decode that would go back in the cache, or right padding.
+            UserError: beam search or another way to decode that would go back in the cache, another cache, or right padding.
         """
+        for settings in (kwargs, vars(generation_config or object)):
+            if (cache := settings.get("cache_implementation")) not in (None, "dynamic"):
+                raise UserError(
+                    f"generate: cache_implementation = {cache!r} is not supported: the decoder keeps a cache of its own; leave it out."
+                )
         asked = copy.deepcopy(generation_config or self.generation_config)
         asked.update(**{name: value for name, value in kwargs.items() if hasattr(asked, name)})
         mode = str(getattr(asked.get_generation_mode(kwargs.get("assistant_model")), "value", "")).lower()
@@ -218,7 +249,7 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
     @torch.no_grad()
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -248,6 +279,10 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
                 raise UserError(
                     f"{name} is not supported: pass input_ids, attention_mask and labels; the decoder keeps a cache of its own."
                 )
+        if input_ids is None:
+            raise UserError("input_ids is missing: pass the tokens, int64 [rows, length].")
+        if reading is None or not reading.columns:  # later ones are the model's own
+            self._check_tokens(input_ids)
         tokens_BL = input_ids.to(self.device)
         mask_BL = torch.ones_like(tokens_BL) if attention_mask is None else attention_mask.to(self.device)
         loss = None
@@ -270,6 +305,15 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
                 logits_BLV = logits_BLV[:, keep]
         output = CausalLMOutputWithPast(loss=loss, logits=logits_BLV)
         return output.to_tuple() if return_dict is False else output
+
+    def _check_tokens(self, tokens_BL: Tensor) -> None:
+        """Raises UserError for ids that the model has no embedding for."""
+        most = self.config.vocab_size - 1
+        outside = tokens_BL[(tokens_BL < 0) | (tokens_BL > most)]
+        if len(outside):
+            raise UserError(
+                f"input_ids has the id {int(outside[0])}; the model has the tokens 0 to {most:,}. Is this its tokenizer?"
+            )
 
     def _hidden_states(self, tokens_BL: Tensor, mask_BL: Tensor) -> Tensor:
         """Hidden states in the places of their tokens, [B, L, D]; zeros at padding."""
@@ -308,6 +352,9 @@ def _generation_config(loaded: LoadedModel) -> GenerationConfig:
     path, settings = loaded.generation_settings
     if path is None or path.name != "generation_config.json":
         settings = {}
+    settings = {
+        name: value for name, value in settings.items() if name != "cache_implementation"
+    }  # the decoder has its own
     ends = sorted(token for token in loaded.end_tokens if token is not None)
     defaults = {"bos_token_id": loaded.tokenizer.bos_id, "pad_token_id": loaded.tokenizer.eos_id}
     return GenerationConfig.from_dict({**defaults, **settings, "eos_token_id": ends or None})

@@ -134,6 +134,12 @@ def test_casting_leaves_frequencies_alone(ours, folder):
     assert cast.to("cpu").device.type == "cpu"
     with pytest.raises(UserError, match=r"dtype = int8: write one of float32, bfloat16, float16"):
         load(folder, dtype="int8")
+    with pytest.raises(UserError, match="scope_max = 'foo': write 'trained' or 'length'"):
+        load(folder, scope_max="foo")
+    if not torch.cuda.is_available():
+        for device in ("cuda", torch.device("cuda:1")):
+            with pytest.raises(UserError, match=r"device = cuda(:1)?: torch .* finds .* use cpu\."):
+                load(folder, device=device)
     with pytest.raises(ConfigError, match="there is no method 'rippra'"):
         load(folder, extend="rippra")
 
@@ -143,6 +149,11 @@ REFUSED = {
     "assisted": ({"prompt_lookup_num_tokens": 3}, "assisted generation is not supported"),
     "short": ({"max_length": 8}, "max_length = 8 leaves nothing after 8 tokens; set max_new_tokens"),
     "padded": ({"attention_mask": MASK.flip(1)}, "a row is padded on the right; set padding_side = 'left'"),
+    "static": ({"cache_implementation": "static"}, "cache_implementation = 'static' is not supported"),
+    "config": (
+        {"generation_config": transformers.GenerationConfig(cache_implementation="static")},
+        "cache_implementation = 'static' is not supported",
+    ),
     "hole": ({"attention_mask": torch.tensor([[1, 0] + [1] * 6] * 3)}, "attention_mask: row 0 must be one sequence"),
 }
 
@@ -153,6 +164,33 @@ def test_what_the_decoder_cannot_do_is_refused(ours, name):
     with pytest.raises(UserError, match=message):
         ours.generate(TOKENS, **options)
     assert ours.generate(TOKENS[:1], max_new_tokens=1).shape == (1, 9)
+
+
+def test_an_automatic_dtype_is_that_of_the_directory(ours, folder, tmp_path):
+    """As transformers reads it, under both of its names."""
+    assert load(folder, dtype="auto").dtype == ours.dtype == torch.float32
+    half = tmp_path / "half"
+    half.mkdir()
+    for path in folder.iterdir():
+        (half / path.name).write_bytes(path.read_bytes())
+    for name, dtype in (("dtype", "float16"), ("torch_dtype", "bfloat16")):
+        config = json.loads((folder / "config.json").read_text())
+        config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+        (half / "config.json").write_text(json.dumps({**config, name: dtype}))
+        assert load(half, dtype="auto").dtype == getattr(torch, dtype)
+
+
+def test_tokens_that_the_model_lacks_are_refused(ours):
+    for bad in (320, -1):
+        tokens = TOKENS.clone()
+        tokens[1, 3] = bad
+        for call in (ours, ours.generate):
+            with pytest.raises(UserError, match=f"input_ids has the id {bad}; the model has the tokens 0 to 319"):
+                call(tokens)
+    with pytest.raises(UserError, match="inputs_embeds is not supported"):
+        ours(inputs_embeds=torch.zeros(1, 4, 32))
+    with pytest.raises(UserError, match="input_ids is missing"):
+        ours()
 
 
 @pytest.mark.parametrize("name", ["use_cache", "output_attentions", "output_hidden_states", "inputs_embeds"])
