@@ -184,7 +184,7 @@ def _from_values(values: dict[str, Any], path: Path) -> ModelConfig:
     family = FAMILIES.get(str(text["model_type"])) if "model_type" in text else None
     if family is None:
         raise ConfigError(
-            f"{place} has model_type {text.get('model_type')!r}; {', '.join([*FAMILIES, *VISION])} models are built here. Analyses "
+            f"{place} has model_type {text.get('model_type')!r}; {', '.join(sorted([*FAMILIES, *VISION]))} models are built here. Analyses "
             "and evaluations also take others, which transformers builds (docs/inference/models.md)."
         )
     given = Values(text, place, family.defaults)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from farsight.checkpoints.model_dir.api import model_type
@@ -16,7 +16,8 @@ from farsight.errors import ConfigError
 from farsight.inference.extend import Extension
 from farsight.inference.extend.fixed import FixedMethod
 from farsight.inference.extend.ripra import Ripra
-from farsight.inference.foreign.model import TOLERANCE, ForeignModel, relative_difference
+from farsight.inference.foreign.adapters import ADAPTERS
+from farsight.inference.foreign.model import TOLERANCE, ForeignModel, relative_difference, unknown_attention
 from farsight.inference.foreign.rows import ForeignDecoder
 from farsight.model.adapt.quantized import keep_packing
 
@@ -55,6 +56,8 @@ def load_decoder(
     Raises:
         ConfigError: a directory that transformers can't load, or an extension that does not know the model.
     """
+    if not trust_remote_code:  # otherwise the directory's own class may run, which is known once it is loaded
+        _check_attention(path)
     if extension is not None:
         check_extension(extension, path)
     spread = any_device and extension is None and device.type == "cuda" and torch.cuda.device_count() > 1
@@ -68,6 +71,16 @@ def load_decoder(
         extension.change(foreign.config)
         _check_positions(foreign, path, extension)
     return ForeignDecoder(foreign, foreign.config, extension, chunk, str(path))
+
+
+def _check_attention(path: Path) -> None:
+    """Refuses a model type whose attention can't be reached, before its weights are loaded."""
+    kind = model_type(path)
+    if kind not in CONFIG_MAPPING or kind in ADAPTERS:
+        return
+    config = CONFIG_MAPPING[kind]
+    if config in MODEL_FOR_CAUSAL_LM_MAPPING and not MODEL_FOR_CAUSAL_LM_MAPPING[config]._can_set_attn_implementation():
+        raise ConfigError(unknown_attention(str(path), kind))
 
 
 def check_extension(extension: Extension, path: Path) -> None:

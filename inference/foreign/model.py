@@ -73,10 +73,7 @@ class ForeignModel:
         elif model._can_set_attn_implementation():
             route_interface(model)
         else:
-            raise ConfigError(
-                f"{name} has model_type {model.config.model_type!r}, which does not go through transformers' attention "
-                f"interface and has no adapter; those with one are {', '.join(ADAPTERS)}."
-            )
+            raise ConfigError(unknown_attention(name, model.config.model_type))
         self._takes_positions = "position_ids" in inspect.signature(self.body.forward).parameters
         self._layers = self._find_layers(name)
         blocks = [re.match(r".*?\.\d+(?=\.)", module) for module in self._modules]
@@ -340,6 +337,14 @@ class _KeepKeys:
 
     def attend(self, q_BLNH: Tensor, visibility: Any, backend: str) -> Tensor:
         return self.layer.their_attention(q_BLNH)
+
+
+def unknown_attention(name: str, model_type: str) -> str:
+    """The refusal of a model whose attention can't be reached."""
+    return (
+        f"{name} has model_type {model_type!r}, which does not go through transformers' attention interface and has no adapter; "
+        f"those with one are {', '.join(sorted(ADAPTERS))}."
+    )
 
 
 def relative_difference(expected: Tensor, found: Tensor) -> float:

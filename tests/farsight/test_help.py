@@ -1,6 +1,7 @@
 """`--help` of every command prints its usage without importing the libraries that make it slow."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,3 +72,14 @@ def test_modules_that_forward_to_a_command(module):
     done = subprocess.run([sys.executable, "-m", module, "--help"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"usage: farsight {'inside' if module == 'analysis.report' else module.partition('.')[2]}" in done.stdout
+
+
+def test_commands_that_take_foreign_models_are_listed(said):
+    """Where a refusal and the page on models name them: those that have the option for such models' code."""
+    taking = {name for name in COMMANDS if "--trust-remote-code" in said[name][1]}
+    for path, begin, end in (
+        ("inference/loading.py", '"models that Farsight builds. farsight ', " take it."),
+        ("docs/inference/models.md", "## Models that only transformers builds\n\n", " also take\n"),
+    ):
+        listed = (ROOT / path).read_text().split(begin)[1].split(end)[0]
+        assert set(re.findall(r"[a-z]{4,}", listed.replace("farsight", ""))) == taking

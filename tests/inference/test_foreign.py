@@ -260,6 +260,8 @@ def test_commands(tmp_path, capsys):
     ("kind", "options", "words"),
     [
         ("deepseek_v2", {"extend": "ripra"}, r"models of type 'deepseek_v2' .* not known here; .* mpt \(ALiBi\), phi \(partial"),
+        ("phi", {"config": {"model_type": "gptj"}}, "'gptj', which does not go through .* are bloom, falcon, mpt"),
+        ("phi", {"config": {"model_type": "gptj"}, "extend": "ripra"}, "'gptj', which does not go through"),
         ("window", {"extend": "ripra"}, "a head of layer 0 sees 8 tokens"),
         ("phi", {"scope_max": "length"}, "no head of .* has a scope"),
         ("phi", {"extend": "yarn:2"}, "this method changes frequencies of models that Farsight builds"),
