@@ -158,7 +158,11 @@ def warn_of_length(loaded: LoadedModel, what: str, length: int) -> None:
 
     Args:
         what: a clause that says where the length comes from.
+
+    Raises:
+        ConfigError: a length that the model has no positions for.
     """
+    loaded.decoder.check_length(length)
     trained = loaded.trained_length
     if length > trained and loaded.decoder.extension is None:
         print(
