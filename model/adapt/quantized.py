@@ -81,7 +81,7 @@ def keep_packing(model: nn.Module) -> None:
     shapes that don't divide, and no gradient would pass through them again."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]  # a plain attribute of Linear4bit
 
 
 def unpack_parameters(model: nn.Module) -> None:
