@@ -18,6 +18,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 from farsight.errors import UserError
 from farsight.extras import how_to_install
+from farsight.library_warnings import silence_expected_warnings
 from farsight.process import EXIT_CTRL_C, EXIT_INPUT, EXIT_UNEXPECTED
 from farsight.ranges import Range
 
@@ -34,6 +35,7 @@ def command(main: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(main)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        silence_expected_warnings()
         try:
             result = main(*args, **kwargs)
             sys.stdout.flush()  # so that a closed pipe raises here and not at exit

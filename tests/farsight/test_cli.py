@@ -180,3 +180,19 @@ def test_an_unknown_option_is_refused_with_the_nearest_that_there_is(capsys):
         with pytest.raises(SystemExit):
             refusing.parse_args(arguments)
         assert capsys.readouterr().err.endswith(f"{ending}\n")
+
+
+def test_tools_say_nothing_about_parts_of_libraries_that_they_do_not_use():
+    program = """
+from farsight.cli import command
+
+@command
+def main():
+    import logging
+    import bitsandbytes, torchao.quantization
+    logging.getLogger("torchao").warning("something else")
+
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr == "something else\n"
