@@ -130,7 +130,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _options_of(parser: argparse.ArgumentParser) -> list[str]:
     """The option strings of a parser and of its subcommands."""
-    options = []
+    options: list[str] = []
     for action in parser._actions:
         options += action.option_strings
         if isinstance(action, argparse._SubParsersAction):
