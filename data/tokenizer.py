@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from farsight.cli import command, natural, positive
+from farsight.cli import command, natural, new_parser, positive
 from farsight.files import check_new_folder
 from farsight.new_folder import new_folder
 from farsight.outputs import add_json_option, write_json
@@ -107,7 +107,7 @@ def _show(options: argparse.Namespace) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="farsight tokenizer", description="Trains and shows tokenizers.")
+    parser = new_parser("farsight tokenizer", "Trains and shows tokenizers.")
     commands = parser.add_subparsers(required=True, metavar="train|show")
 
     train = commands.add_parser(

@@ -5,6 +5,7 @@ line that asks for a report, and writes the traceback to a file.
 """
 
 import argparse
+import difflib
 import functools
 import math
 import os
@@ -17,6 +18,7 @@ from typing import NoReturn, ParamSpec, TypeVar
 
 from farsight.errors import UserError
 from farsight.extras import how_to_install
+from farsight.library_warnings import silence_expected_warnings
 from farsight.process import EXIT_CTRL_C, EXIT_INPUT, EXIT_UNEXPECTED
 from farsight.ranges import Range
 
@@ -33,6 +35,7 @@ def command(main: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(main)
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        silence_expected_warnings()
         try:
             result = main(*args, **kwargs)
             sys.stdout.flush()  # so that a closed pipe raises here and not at exit
@@ -112,10 +115,33 @@ def report_unexpected(error: BaseException, folder: Path | None = None) -> str:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose error about unknown options suggests those that it has."""
+
+    def error(self, message: str) -> NoReturn:
+        if message.startswith("unrecognized arguments"):
+            # Without the dashes, which all names have in common.
+            known = [option[2:] for option in _options_of(self) if option.startswith("--")]
+            unknown = [word[2:].partition("=")[0] for word in message.split() if word.startswith("--")]
+            near = [match for name in unknown for match in difflib.get_close_matches(name, known, n=1, cutoff=0.5)]
+            message += f" (did you mean {' and '.join(f'--{name}' for name in near)}?)" if near else ""
+        super().error(message)
+
+
+def _options_of(parser: argparse.ArgumentParser) -> list[str]:
+    """The option strings of a parser and of its subcommands."""
+    options: list[str] = []
+    for action in parser._actions:
+        options += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            options += [option for command in action.choices.values() for option in _options_of(command)]
+    return options
+
+
 def new_parser(prog: str, text: str | None, allow_abbrev: bool = True) -> argparse.ArgumentParser:
     """A parser of `prog`'s command line, whose --help shows `text` with its line breaks."""
     raw = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(prog=prog, description=text, formatter_class=raw, allow_abbrev=allow_abbrev)
+    return _Parser(prog=prog, description=text, formatter_class=raw, allow_abbrev=allow_abbrev)
 
 
 # ── Numbers ───────────────────────────────────────────────────────────────────────────────────────────

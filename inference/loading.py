@@ -94,7 +94,7 @@ def load(path: Path, options: argparse.Namespace, divide: Callable[[Llama], None
     Raises:
         ConfigError: no model, no tokenizer, or an extension or growth of scopes that does not fit the model.
     """
-    if is_foreign(path):
+    if hasattr(options, "trust_remote_code") and is_foreign(path):
         return _load_foreign(path, options, divide is not None)
     device = _device(options)
     dtype, stored = _numbers(options, device)
@@ -136,12 +136,6 @@ def _numbers(options: argparse.Namespace, device: torch.device) -> tuple[torch.d
 
 def _load_foreign(path: Path, options: argparse.Namespace, divided: bool) -> LoadedModel:
     """Loads a model that only transformers builds."""
-    if not hasattr(options, "trust_remote_code"):
-        raise ConfigError(
-            f"{path} has model_type {model_type(path)!r}, which only transformers builds; this command changes layers of "
-            "models that Farsight builds. farsight capture, geometry, plasticity, probes, generate, serve, needle, "
-            "perplexity, harness, loft and ripra take it."
-        )
     if divided:
         raise ConfigError(
             f"{path} has model_type {model_type(path)!r}, which only transformers builds, and can't be divided over "

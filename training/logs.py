@@ -5,6 +5,8 @@ import os
 import sys
 import warnings
 
+from farsight.library_warnings import silence_expected_warnings
+
 
 def start_logging() -> None:
     """Logs plain lines from rank 0 and warnings from every rank."""
@@ -15,10 +17,7 @@ def start_logging() -> None:
     root.handlers = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("farsight").setLevel(logging.INFO if rank == "0" else logging.WARNING)
-    # PEFT imports torchao, which warns about parts that this machine can't load, and torch warns that some are outdated.
-    # bitsandbytes looks for a CPU kernel in Hugging Face's package `kernels`, and warns where there is none.
-    for name in ("torchao", "torch.utils._pytree", "bitsandbytes.backends.cpu.ops"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    silence_expected_warnings()
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
     warnings.filterwarnings(
         "ignore", message=r"DTensor (random operators|manual_seed\(\)) may not have complete support"

@@ -212,18 +212,20 @@ def no_start(start: str) -> str:
     return f"recipe.start = {start!r} does not exist: name a model directory or a checkpoint."
 
 
-def read_config(path: Path, stage: str | None = None, tiny: bool = False) -> ModelConfig:
+def read_config(path: Path, stage: str | None = None, options: Sequence[str] = ()) -> ModelConfig:
     """The model of a config file, of a recipe's stage (the last one when None) or of a model directory.
 
     Args:
-        tiny: the small form of a config file or recipe.
+        options: command-line options over a config file or recipe.
 
     Raises:
-        ConfigError: the path is none of these, or there is no such stage.
+        ConfigError: the path is none of these, there is no such stage, or options for a model directory.
     """
-    if path.is_dir():
-        return read_model_config(path)
-    return ModelConfig.from_job(read_job(path, ["--tiny"] * tiny, stage))
+    if not path.is_dir():
+        return ModelConfig.from_job(read_job(path, options, stage))
+    if given := [f"--stage {stage}"] * (stage is not None) + [*options]:
+        raise ConfigError(f"{path} is a model directory, and {given[0]} is for configs and recipes: leave it out.")
+    return read_model_config(path)
 
 
 def read_job(path: Path, options: Sequence[str] = (), stage: str | None = None) -> JobConfig:

@@ -109,6 +109,7 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
     """Measures the model that the command line names, and compares its delta with its rho."""
     options.dtype = options.dtype or "float32"  # rho is below the rounding error of 16 bits
     loaded = load(options.model, options)
+    top = _top(options, loaded.config.architecture.n_layers)
     pairs = read_pairs(options.pairs or OWN_PAIRS)
     rows = read_rows(
         options.data,
@@ -139,15 +140,24 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
         "delta": delta,
         "rho": rho,
         "domains": domains,
-        **compare(delta, rho, rotates, options.top or usual_top(len(delta))),
+        **compare(delta, rho, rotates, top),
     }
+
+
+def _top(options: argparse.Namespace, n_layers: int) -> int:
+    """How many layers each ranking lists; raises `ConfigError` for more than there are."""
+    if (options.top or 0) > n_layers:
+        raise ConfigError(
+            f"--top {options.top}: {options.model or options.profile} has {n_layers} layers; set 1 to {n_layers}."
+        )
+    return options.top or usual_top(n_layers)
 
 
 def compare_profile(options: argparse.Namespace) -> dict[str, Any]:
     """Compares delta with rho in the profile that the command line names."""
     profile = read_profile(options.profile)
     delta, rho = profile["delta"], profile["rho"]
-    rotates = profile.get("rotates", [True] * len(rho))
+    rotates, top = profile.get("rotates", [True] * len(rho)), _top(options, len(rho))
     return {
         "tool": "analysis.layers",
         "model": profile.get("model"),
@@ -156,7 +166,7 @@ def compare_profile(options: argparse.Namespace) -> dict[str, Any]:
         "rotates": rotates,
         "delta": delta,
         "rho": rho,
-        **compare(delta, rho, rotates, options.top or usual_top(len(delta))),
+        **compare(delta, rho, rotates, top),
     }
 
 

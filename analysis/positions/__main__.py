@@ -2,10 +2,11 @@
 
     farsight positions lasp_llama3_8b --picture lasp.png
     farsight positions runs/my_run/model --length 32768 --json positions.json
+    farsight positions lasp_llama3_8b --position.lasp.s_max 4
 
-Takes a config, a recipe (its last stage, or the one named by `--stage`) or a model directory. The picture has a panel for each
-mechanism in use: wavelengths of RoPE, GARFA's factors, attention scopes, the weight ALiBi leaves at each distance, the sinusoidal
-embedding.
+Takes a config, a recipe (its last stage, or the one named by `--stage`) or a model directory. Options of the form --section.key
+value change the config, or every stage of the recipe. The picture has a panel for each mechanism in use: wavelengths of RoPE,
+GARFA's factors, attention scopes, the weight ALiBi leaves at each distance, the sinusoidal embedding.
 """
 
 from pathlib import Path
@@ -16,20 +17,22 @@ from farsight.outputs import add_output_options, write_json, write_picture
 
 @command
 def main(arguments: list[str] | None = None) -> None:
-    parser = new_parser("farsight positions", __doc__)
+    parser = new_parser("farsight positions", __doc__, allow_abbrev=False)
     parser.add_argument("model", type=Path, help="config file, recipe (or a shipped one's name) or model directory")
     parser.add_argument("--tiny", action="store_true", help="the small form of a config file or recipe")
     parser.add_argument("--stage", help="stage of a recipe (default: the last)")
     parser.add_argument("--length", type=positive, help="sequence length in tokens (default: the trained one)")
     add_output_options(parser)
-    options = parser.parse_args(arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if unknown := [word for word in rest if word.startswith("--") and "." not in word.partition("=")[0]]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
 
     from farsight.analysis.positions.figures import figures, pair_ratio
     from farsight.analysis.positions.picture import draw
     from farsight.model.position.layers import describe
     from farsight.training.stages import read_config
 
-    config = read_config(options.model, options.stage, options.tiny)
+    config = read_config(options.model, options.stage, [*rest, *["--tiny"] * options.tiny])
     length = options.length or config.trained_length
     layers = config.layers(length)
     print(describe(layers))

@@ -184,8 +184,10 @@ def _from_values(values: dict[str, Any], path: Path) -> ModelConfig:
     family = FAMILIES.get(str(text["model_type"])) if "model_type" in text else None
     if family is None:
         raise ConfigError(
-            f"{place} has model_type {text.get('model_type')!r}; {', '.join(sorted([*FAMILIES, *VISION]))} models are built here. Analyses "
-            "and evaluations also take others, which transformers builds (docs/inference/models.md)."
+            f"{place} has model_type {text.get('model_type')!r}, which this command does not take: it takes only the types that "
+            f"Farsight builds itself, {', '.join(sorted([*FAMILIES, *VISION]))}. farsight capture, geometry, plasticity, probes, "
+            "generate, serve, needle, perplexity, harness, loft and ripra also take types that only transformers builds "
+            "(docs/inference/models.md)."
         )
     given = Values(text, place, family.defaults)
     given.check_sizes()

@@ -1,6 +1,7 @@
 """Sentencepiece models: trains ones that preserve every text, reads any, and converts them to `tokenizer.json`."""
 
 import io
+import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from hashlib import blake2b
@@ -19,6 +20,7 @@ MODEL_FILE = "tokenizer.model"
 SPACE = "▁"
 """U+2581, sentencepiece's character for a space."""
 
+_FEWEST = 300
 _SENTENCE_BYTES = 2000
 _PROBE_TURNS = 8
 
@@ -114,8 +116,8 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, directory: str | 
     """
     import sentencepiece
 
-    if vocab_size < 300:
-        raise DataError(f"vocab_size = {vocab_size}: 256 bytes and 3 special tokens come first; set 300 or more.")
+    if vocab_size < _FEWEST:
+        raise DataError(f"vocab_size = {vocab_size}: 256 bytes and 3 special tokens come first; set {_FEWEST} or more.")
     sentences = _sentences(texts)
     if (first := next(sentences, None)) is None:
         raise DataError("no text to train a tokenizer on; check the data sources.")
@@ -140,16 +142,24 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, directory: str | 
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise DataError(
-            f"a sentencepiece model of vocab_size = {vocab_size} can't be trained on this text: {error}. "
-            "Lower tokenizer.vocab_size or give more text."
-        ) from error
+        raise DataError(_why_not(vocab_size, str(error))) from error
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MODEL_FILE).write_bytes(model.getvalue())
     tokenizer = SentencePieceTokenizer(directory / MODEL_FILE)
     tokenizer.save(directory)
     return tokenizer
+
+
+def _why_not(vocab_size: int, error: str) -> str:
+    """The sentence about a vocabulary that a text can't fill, or that can't hold its characters, from sentencepiece's error."""
+    option = "--vocab-size (tokenizer.vocab_size)"
+    if least := re.search(r"smaller than required_chars\. \d+ vs (\d+)", error):
+        return f"vocab_size = {vocab_size} is too small for the characters of this text: set {option} to {least[1]} or more."
+    if most := re.search(r"size too high .* value <= (\d+)", error):
+        lower = f"set {option} to {most[1]} or less, or " if int(most[1]) >= _FEWEST else ""
+        return f"vocab_size = {vocab_size} is too large for this text, which fills {most[1]}: {lower}give more text."
+    return f"a sentencepiece model of vocab_size = {vocab_size} can't be trained on this text: {error}"
 
 
 def _keeps_text(proto: Any) -> bool:

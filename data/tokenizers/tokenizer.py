@@ -117,7 +117,8 @@ def load_tokenizer_dir(path: str | Path) -> Tokenizer:
         tokenizer = BytesTokenizer()
         tokenizer.chat_template = template_in(path)
         return tokenizer
-    names = (MODEL_FILE,) if kind == "sentencepiece" else (FAST_FILE, MODEL_FILE)
+    # transformers copies the key when it saves such a tokenizer, but not tokenizer.model.
+    names = (MODEL_FILE, FAST_FILE) if kind == "sentencepiece" else (FAST_FILE, MODEL_FILE)
     if (file := next((path / name for name in names if (path / name).is_file()), None)) is None:
         raise DataError(f"{path}: no tokenizer in it; {' or '.join(names)} was looked for.")
     return _load_file(file)

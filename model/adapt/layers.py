@@ -55,7 +55,8 @@ def adapted_layers(selection: str | tuple[int, ...], n_layers: int, profile: str
     """
     if not isinstance(selection, str):
         if wrong := [layer for layer in selection if not 0 <= layer < n_layers]:
-            raise ValueError(f"layer {wrong[0]} is not one of the model's {n_layers}: 0 to {n_layers - 1}")
+            from_end = f'; to count from the end, write "{wrong[0]}" as a string' if -n_layers <= wrong[0] < 0 else ""
+            raise ValueError(f"layer {wrong[0]} is not one of the model's {n_layers}: 0 to {n_layers - 1}{from_end}")
         if len({*selection}) < len(selection) or not selection:
             raise ValueError(f"layers {list(selection)} must name at least one layer, and none twice")
         return tuple(sorted(selection))

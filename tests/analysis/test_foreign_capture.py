@@ -213,6 +213,7 @@ def test_tools_that_change_layers_refuse_such_models(tmp_path):
     write(tmp_path, "phi")
     (tmp_path / "text.txt").write_text("Some text. " * 100)
     with pytest.raises(
-        SystemExit, match=r"model_type 'phi', which only transformers builds; this command changes layers"
+        SystemExit,
+        match=r"model_type 'phi', which this command does not take: it takes only the types that Farsight builds",
     ):
         layers_main([str(tmp_path), "--data", str(tmp_path / "text.txt")])

@@ -363,6 +363,10 @@ def test_a_quantised_base_has_the_rho_of_its_dequantised_weights(tmp_path, capsy
     with pytest.raises(SystemExit):
         main([str(tmp_path / "m"), *options, "--quantization", quantization, "--dtype", "float16"])
     assert "--quantization needs --dtype float32 or bfloat16" in capsys.readouterr().err
+    n_layers = theirs.config.num_hidden_layers
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "m"), *options, "--top", str(n_layers + 1)])
+    assert f"has {n_layers} layers; set 1 to {n_layers}." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rotates", [[True, True, False], [True, False, False], [False] * 3])
@@ -418,6 +422,7 @@ def test_pairs_that_are_none_name_line_and_field(content, said, tmp_path):
         (["m", "--data", "x", "--out", "/dev/null/p.json"], "/dev/null/p.json: its folder can't be made"),
         (["--profile", str(TABLE_7), "--pairs", "x"], "--pairs is for measuring"),
         (["m", "--profile", str(TABLE_7)], "model directory, or --profile"),
+        (["--profile", str(TABLE_7), "--top", "33"], f"--top 33: {TABLE_7} has 32 layers; set 1 to 32."),
     ],
 )
 def test_options_that_do_not_go_together(options, said, capsys):

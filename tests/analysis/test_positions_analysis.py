@@ -83,12 +83,23 @@ def test_it_reads_recipes_and_refuses_what_is_none(tmp_path, capsys):
         ([str(ROOT / "configs" / "tiny.toml"), "--stage", "x"], "is not a recipe"),
         ([str(recipe), "--picture", str(tmp_path / "p.txt")], "must end with .png"),
         ([str(recipe), "--picture", str(tmp_path)], "is a folder; name a file"),
+        ([str(recipe), "--lenth", "64"], "unrecognized arguments: --lenth (did you mean --length?)"),
+        ([str(tmp_path), "--position.lasp.s_max", "2"], "a model directory, and --position.lasp.s_max is for configs"),
+        ([str(tmp_path), "--tiny"], "a model directory, and --tiny is for configs"),
     ]:
         capsys.readouterr()
         with pytest.raises(SystemExit) as stop:
             main(arguments)
         assert stop.value.code == 2
         assert says in capsys.readouterr().err
+
+
+def test_options_change_the_config_that_is_shown(tmp_path):
+    """Under linear scaling the fastest pair turns once in 2π × factor tokens; over two anchor layers LASP takes it from 1 to s_max."""
+    out = tmp_path / "f.json"
+    main([str(ROOT / "configs" / "tiny.toml"), "--position.lasp.s_max", "4", "--json", str(out)])
+    fastest = [layer["wavelengths"][0] for layer in json.loads(out.read_text())["layers"]]
+    assert fastest == pytest.approx([2 * math.pi * factor for factor in (1, 2.5, 4, 4)])
 
 
 @pytest.mark.parametrize("name", NANO)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ from farsight.data.tokenizers.tokenizer import (
     load_tokenizer_dir,
     train_sentencepiece,
 )
+from farsight.errors import DataError
 
 CODE = 'def f(x):\r\n\tif x  ==  "é\u2581🙂":   # naïve — 日本\n\n        return x \n'
 
@@ -144,10 +146,26 @@ def test_training_is_deterministic_and_learns_whitespace(stdlib_texts, trained, 
 def test_training_errors(tmp_path):
     with pytest.raises(ValueError, match=r"vocab_size = 200: .* set 300 or more"):
         train_sentencepiece(["text"], 200, tmp_path)
-    with pytest.raises(ValueError, match=r"vocab_size = 5000 can't be trained(?s:.*)Lower tokenizer.vocab_size"):
+    with pytest.raises(ValueError, match=r"^vocab_size = 5000 is too large .* which fills \d+: give more text\.$"):
         train_sentencepiece(["a few words"], 5000, tmp_path)
     with pytest.raises(ValueError, match="no text"):
         train_sentencepiece([], 500, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "refused"),
+    [
+        ("".join(map(chr, range(0x4E00, 0x4E00 + 80))), 320, "too small"),
+        ("the quick brown fox jumps over the lazy dog, twice", 2000, "too large"),
+    ],
+)
+def test_a_refused_vocabulary_names_the_nearest_size_that_works(tmp_path, text, asked, refused):
+    with pytest.raises(DataError, match=rf"^vocab_size = {asked} is {refused} [^\n]*\.$") as error:
+        train_sentencepiece([text], asked, tmp_path / "refused")
+    edge = int(re.search(r"to (\d+) or", str(error.value))[1])
+    assert train_sentencepiece([text], edge, tmp_path / "edge").vocab_size == edge
+    with pytest.raises(DataError, match=refused):
+        train_sentencepiece([text], edge + (1 if asked > edge else -1), tmp_path / "beyond")
 
 
 def test_text_of_a_foreign_sentencepiece_model_is_left_to_it(tmp_path, stdlib_texts):

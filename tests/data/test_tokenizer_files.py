@@ -96,6 +96,17 @@ def test_an_exported_tokenizer_is_the_same_to_a_resume(tokenizer, tmp_path):
         assert one.begins_with_bos == (tokenizer.bos_id is not None)
 
 
+def test_a_tokenizer_that_transformers_saved_again_encodes_as_before(tokenizer, tmp_path):
+    """It keeps `farsight_kind`, but of sentencepiece's two files tokenizer.json alone."""
+    tokenizer.save(tmp_path / "tokenizer")
+    AutoTokenizer.from_pretrained(tmp_path / "tokenizer").save_pretrained(tmp_path / "again")
+    again = load_tokenizer_dir(tmp_path / "again")
+    assert (again.bos_id, again.eos_id) == (tokenizer.bos_id, tokenizer.eos_id)
+    ids = tokenizer.encode(TEXT)
+    assert again.encode(TEXT) == ids
+    assert again.decode(ids) == tokenizer.decode(ids)
+
+
 def test_an_exported_file_that_was_edited_is_another_tokenizer(tmp_path):
     tokenizer = KINDS["like GPT-2's"](tmp_path / "own")
     tokenizer.save(tmp_path / "saved")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from farsight.cli import bounded, command
+from farsight.cli import bounded, command, new_parser
 from farsight.errors import UserError
 from farsight.files import check_new_folder, inside
 from farsight.new_folder import new_folder
@@ -162,3 +162,37 @@ def test_of_two_writers_the_second_is_refused(tmp_path):
         with pytest.raises(UserError, match="is being written"), new_folder(tmp_path / "out", lambda folder: False):
             raise AssertionError("two at once")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["first"]
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_that_there_is(capsys):
+    parser = new_parser("tool", None)
+    parser.add_argument("--new-tokens")
+    parser.add_argument("--chunk")
+    commands = new_parser("tool", None)
+    commands.add_subparsers().add_parser("train").add_argument("--vocab-size")
+    for refusing, arguments, ending in [
+        (parser, ["--max-new-tokens", "3"], "unrecognized arguments: --max-new-tokens 3 (did you mean --new-tokens?)"),
+        (parser, ["--max-new-tokens=3", "--chnk", "8"], "--chnk 8 (did you mean --new-tokens and --chunk?)"),
+        (commands, ["train", "--vocabsize", "9"], "--vocabsize 9 (did you mean --vocab-size?)"),
+        (parser, ["--batch", "3"], "unrecognized arguments: --batch 3"),
+        (parser, ["more"], "unrecognized arguments: more"),
+    ]:
+        with pytest.raises(SystemExit):
+            refusing.parse_args(arguments)
+        assert capsys.readouterr().err.endswith(f"{ending}\n")
+
+
+def test_tools_say_nothing_about_parts_of_libraries_that_they_do_not_use():
+    program = """
+from farsight.cli import command
+
+@command
+def main():
+    import logging
+    import bitsandbytes, torchao.quantization
+    logging.getLogger("torchao").warning("something else")
+
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr == "something else\n"

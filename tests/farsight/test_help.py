@@ -78,7 +78,7 @@ def test_commands_that_take_foreign_models_are_listed(said):
     """Where a refusal and the page on models name them: those that have the option for such models' code."""
     taking = {name for name in COMMANDS if "--trust-remote-code" in said[name][1]}
     for path, begin, end in (
-        ("inference/loading.py", '"models that Farsight builds. farsight ', " take it."),
+        ("checkpoints/model_dir/hf_config.py", "}. farsight ", " also take types"),
         ("docs/inference/models.md", "## Models that only transformers builds\n\n", " also take\n"),
     ):
         listed = (ROOT / path).read_text().split(begin)[1].split(end)[0]

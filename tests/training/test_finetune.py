@@ -222,10 +222,17 @@ def test_layers_of_adapters(tmp_path):
     assert adapted_layers("all", 6) == (0, 1, 2, 3, 4, 5)
     assert adapted_layers((4, 1), 6) == (1, 4)
     assert adapted_layers("0,-2:", 6) == (0, 4, 5)
+    assert adapted_layers("-1", 6) == (5,)
     assert adapted_layers("sensitive:3", 6, str(profile)) == (0, 3, 4)
     assert adapted_layers("sensitive:1", 6, str(profile)) == (3,)  # of equal ones the lower
     assert adapted_layers("random:2:123", 6, str(profile)) == tuple(sorted(random.Random(123).sample([0, 1, 2, 5], 2)))
-    for wrong, said in {(6,): "0 to 5", (1, 1): "twice", "sensitive:7": "1 to 6", "6": "0 to 5"}.items():
+    for wrong, said in {
+        (6,): "0 to 5$",
+        (-1,): '0 to 5; to count from the end, write "-1" as a string',
+        (1, 1): "twice",
+        "sensitive:7": "1 to 6",
+        "6": "0 to 5",
+    }.items():
         with pytest.raises(ValueError, match=said):
             adapted_layers(wrong, 6, str(profile))
     with pytest.raises(ValueError, match="layer_profile"):

@@ -6,7 +6,7 @@
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,17 @@ def with_base(config: FinetuneConfig, theta_named: bool = True) -> FinetuneConfi
         )
     base = read_model_config(directory)
     if config.architecture not in (Architecture(), base.architecture):
+        pairs = {
+            f.name: [getattr(a, f.name) for a in (config.architecture, base.architecture)]
+            for f in fields(base.architecture)
+        }
+        unlike = [
+            f"{name} is {ours!r} here and {theirs!r} there" for name, (ours, theirs) in pairs.items() if ours != theirs
+        ]
+        flavor = f"model.flavor = {config.model.flavor!r} and any " if config.model.flavor else ""
         raise ConfigError(
-            f"[architecture] or model.flavor does not match the base:\n  config: {config.architecture}\n"
-            f"  {directory}: {base.architecture}\nLeave them out to take the base's."
+            f"The settings do not match the base {directory}: {'; '.join(unlike)}. Leave out {flavor}[architecture], and the "
+            "base's shapes are taken."
         )
     own_positions = config.position is not None
     take_base(config, base, theta_named)

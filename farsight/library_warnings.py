@@ -1,0 +1,24 @@
+"""Silences lines that libraries log as they are imported, about parts of them that Farsight does not use."""
+
+import logging
+from collections.abc import Callable
+
+EXPECTED = {
+    "torchao": "Failed to load ",  # its kernels for other GPUs, which PEFT and transformers import with it
+    "torch.utils._pytree": "is an Enum subclass",  # about torchao's own classes
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",  # a kernel of Hugging Face's package `kernels`
+}
+"""What a line has in it, by the logger that writes it."""
+
+
+def _without(words: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: words not in record.getMessage()
+
+
+_FILTERS = {name: _without(words) for name, words in EXPECTED.items()}
+
+
+def silence_expected_warnings() -> None:
+    """Drops these lines, and no others of the same loggers; a second call changes nothing."""
+    for name, drop in _FILTERS.items():
+        logging.getLogger(name).addFilter(drop)
