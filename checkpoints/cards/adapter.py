@@ -58,14 +58,17 @@ def adapter_card(
         "```\n",
     ]
     if "lora" in needs:
+        quantized = entry["quantization"] != "none"
         # As Python literals: a path may contain quotes.
         options = f'{json.dumps(base)}, dtype="{entry["dtype"]}"' + ", trust_remote_code=True" * own_type
         lines += [
-            f"LoRA{' alone, without GARFA,' * (garfa is not None)} with `peft`:\n",
+            f"LoRA{' alone, without GARFA,' * (garfa is not None)} with `peft`"
+            f"{', on the base quantised as in training: on any other, logits differ' * quantized}:\n",
             "```python",
             "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM\n",
-            f"base = AutoModelForCausalLM.from_pretrained({options})",
+            f"from transformers import AutoModelForCausalLM{', BitsAndBytesConfig' * quantized}\n",
+            *[f"kept = BitsAndBytesConfig({_bits_and_bytes(entry)})"] * quantized,
+            f"base = AutoModelForCausalLM.from_pretrained({options}{', quantization_config=kept' * quantized})",
             'model = PeftModel.from_pretrained(base, ".")',
             "```\n",
         ]
@@ -84,6 +87,16 @@ def _kept(entry: dict[str, Any]) -> str:
         return entry["dtype"]
     doubled = " with double quantisation" * (entry["double_quantization"] and entry["quantization"] != "int8")
     return f"{entry['quantization']}{doubled}, computed in {entry['dtype']}"
+
+
+def _bits_and_bytes(entry: dict[str, Any]) -> str:
+    """The arguments of transformers' `BitsAndBytesConfig` that keep the base as in training."""
+    if entry["quantization"] == "int8":
+        return "load_in_8bit=True"
+    return (
+        f'load_in_4bit=True, bnb_4bit_quant_type="{entry["quantization"]}", '
+        f'bnb_4bit_use_double_quant={entry["double_quantization"]}, bnb_4bit_compute_dtype="{entry["dtype"]}"'
+    )
 
 
 def _parts(entry: dict[str, Any], needs: Sequence[str]) -> list[str]:
