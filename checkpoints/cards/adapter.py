@@ -1,7 +1,9 @@
 """The card (README.md) of an adapter directory: its parts, its base, and how to load or merge it."""
 
 import json
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from farsight.checkpoints.cards.model import heading, lora_size, markdown_table, training_table
@@ -30,6 +32,7 @@ def adapter_card(
         garfa: the learned GARFA factors.
         history: the runs that trained the base's weights, and the adapter's.
     """
+    base = _name_elsewhere(base)
     lines = heading(name, "peft", needs)
     if garfa is not None:
         lines.append(
@@ -54,7 +57,7 @@ def adapter_card(
         "```python",
         "from pathlib import Path\n",
         "from farsight.checkpoints.adapter.load import load_adapter\n",
-        'model, config = load_adapter(Path("."))  # this directory; base=Path(…) if the base is elsewhere',
+        'model, config = load_adapter(Path("."))  # this directory; base=Path(…) if the base has moved',
         "```\n",
     ]
     if "lora" in needs:
@@ -68,6 +71,7 @@ def adapter_card(
             "from peft import PeftModel",
             f"from transformers import AutoModelForCausalLM{', BitsAndBytesConfig' * quantized}\n",
             *[f"kept = BitsAndBytesConfig({_bits_and_bytes(entry)})"] * quantized,
+            "# The base: its directory, or its name on a hub",
             f"base = AutoModelForCausalLM.from_pretrained({options}{', quantization_config=kept' * quantized})",
             'model = PeftModel.from_pretrained(base, ".")',
             "```\n",
@@ -79,6 +83,15 @@ def adapter_card(
         "```",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _name_elsewhere(base: str) -> str:
+    """What a base is called on other machines: ORG/NAME if it lies in a hub's cache, otherwise its folder's name; a run's `model`
+    is called as the run."""
+    if cached := re.search(r"/models--(.+?)--([^/]+)/snapshots/[^/]+$", base):
+        return "/".join(cached.groups())
+    path = Path(base)
+    return (path.parent if path.name == "model" else path).name
 
 
 def _kept(entry: dict[str, Any]) -> str:
