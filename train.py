@@ -116,13 +116,14 @@ def pretrain(arguments: list[str]) -> Work | None:
     from farsight.model.build import ModelConfig, trained_layers
     from farsight.model.position.layers import describe
     from farsight.parallel.pipeline import layers_by_stage
-    from farsight.training.start import report_theta
+    from farsight.training.start import report_length, report_theta
     from farsight.training.trainer import Trainer
 
     layers, trained = ModelConfig.from_job(config).layers(), trained_layers(config)
     if config.parallelism.pipeline_parallel_degree > 1:
         layers_by_stage(config)
     report_theta(config, arguments)
+    report_length(config)
 
     def build() -> Trainer:
         trainer = Trainer(config, PlasticityMetrics)

@@ -43,6 +43,7 @@ from farsight.checkpoints.resume import (
     refuse_other_optimizer,
     refuse_other_settings,
     saved_order,
+    take_its_settings,
 )
 from farsight.checkpoints.steps import (
     complete_steps,
@@ -257,7 +258,8 @@ class RunCheckpoints:
     def _check_resumable(self, checkpoint: Path) -> None:
         """Raises unless model, trained layers, settings and order of data allow resuming from a checkpoint."""
         saved = ModelConfig.load(checkpoint / CONFIG)
-        refuse_another_model(saved, self.model_config, str(checkpoint))
+        fix = "Set them back, or start a new run (job.dump_folder)."
+        refuse_another_model(saved, self.model_config, str(checkpoint), fix)
         self._keep_family(saved)
         refuse_other_layers(checkpoint, self.config, self.base)
         refuse_other_settings(checkpoint, self.config, saved)
@@ -291,7 +293,8 @@ class RunCheckpoints:
 
     def _check_start(self, start: Path, is_checkpoint: bool) -> None:
         source = read_model_config(start)
-        refuse_another_model(source, self.model_config, f"checkpoint.initial_load_path = {start}")
+        where = f"checkpoint.initial_load_path = {start}"
+        refuse_another_model(source, self.model_config, where, take_its_settings(start))
         self._keep_family(source)
         if not is_checkpoint:
             check_tensors(start, source)

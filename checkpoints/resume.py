@@ -28,17 +28,29 @@ _NUMBERS = re.compile(
 """Options of the optimizer and its schedule. The optimizer's kind is checked separately; its implementation only affects speed."""
 
 
-def refuse_another_model(saved: ModelConfig, ours: ModelConfig, where: str) -> None:
-    """Refuses other shapes of weights, and another assignment of scopes to heads."""
+def refuse_another_model(saved: ModelConfig, ours: ModelConfig, where: str, fix: str) -> None:
+    """Refuses other shapes of weights, and another assignment of scopes to heads.
+
+    Args:
+        fix: what to do about other shapes, as a sentence.
+    """
     theirs = dataclasses.replace(saved.architecture, depth_init=ours.architecture.depth_init)
     if changed := _changed(_flat(to_dict(theirs), "architecture"), _flat(to_dict(ours.architecture), "architecture")):
-        raise ConfigError("\n  ".join([f"{where} holds another architecture:", *changed]))
+        raise ConfigError("\n  ".join([f"{where} holds another architecture:", *changed]) + f"\n{fix}")
     layouts = [getattr(c.position.heads, "layout", None) for c in (saved, ours)]
     if None not in layouts and layouts[0] != layouts[1]:
         raise ConfigError(
             f"{where} was trained with position.heads.layout = {layouts[0]!r}, here it is {layouts[1]!r}: "
             "the heads would change places. Set it back."
         )
+
+
+def take_its_settings(start: Path | str) -> str:
+    """The fix for a run whose config describes another model than the one it starts from."""
+    return (
+        f"`farsight positions {start} --toml theirs.toml` writes the settings of that model: name theirs.toml as `base` in the "
+        "config, and leave [model], [architecture] and [position] out of it."
+    )
 
 
 def refuse_other_layers(checkpoint: Path, config: JobConfig, base: dict[str, str] | None) -> None:

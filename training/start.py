@@ -1,4 +1,4 @@
-"""Checks of a run's RoPE against the weights that it starts from: its base, and what LASP makes of it."""
+"""Checks of a run against the weights that it starts from: their trained length, their RoPE base, and what LASP makes of it."""
 
 import logging
 import tomllib
@@ -38,6 +38,17 @@ def report_theta(config: JobConfig, arguments: Sequence[str]) -> None:
         logger.info(f"position.rotary.theta = {ours.theta:g}; the weights of {start} were trained with {theirs:g}")
     elif process.ranks().rank == 0:
         logger.warning(other_theta(start, theirs, ours.theta))
+
+
+def report_length(config: JobConfig) -> None:
+    """Warns that the model will be one of shorter sequences than that whose weights the run starts from."""
+    start = config.checkpoint.initial_load_path if config.checkpoint.enable else None
+    theirs, ours = model_at(Path(start)) if start else None, config.training.seq_len
+    if theirs is not None and ours < theirs.trained_length and process.ranks().rank == 0:
+        logger.warning(
+            f"training.seq_len = {ours:,}, but the weights of {start} are for up to {theirs.trained_length:,} tokens: this run's model "
+            f"will be one for {ours:,} (max_position_embeddings). Set training.seq_len = {theirs.trained_length} to keep their length."
+        )
 
 
 def other_theta(start: str, theirs: float, ours: float) -> str:

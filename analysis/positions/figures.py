@@ -8,11 +8,25 @@ import torch
 from torch import Tensor
 
 from farsight.configs.schema import NoRotary, Rotating
+from farsight.configs.typed import to_dict
 from farsight.model.build import ModelConfig
 from farsight.model.position.garfa import LayerGarfa, alpha, head_scales
 from farsight.model.position.layers import LayerPosition
 from farsight.model.position.rope import rope_frequencies
 from farsight.model.position.scope import cost_ratio
+
+
+def as_toml(config: ModelConfig) -> str:
+    """The sections of a training config that give the same model, and its trained length."""
+    import tomli_w  # here, so that figures need none
+
+    return tomli_w.dumps(
+        {
+            "architecture": to_dict(config.architecture),
+            "position": to_dict(config.position),
+            "training": {"seq_len": config.trained_length},
+        }
+    )
 
 
 def wavelengths(rotary: Rotating, head_dim: int, length: int) -> Tensor:

@@ -1,7 +1,9 @@
 """The card (README.md) of an adapter directory: its parts, its base, and how to load or merge it."""
 
 import json
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from farsight.checkpoints.cards.model import heading, lora_size, markdown_table, training_table
@@ -30,6 +32,7 @@ def adapter_card(
         garfa: the learned GARFA factors.
         history: the runs that trained the base's weights, and the adapter's.
     """
+    base = _name_elsewhere(base)
     lines = heading(name, "peft", needs)
     if garfa is not None:
         lines.append(
@@ -54,18 +57,22 @@ def adapter_card(
         "```python",
         "from pathlib import Path\n",
         "from farsight.checkpoints.adapter.load import load_adapter\n",
-        'model, config = load_adapter(Path("."))  # this directory; base=Path(…) if the base is elsewhere',
+        'model, config = load_adapter(Path("."))  # this directory; base=Path(…) if the base has moved',
         "```\n",
     ]
     if "lora" in needs:
+        quantized = entry["quantization"] != "none"
         # As Python literals: a path may contain quotes.
         options = f'{json.dumps(base)}, dtype="{entry["dtype"]}"' + ", trust_remote_code=True" * own_type
         lines += [
-            f"LoRA{' alone, without GARFA,' * (garfa is not None)} with `peft`:\n",
+            f"LoRA{' alone, without GARFA,' * (garfa is not None)} with `peft`"
+            f"{', on the base quantised as in training: on any other, logits differ' * quantized}:\n",
             "```python",
             "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM\n",
-            f"base = AutoModelForCausalLM.from_pretrained({options})",
+            f"from transformers import AutoModelForCausalLM{', BitsAndBytesConfig' * quantized}\n",
+            *[f"kept = BitsAndBytesConfig({_bits_and_bytes(entry)})"] * quantized,
+            "# The base: its directory, or its name on a hub",
+            f"base = AutoModelForCausalLM.from_pretrained({options}{', quantization_config=kept' * quantized})",
             'model = PeftModel.from_pretrained(base, ".")',
             "```\n",
         ]
@@ -78,12 +85,31 @@ def adapter_card(
     return "\n".join(lines) + "\n"
 
 
+def _name_elsewhere(base: str) -> str:
+    """What a base is called on other machines: ORG/NAME if it lies in a hub's cache, otherwise its folder's name; a run's `model`
+    is called as the run."""
+    if cached := re.search(r"/models--(.+?)--([^/]+)/snapshots/[^/]+$", base):
+        return "/".join(cached.groups())
+    path = Path(base)
+    return (path.parent if path.name == "model" else path).name
+
+
 def _kept(entry: dict[str, Any]) -> str:
     """The precision of the base during training."""
     if entry["quantization"] == "none":
         return entry["dtype"]
     doubled = " with double quantisation" * (entry["double_quantization"] and entry["quantization"] != "int8")
     return f"{entry['quantization']}{doubled}, computed in {entry['dtype']}"
+
+
+def _bits_and_bytes(entry: dict[str, Any]) -> str:
+    """The arguments of transformers' `BitsAndBytesConfig` that keep the base as in training."""
+    if entry["quantization"] == "int8":
+        return "load_in_8bit=True"
+    return (
+        f'load_in_4bit=True, bnb_4bit_quant_type="{entry["quantization"]}", '
+        f'bnb_4bit_use_double_quant={entry["double_quantization"]}, bnb_4bit_compute_dtype="{entry["dtype"]}"'
+    )
 
 
 def _parts(entry: dict[str, Any], needs: Sequence[str]) -> list[str]:

@@ -158,9 +158,10 @@ def model_card(
     own_type = hf_config["model_type"] == "farsight"
     title = history[-1]["name"] if history and "grafted" not in history[-1] else name
     options = 'dtype="auto", trust_remote_code=True' if own_type else 'dtype="auto"'
+    kind = "Llama-style language model" if own_type else f"language model (`{hf_config['architectures'][0]}`)"
     lines = [
         *heading(title, "transformers", _mechanisms(config)),
-        f"A Llama-style language model of {count_parameters(config):,} parameters for sequences of up to "
+        f"A {kind} of {count_parameters(config):,} parameters for sequences of up to "
         f"{config.trained_length:,} tokens{', trained with Farsight' * bool(history)}.\n",
         "## What it is\n",
         f"{shape_text(config)}.",

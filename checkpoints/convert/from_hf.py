@@ -1,5 +1,6 @@
 """Model directory → checkpoint."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,14 @@ def model_dir_to_checkpoint(model_dir: Path, out: Path, dtype: torch.dtype = tor
     total = sum(tensor.nbytes for tensor in tensors.values())
     with (
         new_folder(out, lambda there: False) as part,
+        warnings.catch_warnings(),
         progress(total=total, unit="B", unit_scale=True, desc="convert") as bar,
     ):
         config.save(part / CONFIG, training=read_history(model_dir), checksums=MANIFEST)
         if find_tokenizer_dir(model_dir) == model_dir:
             load_tokenizer_dir(model_dir).save(part / "tokenizer")
         planner = _StreamingPlanner(read, tensors, bar.update)
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # intended
         # One file per tensor: the writer holds all of a file's tensors until the file is complete.
         dcp.save(tensors, storage_writer=Writer(part, single_file_per_rank=False), planner=planner, no_dist=True)
     read.close()

@@ -46,7 +46,13 @@ def every_fault(checkpoint: Path) -> list[str]:
 
 
 def refuse_damaged(checkpoint: Path, verify: bool = True) -> None:
-    """Raises `ConfigError` unless a folder is an intact checkpoint."""
+    """Raises `ConfigError` unless a folder is an intact checkpoint, and says so if it is a model directory or a run folder."""
+    if not is_complete(checkpoint):
+        if (checkpoint / "config.json").is_file():
+            raise ConfigError(f"{checkpoint} is a model directory already, not a checkpoint folder (step-N).")
+        within = [path for above in ("", "*/", "*/*/") for path in checkpoint.glob(f"{above}step-*/{COMPLETE}")]
+        if newest := max(within, key=lambda path: path.stat().st_mtime, default=None):
+            raise ConfigError(f"{checkpoint} is a run folder, not a checkpoint. Did you mean {newest.parent}?")
     if found := faults(checkpoint, verify):
         raise ConfigError(f"{checkpoint} is not an intact checkpoint folder (step-N): {'; '.join(found)}.")
 

@@ -251,6 +251,11 @@ def weight_files(directory: Path) -> list[Path]:
             raise ConfigError(
                 f"{index} names {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} missing."
             )
+    if not paths and (directory / COMPLETE).is_file():
+        raise ConfigError(
+            f"{directory} is a checkpoint already, not a model directory: a run can start from it (checkpoint.initial_load_path), and "
+            f"`farsight convert to-hf {directory} OUT` makes a model directory."
+        )
     if not paths:
         raise ConfigError(f"{directory} holds no *.safetensors. Other weight formats (pickles) are not read.")
     return paths
@@ -284,8 +289,10 @@ def check_tensors(directory: Path, config: ModelConfig) -> dict[str, Stored]:
     for path in paths:
         with opened(path) as file:
             for key in file.keys():  # noqa: SIM118  safe_open is not a dict
-                if key.endswith("rotary_emb.inv_freq"):
-                    continue  # in older exports; the config implies it
+                # In older exports, where the config implies it; and the static cache of a model that had generated before
+                # transformers 4 saved it.
+                if key.endswith("rotary_emb.inv_freq") or key.startswith("_cache."):
+                    continue
                 if names.ignores(key):
                     left_out += 1
                     continue

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from farsight.checkpoints.load import read_model_config
-from farsight.checkpoints.resume import refuse_another_model
+from farsight.checkpoints.resume import refuse_another_model, take_its_settings
 from farsight.configs.schema import HubSource, StdlibSource
 from farsight.data.sources.build import open_sources
 from farsight.data.tokenizers.tokenizer import load_tokenizer
@@ -54,7 +54,7 @@ def _wrong_start(start: Path, first: Stage) -> list[str]:
         if not ours.architecture.vocab_size:  # it will be the tokenizer's
             size = theirs.architecture.vocab_size
             ours = dataclasses.replace(ours, architecture=dataclasses.replace(ours.architecture, vocab_size=size))
-        refuse_another_model(theirs, ours, f"recipe.start = {start}")
+        refuse_another_model(theirs, ours, f"recipe.start = {start}", take_its_settings(start))
     except ConfigError as error:
         return [str(error)]
     return []

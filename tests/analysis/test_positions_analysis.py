@@ -4,13 +4,15 @@ import json
 import math
 import re
 import tomllib
+from dataclasses import replace
 
 import pytest
 
 from farsight.analysis.positions.__main__ import main
 from farsight.analysis.positions.figures import figures, share_by_distance
 from farsight.analysis.positions.picture import draw
-from farsight.configs.load import build_config
+from farsight.checkpoints.resume import refuse_another_model, take_its_settings
+from farsight.configs.load import build_config, load_config
 from farsight.configs.schema import (
     Alibi,
     Architecture,
@@ -24,6 +26,7 @@ from farsight.configs.schema import (
     YarnRope,
 )
 from farsight.configs.shipped import shipped_configs
+from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
 from farsight.training.stages import read_config
 from tests.running import ROOT
@@ -110,3 +113,30 @@ def test_every_mechanism_has_a_page_that_shows_its_recipe(name):
     assert read_config(CONFIGS[f"nano_{name}"]).position in shown
     assert f"](pictures/{name}.png)" in page
     assert (PAGES / "pictures" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "position",
+    [
+        Position(rotary=YarnRope(factor=2.0, original_length=8), lasp=Lasp(anchor_layers=1)),
+        Position(rotary=NoRotary(), heads=Scope(s_max=12), rules=(LayerRule(layers="1", rotary=Rope(theta=300.0)),)),
+        Position(heads=SlidingWindow(window=4), bias=Alibi(), embedding="sinusoidal"),
+    ],
+)
+def test_a_run_takes_a_model_s_settings_as_toml(tmp_path, position):
+    """The command in the refusal of another architecture writes a config that gives this one."""
+    theirs = ModelConfig(replace(SMALL, attention_bias="qkv", rotary_dim=4, norm_eps=1e-6), position, trained_length=16)
+    (tmp_path / "model").mkdir()
+    theirs.save(tmp_path / "model" / "farsight.json")
+    mine = tmp_path / "mine.toml"
+    mine.write_text('base = "theirs.toml"\n[training]\nsteps = 777\n')
+    with pytest.raises(ConfigError, match="another architecture") as error:
+        refuse_another_model(
+            theirs, ModelConfig.from_job(build_config({})), "it", take_its_settings(tmp_path / "model")
+        )
+    command = re.search("`farsight positions (.+?)`", str(error.value))[1]
+    main(command.replace("theirs.toml", str(tmp_path / "theirs.toml")).split())
+    job = load_config(["--job.config_file", str(mine)])
+    ours = ModelConfig.from_job(job)
+    assert (ours.architecture, ours.position, ours.trained_length) == (theirs.architecture, position, 16)
+    assert job.training.steps == 777

@@ -1,13 +1,14 @@
 """Conversion of models written by `transformers`, there and back, with and without training in between."""
 
 import json
+import os
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -247,3 +248,39 @@ def test_what_cannot_be_read_is_a_sentence(tmp_path, direction):
             main([direction, str(tmp_path / name), str(tmp_path / "out")])
         assert stop.value.code == 2
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_the_other_kind_is_named(tmp_path, recwarn):
+    """Nor does a conversion warn that it runs in one process."""
+    source, run = tmp_path / "theirs", tmp_path / "run"
+    write_with_transformers(source, "default", tied=False)
+    for step in (2, 10):
+        main(["from-hf", str(source), str(run / f"checkpoint/step-{step}")])
+        os.utime(run / f"checkpoint/step-{step}/.metadata", (step, step))
+    assert not [warning for warning in recwarn if "torch.distributed" in str(warning.message)]
+    checkpoint = run / "checkpoint" / "step-10"
+    for direction, folder, says in (
+        ("to-hf", run, f"is a run folder, not a checkpoint. Did you mean {checkpoint}?"),
+        ("to-hf", run / "checkpoint", f"is a run folder, not a checkpoint. Did you mean {checkpoint}?"),
+        ("to-hf", source, "is a model directory already"),
+        ("from-hf", checkpoint, "is a checkpoint already"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([direction, str(folder), str(tmp_path / "out")])
+        assert f"{folder} {says}" in str(stop.value)
+
+
+def test_a_static_cache_saved_with_the_weights_is_left_out(tmp_path):
+    """transformers 4.46 registers the cache of `generate(cache_implementation="static")` with the model, and saves it."""
+    write_with_transformers(tmp_path / "theirs", "default", tied=False)
+    plain, _ = load_model(tmp_path / "theirs")
+    save_file({f"_cache.{kind}_cache_0": torch.ones(1, 2, 8, 8) for kind in ("key", "value")}, tmp_path / "cache")
+    index = tmp_path / "theirs" / "model.safetensors.index.json"
+    values = json.loads(index.read_text())
+    (tmp_path / "cache").rename(tmp_path / "theirs" / "cache.safetensors")
+    values["weight_map"] |= dict.fromkeys(["_cache.key_cache_0", "_cache.value_cache_0"], "cache.safetensors")
+    index.write_text(json.dumps(values))
+    main(["from-hf", str(tmp_path / "theirs"), str(tmp_path / "checkpoint")])
+    loaded, _ = load_model(tmp_path / "checkpoint")
+    for name, tensor in plain.named_parameters():
+        assert torch.equal(dict(loaded.named_parameters())[name], tensor)

@@ -80,12 +80,14 @@ def test_exports_name_the_version_that_has_their_class(tmp_path):
             classes = OLDEST / "transformers" / "models" / model_type.removesuffix("_text")
             assert classes.is_dir() == (oldest == "4.46"), model_type
     for name, needed in {"llama2": "4.46", "qwen2": "4.53", "phi3": "4.50", "gemma3": "4.50"}.items():
-        write_hf(name, tmp_path / name)
+        theirs = write_hf(name, tmp_path / name)
         model, config = load_model(tmp_path / name)
         write_model_dir(tmp_path / f"{name}-out", config, dict(model.named_parameters()))
         values = json.loads((tmp_path / f"{name}-out" / "config.json").read_text())
         assert values["transformers_version"] == f"{needed}.0"
-        assert f"Needs `transformers` {needed} or later, for `" in (tmp_path / f"{name}-out" / "README.md").read_text()
+        card = (tmp_path / f"{name}-out" / "README.md").read_text()
+        assert f"Needs `transformers` {needed} or later, for `" in card
+        assert f"A language model (`{type(theirs).__name__}`) of " in card
 
 
 HUB = {

@@ -12,7 +12,7 @@ from farsight.errors import ConfigError
 from farsight.launch.plan.text import summary
 from farsight.training.finetune.model import load_finetune_config
 from farsight.training.run_folder import lock_run_folder
-from farsight.training.start import report_theta
+from farsight.training.start import report_length, report_theta
 from tests.finetuned import write_base
 from tests.running import ROOT, contents, environment, forked, metrics, train, train_command
 
@@ -192,6 +192,19 @@ def test_a_fault_on_one_rank_ends_all_and_is_kept_in_the_run_folder(tmp_path):
     (report,) = (tmp_path / "run" / "errors").iterdir()
     assert str(report) in done.stderr
     assert "in broken" in report.read_text()
+
+
+@pytest.mark.parametrize(("seq_len", "warns"), [(64, True), (128, False), (256, False)])
+def test_a_run_on_shorter_sequences_than_its_weights_says_so(tmp_path, caplog, seq_len, warns):
+    write_base(tmp_path / "base", length=128)
+    report_length(
+        load_config(["--checkpoint.initial_load_path", str(tmp_path / "base"), "--training.seq_len", str(seq_len)])
+    )
+    assert (
+        ("training.seq_len = 64, but" in caplog.text and "up to 128 tokens" in caplog.text)
+        == warns
+        == bool(caplog.text)
+    )
 
 
 def test_the_theta_of_the_weights_counts(tmp_path, caplog):
