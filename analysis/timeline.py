@@ -16,6 +16,11 @@ def checkpoint_name(row: Row) -> str:
     return row["stage"] if row["step"] is None else f"{row['stage']}, step {row['step']:,}"
 
 
+def training_name(name: str, rows: Sequence[Row]) -> str:
+    """That of a run, or the number of listed checkpoints, which have no name together."""
+    return f"{len(rows)} checkpoints" if all(row["step"] is None for row in rows) and len(rows) > 1 else name
+
+
 class Timeline:
     """The axis of a training's checkpoints: tokens trained on, or one place for each where these are unknown."""
 

@@ -53,7 +53,11 @@ SMALLER = {
     "--passkey": "1 --passkey-length 200",
 }  # fmt: skip
 """Options of evaluations and analyses, with what they are given instead."""
-ONE_TOOLS = {"needle": {"--lengths": "480"}, "ripra": {"--length": "200", "--passkeys": "2"}}
+ONE_TOOLS = {
+    "needle": {"--lengths": "480"},
+    "plasticity": {"--buckets": "8"},
+    "ripra": {"--length": "200", "--passkeys": "2"},
+}
 ADDED = {
     "recipe": ["--tiny", "--dry-run"],
     "depth-sweep": ["--tiny", "--dry-run"],
@@ -135,9 +139,9 @@ def workspace(tmp_path_factory):
     mpt.save_pretrained(folder / "MPT")
     BytesTokenizer().save(folder / "MPT")
     (folder / "PROMPTS.csv").write_text(",prompt_id,prompt,targets\n0,a,Say.,()\n")
-    for path in ("HELMET/output", "LOFT/outputs/rag/nq/128k"):
+    for path in ("HELMET/output/lasp", "LOFT/outputs/rag/nq/128k"):
         (folder / path).mkdir(parents=True)
-    helmet(folder / "HELMET/output", "json_kv", substring_exact_match=80.0)
+    helmet(folder / "HELMET/output/lasp", "json_kv", substring_exact_match=80.0)
     (folder / "LOFT/outputs/rag/nq/128k/dev_predictions_metrics.json").write_text(
         '{"quality": {"em": 0.1, "subspan_em": 0.5, "f1": 0.2}, "num_unanswered_queries": 0}'
     )

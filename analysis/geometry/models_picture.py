@@ -6,7 +6,7 @@ from typing import Any
 
 from farsight.analysis.geometry.pca import CLASSES
 from farsight.analysis.geometry.picture import draw_thresholds
-from farsight.analysis.timeline import Timeline, checkpoint_name
+from farsight.analysis.timeline import Timeline, checkpoint_name, training_name
 from farsight.outputs import short_names
 from farsight.plots import GREY, MARKERS, PALETTE, line_style, picture, whole_numbers
 
@@ -26,11 +26,13 @@ def draw_models(results: Mapping[str, dict[str, Any]], path: Path) -> None:
         for number, summary in enumerate(summaries):
             for key, hollow in (("abs_r_q", False), ("abs_r_k", True)):
                 values = [pc[key] for pc in summary["pca"]]
-                components.plot(range(len(values)), values, **line_style(number, hollow))
+                label = None if hollow else names[number]
+                components.plot(range(len(values)), values, label=label, **line_style(number, hollow))
         components.set(
             xlabel="principal component (hollow: keys)", ylabel="mean |correlation| with position", ylim=(0, 1)
         )
         components.set_title("queries and keys on components")
+        components.legend()
         whole_numbers(components.xaxis)
         places = range(len(names))
         for key, label, colour, shift in (("abs_r_q", "queries: |r_q|", 0, -0.2), ("abs_r_k", "keys: |r_k|", 1, 0.2)):
@@ -77,7 +79,7 @@ def draw_trainings(trainings: Sequence[dict[str, Any]], path: Path) -> None:
         parts = figure.subfigures(len(trainings), 1, squeeze=False)[:, 0]
         for part, name, training in zip(parts, short_names([t["model"] for t in trainings]), trainings, strict=True):
             _training(part, training["checkpoints"])
-            part.suptitle(f"{name}: position in queries and keys over training")
+            part.suptitle(f"{training_name(name, training['checkpoints'])}: position in queries and keys over training")
 
 
 def _training(figure: Any, rows: Sequence[dict[str, Any]]) -> None:

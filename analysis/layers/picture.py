@@ -11,6 +11,10 @@ from farsight.plots import GREY, PALETTE, log_if_wide, picture, whole_numbers
 _MOST_RATIO = 50
 """Largest delta over smallest beyond which the axis is logarithmic."""
 _RHO, _DELTA, _BOTH = PALETTE[:3]
+_PANEL = np.array([350.0, 280.0])
+"""About the size of the left panel's data, in points."""
+_OFFSETS = np.array([(10, 0), (-10, 0), (0, 9), (0, -9), (9, 7), (-9, 7), (9, -7), (-9, -7)])
+"""Of a layer's number from its point, in points."""
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:
@@ -47,11 +51,14 @@ def _scatter(axes: Any, figures: dict[str, Any]) -> None:
     wide = log_if_wide(axes, [delta[layer] for layer in rotating], _MOST_RATIO)
     x, y = (np.array([values[layer] for layer in rotating]) for values in (rho, delta))
     places = np.stack([values / max(np.ptp(values), 1e-30) for values in (x, np.log(y) if wide else y)], axis=1)
+    taken = list(places * _PANEL)
     for number, layer in enumerate(rotating):
-        nearest = np.argsort(np.linalg.norm(places - places[number], axis=1))[1:4]
-        on_left = x[number] < x[nearest].mean() if len(nearest) else False  # away from its neighbours
-        offset, side = ((-5, 0), "right") if on_left else ((5, 0), "left")
-        options: Any = {"textcoords": "offset points", "fontsize": "x-small", "ha": side, "va": "center"}
+        # A number stands where points and the numbers before it leave most room; it is wider than it is high.
+        middles = [(offset, taken[number] + offset) for offset in _OFFSETS]
+        room = [min(np.hypot(*((middle - other) * (0.6, 1.0))) for other in taken) for _, middle in middles]
+        offset, middle = middles[int(np.argmax(room))]
+        taken.append(middle)
+        options: Any = {"textcoords": "offset points", "fontsize": "x-small", "ha": "center", "va": "center"}
         axes.annotate(str(layer), (rho[layer], delta[layer]), offset, **options)
     if len({*x}) > 1:
         ends = np.array([x.min(), x.max()])

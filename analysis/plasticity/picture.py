@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from farsight.analysis.plasticity.options import TARGET_DROP
-from farsight.analysis.timeline import Timeline, checkpoint_name
+from farsight.analysis.timeline import Timeline, checkpoint_name, training_name
 from farsight.json_files import or_nan
 from farsight.outputs import short_name, short_names
 from farsight.plots import GREY, PALETTE, length_ticks, line_style, picture, shades, whole_numbers
@@ -74,7 +74,9 @@ def draw_trainings(trainings: Sequence[dict[str, Any]], path: Path) -> None:
         names = short_names([figures["model"] for figures in trainings])
         for column, name, figures in zip(columns, names, trainings, strict=True):
             _training(column, figures)
-            column.suptitle(f"{name}: positional bias and plasticity over training")
+            column.suptitle(
+                f"{training_name(name, figures['checkpoints'])}: positional bias and plasticity over training"
+            )
 
 
 def _training(figure: Any, figures: dict[str, Any]) -> None:
@@ -105,6 +107,7 @@ def _training(figure: Any, figures: dict[str, Any]) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")
     axes.set(xlabel="position of the query", ylabel="plasticity")
+    axes.set_title("profile of each checkpoint", fontsize="small")
     axes.legend(fontsize="x-small", ncols=2)
 
 
