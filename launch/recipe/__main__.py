@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 
 from farsight import process
-from farsight.cli import command, new_parser, positive
+from farsight.cli import command, new_parser, positive, refuse_name
 from farsight.configs.load import named_options, parse_options
 from farsight.configs.shipped import find_config
 from farsight.errors import ConfigError
@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="command to start ranks with, before train.py, instead; launch/slurm.sh uses it",
     )
     options, rest = parser.parse_known_args(arguments)
+    refuse_name(parser, rest, "--gpus", "--nproc")
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     launcher = shlex.split(options.launcher) if options.launcher else [sys.executable]
     if options.torchrun or (options.nproc or 1) > 1:

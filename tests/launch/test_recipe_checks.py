@@ -53,6 +53,7 @@ def test_a_plan_states_tokens_steps_and_gpus(capsys):
     for refused in (
         ["--nproc", "64", *data_parallel],  # 32 sequences over 64 ranks
         ["--nproc", "-32"],
+        ["--gpus", "8"],  # which is farsight plan's
         ["--parallelism.data_parallel_shard_degree", "3"],  # of two data-parallel ranks
     ):
         assert started(capsys, path, "--dry-run", *refused)[:2] == (2, "")
