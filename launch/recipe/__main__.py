@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     from farsight.launch.recipe.check import check_stages, missing
     from farsight.launch.recipe.gpus import fit_stages, machine_of, ranks_of
     from farsight.launch.recipe.run import run_recipe
-    from farsight.launch.recipe.text import plan_text
+    from farsight.launch.recipe.text import disk_warning, plan_text
     from farsight.training.stages import load_recipe
 
     overrides = {**parse_options(rest), "tiny": options.tiny}
@@ -81,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     said: list[str] = []
     if ranks is not None:
         stages, said = fit_stages(recipe, stages, ranks, machine_of(options.gpu), named_options(overrides))
+    said += disk_warning(stages)
     if options.dry_run:
         print(plan_text(stages, ranks or recipe.gpus), *said, sep="\n", flush=True)
     else:
