@@ -279,8 +279,13 @@ def check_processes(config: JobConfig, processes: int) -> None:
     """
     t, p, ranks = config.training, config.parallelism, model_parallel_ranks(config)
     if processes < 1 or processes % ranks:
+        degrees = {
+            short: getattr(p, f"{name}_parallel_degree")
+            for name, short in zip(MODEL_PARALLEL, ("TP", "PP", "CP"), strict=True)
+        }
+        shown = " × ".join(f"{short} {degree}" for short, degree in degrees.items() if degree > 1)
         raise ConfigError(
-            f"The number of processes, {processes}, is not a multiple of {ranks}, over which one model is divided."
+            f"The layout {shown} needs a multiple of {ranks} processes; there {'are' if processes > 1 else 'is'} {processes}."
         )
     copies, replicate, shard = processes // ranks, p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     if copies % replicate or (shard != -1 and replicate * shard != copies):

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
@@ -145,6 +145,12 @@ def new_parser(prog: str, text: str | None, allow_abbrev: bool = True) -> argpar
 
 
 # ── Numbers ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def refuse_name(parser: argparse.ArgumentParser, rest: Sequence[str], other: str, own: str) -> None:
+    """Refuses, in the arguments that the parser left over, the name by which other commands know its option `own`."""
+    if any(argument.partition("=")[0] == other for argument in rest):
+        parser.error(f"there is no option {other} here: use {own}")
 
 
 def bounded(

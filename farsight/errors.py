@@ -20,14 +20,18 @@ class NonFiniteError(RuntimeError):
     """A loss, gradient norm or weights that are infinite or NaN."""
 
 
+FEW = 3
+"""Most names to suggest at once."""
+
+
 def nearest(name: str, known: Collection[str], say_known: bool = True) -> str:
-    """Returns " Did you mean …?" with the known name closest to a mistyped one.
+    """Returns " Did you mean …?" with the known names that contain a mistyped one, if they are few, or else the one closest to it.
 
     If none is close, returns the list of known names, or "" if `say_known` is false.
     """
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    if match:
-        return f" Did you mean {match[0]!r}?"
+    longer = [one for one in known if name.lower() in one.lower()]
+    if match := longer if 0 < len(longer) <= FEW else difflib.get_close_matches(name, known, n=1, cutoff=0.5):
+        return f" Did you mean {' or '.join(map(repr, match))}?"
     return f" Known: {', '.join(known)}." if say_known and known else ""
 
 

@@ -35,8 +35,10 @@ class CaptureSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 2 <= self.buckets <= self.length:
-            raise ConfigError(f"--buckets {self.buckets}: set from 2 to the {self.length} tokens of a sequence.")
+        if self.buckets < 2:
+            raise ConfigError(f"--buckets {self.buckets}: set 2 or more.")
+        if self.buckets > self.length:  # the least number is the tool's own
+            raise ConfigError(f"--buckets {self.buckets}: set no more than the {self.length} tokens of a sequence.")
         if not 0 < self.per_bucket <= self.length / self.buckets:
             width = self.length / self.buckets
             raise ConfigError(

@@ -169,6 +169,8 @@ def measure_models(options: argparse.Namespace) -> dict[str, Any]:
     sweep = Sweep(models, configs, documents, lengths, windows, extension, grid, options.untie, options.rope)
     n_layers = configs["base"].architecture.n_layers
     depths = sorted(set(options.depths)) if options.depths else list(range(n_layers + 1))
+    if depths[-1] > n_layers:
+        raise ConfigError(f"--depths {depths[-1]}: the models have {n_layers} layers; set 0 to {n_layers}.")
     found = run(sweep, depths)
     return {
         "tool": "analysis.graft_sweep",

@@ -29,7 +29,7 @@ def check_buckets(buckets: int) -> None:
     if buckets < LEAST_BUCKETS:
         raise ConfigError(
             f"{buckets} buckets: the first has no earlier keys, and no other has its middle in the first {BAND:.0%} of positions; "
-            f"capture with --buckets {LEAST_BUCKETS} or more."
+            f"use --buckets {LEAST_BUCKETS} or more."
         )
 
 

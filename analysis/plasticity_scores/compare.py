@@ -36,6 +36,11 @@ def compare(plasticity: Sequence[Path], scores: Sequence[str], wanted: str | Non
     """
     of_model = read_plasticity(plasticity)
     found, unknown = _by_model([*of_model], [scored for argument in scores for scored in read_scores(argument)])
+    if unknown and not any(own for own, _ in found.values()):
+        raise ConfigError(
+            f"No model has both plasticity and scores, as no name matches: plasticity is of {', '.join(of_model)}; scores are of "
+            f"{', '.join(unknown)}. Give a file of one model's scores as --scores NAME=FILE with a name of the former."
+        )
     name = wanted or _common({model: own for model, (own, _) in found.items() if own})
     named = dict(zip(of_model, short_names(of_model), strict=True))
     rows: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ import logging
 import sys
 from pathlib import Path
 
-from farsight.cli import bounded, command, new_parser, positive
+from farsight.cli import bounded, command, new_parser, positive, refuse_name
 from farsight.configs.load import named_options, parse_options, read_toml
 from farsight.configs.shipped import find_config
 from farsight.launch.plan.hardware import GPUS, Efficiency, Machine, find_gpu
@@ -52,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             help=f"{EXPLAINED[name]} (default: {'that of the GPU, by pass' if default is None else default})",
         )
     options, rest = parser.parse_known_args(arguments)
+    refuse_name(parser, rest, "--nproc", "--gpus")
     options.config = find_config(options.config)
     rest += ["--tiny"] * options.tiny
     logging.basicConfig(format="%(message)s", level=logging.INFO)
@@ -65,9 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
     named, configs = read_configs(options.config, rest, options.stage)
     gpus = options.gpus or named
     recipe, given = "stages" in read_toml(options.config), named_options(parse_options(rest))
-    plans = [
-        make_plan(name, config, gpus, machine, given, named if recipe else None) for name, config in configs.items()
-    ]
+    stages = (named, [*configs.values()]) if recipe else (None, ())
+    plans = [make_plan(name, config, gpus, machine, given, *stages) for name, config in configs.items()]
     print("\n\n".join(plan_text(plan) for plan in plans))
     print("\n" + assumptions_text(machine))
     figures = plans[-1].as_dict()

@@ -3,14 +3,14 @@
 The global batch, the sequence length and the schedule stay, and with them the losses: `parallel/` computes the same in every layout.
 """
 
-import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from typing import Generic
 
 from farsight.configs.check import MODEL_PARALLEL, model_parallel_ranks
+from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
 from farsight.launch.plan.costs import step_time
 from farsight.launch.plan.hardware import GPUS, Machine
@@ -178,7 +178,12 @@ class _Search(Generic[C]):
 
 
 def fit(
-    config: C, gpus: int, machine: Machine | None, given: Collection[str] = (), planned: int | None = None
+    config: C,
+    gpus: int,
+    machine: Machine | None,
+    given: Collection[str] = (),
+    planned: int | None = None,
+    beside: Collection[JobConfig] = (),
 ) -> Fitted[C]:
     """Fits a config of pre-training to a number of GPUs; it stays as it is where it runs as written.
 
@@ -186,10 +191,31 @@ def fit(
         machine: the GPUs, whose memory the run has to fit; None for an unknown kind, of which no memory is assumed.
         given: options as `section.key` that stay as they are.
         planned: GPUs that the config was written for, which set the global batch where it has none; None for `gpus`.
+        beside: configs that are to run on the same GPUs; a refusal names numbers of them on which these run too.
 
     Raises:
         ConfigError: no layout divides the batch over the GPUs, or none fits their memory. The message says which numbers do.
     """
+    search, why = _start(config, gpus, machine, given, planned)
+    if why is None:
+        return Fitted(config, {}, "")
+    options = search.best()
+    if options is not None:
+        return Fitted(changed(config, options), options, why)
+
+    @cache
+    def works(number: int) -> bool:
+        started = [_start(one, number, machine, given, planned) for one in (config, *beside)]
+        short = [other for other, wrong in started if wrong is not None]
+        return all(one.possible() for one in short) and all(one.best() is not None for one in short)
+
+    raise ConfigError(_refusal(search, why, _near(works, gpus)))
+
+
+def _start(
+    config: C, gpus: int, machine: Machine | None, given: Collection[str], planned: int | None
+) -> tuple[_Search[C], str | None]:
+    """The search for a layout, and the reason why the config can't run as written or None."""
     if config.engine == "deepspeed":  # whose memory is not planned
         machine = None
     fixed, batch = frozenset(given), config.training.global_batch_size
@@ -199,13 +225,7 @@ def fit(
     why = _problem(config, gpus, machine)
     if why is None and batch < 1 and kept is not None and (planned or gpus) != gpus:
         why = f"on {planned} GPU{'s' * (planned != 1)}, for which it is written, a step has {kept} sequences"
-    if why is None:
-        return Fitted(config, {}, "")
-    search = _Search(config, gpus, machine, fixed, kept)
-    options = search.best()
-    if options is not None:
-        return Fitted(changed(config, options), options, why)
-    raise ConfigError(_refusal(search, why))
+    return _Search(config, gpus, machine, fixed, kept), why
 
 
 def _sized(config: C) -> C:
@@ -231,28 +251,35 @@ def _problem(config: C, gpus: int, machine: Machine | None) -> str | None:
     return None if peak <= usable else f"it takes {gib(peak, 1)} GiB of the {gib(usable, 1)} usable on {machine.kind}"
 
 
-def _refusal(search: _Search, why: str) -> str:
-    """The message that no layout fits, with numbers of GPUs on which one does."""
+def _near(works: Callable[[int], bool], gpus: int) -> list[int]:
+    """The largest number of GPUs below `gpus` that works, and the smallest above it; each only if there is one.
 
-    def on(gpus: int) -> _Search:
-        return dataclasses.replace(search, gpus=gpus)
+    Beyond twice the number, those between a number and its double are tried only if the double or the power of two among them works.
+    """
+    found = [next((n for n in range(gpus - 1, 0, -1) if works(n)), 0)]
+    low = gpus
+    while low < MOST_GPUS and not found[1:]:
+        high = 2 * low
+        if low == gpus or works(high) or works(2 ** (high.bit_length() - 1)):
+            found += [n for n in range(low + 1, high + 1) if works(n)][:1]
+        low = high
+    return [n for n in found if n]
 
+
+def _refusal(search: _Search, why: str, near: Sequence[int]) -> str:
+    """The message that no layout fits.
+
+    Args:
+        near: numbers of GPUs on which one does.
+    """
     gpus, machine = search.gpus, search.machine
     said = f"as written, {why}; no other layout of {gpus} GPU{'s' * (gpus > 1)} "
+    fitting = " or ".join(map(str, near))
     if machine is not None and search.possible():
-        doubled = (gpus * 2**n for n in range(1, MOST_GPUS.bit_length()))
-        more = next((n for n in doubled if n > MOST_GPUS or on(n).best() is not None), MOST_GPUS + 1)
-        enough = f"{more} of them do" if more <= MOST_GPUS else "more of them do not either"
-        return f"{said}fits the memory of {machine.kind} either: {enough}, or GPUs with more memory."
-    near = [
-        next((n for n in numbers if on(n).possible()), None)
-        for numbers in (range(gpus - 1, 0, -1), range(gpus + 1, 2 * gpus))
-    ]
+        enough = f": use {fitting} of them, or" if near else ", nor was a number of them found that does: use"
+        return f"{said}fits the memory of {machine.kind} either{enough} GPUs with more memory."
     named = sorted(search.given.intersection((*LAYOUT, BATCH)))
-    fitting = " or ".join(str(number) for number in near if number)
     kept = f" with {', '.join(named)} as given" * bool(named)
     batch = search.config.training.global_batch_size if search.batch is None else search.batch
-    return (
-        f"{said}divides {batch} sequences of {search.config.training.seq_len:,} tokens{kept}: "
-        f"{f'use {fitting} GPUs' if fitting else 'change the batch'}."
-    )
+    enough = f"use {fitting} GPU{'s' * (near[-1] > 1)}" if near else "change the batch"
+    return f"{said}divides {batch} sequences of {search.config.training.seq_len:,} tokens{kept}: {enough}."

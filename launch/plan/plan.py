@@ -149,13 +149,20 @@ def _bytes(memory: RankMemory) -> dict[str, int]:
 
 
 def make_plan(
-    name: str, config: JobConfig, gpus: int, machine: Machine, given: Collection[str] = (), planned: int | None = None
+    name: str,
+    config: JobConfig,
+    gpus: int,
+    machine: Machine,
+    given: Collection[str] = (),
+    planned: int | None = None,
+    beside: Collection[JobConfig] = (),
 ) -> Plan:
     """Plans a run. A recipe's stage is planned as it is fitted to the GPUs, and so is a config of pre-training that can't run as written.
 
     Args:
         given: options that stay as they are.
         planned: GPUs that a recipe is written for; None for a config.
+        beside: the recipe's stages that are planned, all of which have to run on a number of GPUs that a refusal names.
 
     Raises:
         ConfigError: the config can't run on this number of GPUs, and no change that was tried helps.
@@ -171,7 +178,7 @@ def make_plan(
     if not finetunes:
         runs = can_run(config, gpus)
         try:
-            fitted = fit(config, gpus, machine, given, planned)
+            fitted = fit(config, gpus, machine, given, planned, beside)
         except ConfigError as error:
             if not runs:
                 raise ConfigError(f"{name}: {error}") from error

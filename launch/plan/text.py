@@ -142,7 +142,7 @@ def _verdict(plan: "Plan") -> list[str]:
             )
         return lines
     if plan.suggestion is None:
-        return [f"does not fit: {usable}; no change that was tried helps: use more GPUs, or larger ones"]
+        return [f"does not fit: {usable}; the note above says what would"]
     return [f"does not fit: {usable}", f"would fit with {as_options(plan.suggestion)}"]
 
 

@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 
 from farsight import process
-from farsight.cli import command, new_parser, positive
+from farsight.cli import command, new_parser, positive, refuse_name
 from farsight.configs.load import named_options, parse_options
 from farsight.configs.shipped import find_config
 from farsight.errors import ConfigError
@@ -54,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="command to start ranks with, before train.py, instead; launch/slurm.sh uses it",
     )
     options, rest = parser.parse_known_args(arguments)
+    refuse_name(parser, rest, "--gpus", "--nproc")
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     launcher = shlex.split(options.launcher) if options.launcher else [sys.executable]
     if options.torchrun or (options.nproc or 1) > 1:
@@ -67,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     from farsight.launch.recipe.check import check_stages, missing
     from farsight.launch.recipe.gpus import fit_stages, machine_of, ranks_of
     from farsight.launch.recipe.run import run_recipe
-    from farsight.launch.recipe.text import plan_text
+    from farsight.launch.recipe.text import disk_warning, plan_text
     from farsight.training.stages import load_recipe
 
     overrides = {**parse_options(rest), "tiny": options.tiny}
@@ -85,6 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     said: list[str] = []
     if ranks is not None:
         stages, said = fit_stages(recipe, stages, ranks, machine_of(options.gpu), named_options(overrides))
+    said += disk_warning(stages)
     if options.dry_run:
         print(plan_text(stages, ranks or recipe.gpus), *said, sep="\n", flush=True)
     else:

@@ -63,9 +63,10 @@ def fit_stages(
         ConfigError: nothing fits a stage that is still to be trained; names it.
     """
     fitted, said = [], []
+    beside = [stage.config for stage in stages if not stage.finished]
     for stage in stages:
         try:
-            found = fit(stage.config, gpus, machine, given, recipe.gpus)
+            found = fit(stage.config, gpus, machine, given, recipe.gpus, beside)
         except ConfigError as error:
             if not stage.finished:
                 raise ConfigError(f"stage {stage.name}: {error}") from error
@@ -78,5 +79,12 @@ def fit_stages(
             stage = dataclasses.replace(stage, config=found.config)
         fitted.append(stage)
     if said:
-        said.append("Sequences per step, lengths and schedules are as written, and so are the losses.")
+        memory = (
+            f"The GPUs' memory is taken to be that of {machine.kind}."
+            if machine
+            else (
+                f"No memory was checked, as no kind of GPU is known (--gpu KIND names one); layouts that fit {ASSUMED} were preferred."
+            )
+        )
+        said.append(f"Sequences per step, lengths and schedules are as written, and so are the losses. {memory}")
     return fitted, said

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 
 from farsight.configs.check import MODEL_PARALLEL, model_parallel_ranks
+from farsight.configs.optimizers import AdamW, AdamW8bit
 from farsight.configs.schema import JobConfig
+from farsight.launch.plan.optimizer import optimizer_bytes
+from farsight.launch.plan.weights import weights
 from farsight.launch.recipe.check import free_bytes
 from farsight.model.build import ModelConfig, count_parameters
 from farsight.model.position.layers import describe
@@ -38,7 +41,7 @@ def _table(stages: Sequence[Stage], processes: int) -> list[str]:
             f"{start} ({stage.optimizer} optimizer)"
         )
     model = ModelConfig.from_job(stages[-1].config)
-    embedding = "" if model.architecture.vocab_size else " plus the embedding, whose size the tokenizer sets"
+    embedding = _embedding(stages) and f"{_embedding(stages)}, whose size the tokenizer sets"
     lines.append(
         f"{count_parameters(model):,} parameters{embedding}, {total:.3g} tokens, {processes} GPU{'s' * (processes > 1)}"
     )
@@ -52,13 +55,42 @@ def _totals(stages: Sequence[Stage]) -> list[str]:
         if stage.config.training.layers
     ]
     root, kept = stages[0].folder.parent, stages[0].config.checkpoint.keep_latest_k
-    # fp32 weights and Adam's two moments; an old checkpoint is deleted once the new one is complete.
-    size = 12 * count_parameters(ModelConfig.from_job(stages[-1].config))
+    # An old checkpoint is deleted once the new one is complete.
+    size, free = max(checkpoint_bytes(stage.config) for stage in stages), free_bytes(root)
     lines.append(
-        f"run folder {root}: checkpoints of {gib(size)} GiB, up to {f'{kept + 1} of them' if kept else 'one a save'} in each "
-        f"stage ({gib(free_bytes(root))} GiB free there)"
+        f"run folder {root}: checkpoints of {gib(size)} GiB{_embedding(stages)}, up to {f'{kept + 1} of them' if kept else 'one a save'} in each "
+        f"stage ({gib(free)} GiB free there)"
     )
     return lines
+
+
+def _embedding(stages: Sequence[Stage]) -> str:
+    """What figures leave out if the tokenizer sets the size of the embedding."""
+    return "" if stages[-1].config.architecture.vocab_size else " plus the embedding"
+
+
+def disk_warning(stages: Sequence[Stage]) -> list[str]:
+    """A warning if the disk lacks room for a checkpoint of a stage that is still to be trained.
+
+    It is no reason to refuse: a dry run may be on another machine, and what is free can change before the first save.
+    """
+    root = stages[0].folder.parent
+    saved = [stage.config for stage in stages if not stage.finished and stage.config.checkpoint.enable]
+    size = max(map(checkpoint_bytes, saved), default=0)
+    free = free_bytes(root)
+    if size <= free:
+        return []
+    return [
+        f"Warning: a checkpoint of {gib(size)} GiB does not fit in the {gib(free)} GiB free at {root}: saving will fail. Make room, or "
+        "set recipe.folder to a larger disk."
+    ]
+
+
+def checkpoint_bytes(config: JobConfig) -> int:
+    """Bytes of a checkpoint: all weights, and the optimizer's state of those that train, whose moments are saved in fp32."""
+    optimizer = AdamW() if isinstance(config.optimizer, AdamW8bit) else config.optimizer
+    own = [*weights(config)]
+    return sum(w.packed for w in own) + sum(optimizer_bytes(optimizer, own, 1))
 
 
 def _layout(config: JobConfig, processes: int) -> str:

@@ -30,7 +30,7 @@ def lasp_scale(lasp: Lasp, layer: int) -> float:
 
     Raises ValueError for scales or an L_anchor that the equation cannot take.
     """
-    _check(lasp)
+    check_lasp(lasp)
     if layer >= lasp.anchor_layers:
         return lasp.s_max
     return lasp.s_min + layer * (lasp.s_max - lasp.s_min) / lasp.anchor_layers
@@ -42,7 +42,7 @@ def lasp_base(lasp: Lasp, layer: int, n_layers: int) -> float:
     When every layer is an anchor layer (L_anchor = L_tot) the base is b_min throughout.
     Raises ValueError for bases or an L_anchor that the equation cannot take.
     """
-    _check(lasp, n_layers)
+    check_lasp(lasp, n_layers)
     assert 0 <= layer < n_layers, f"layer {layer} of {n_layers}"
     if layer < lasp.anchor_layers:
         return lasp.b_min
@@ -56,7 +56,7 @@ def apply_lasp(rotary: Rotary, lasp: Lasp, layer: int, n_layers: int) -> Rotary:
     Plain RoPE with a scale becomes linear RoPE (Eq. 9). A layer without rotation is left as it is.
     Raises ValueError for a LongRoPE host with a scale schedule, and as `lasp_scale` and `lasp_base` do.
     """
-    _check(lasp, n_layers)
+    check_lasp(lasp, n_layers)
     if isinstance(rotary, NoRotary):
         return rotary
     if lasp.schedule != "scale":
@@ -83,7 +83,8 @@ def apply_lasp(rotary: Rotary, lasp: Lasp, layer: int, n_layers: int) -> Rotary:
             )
 
 
-def _check(lasp: Lasp, n_layers: int | None = None) -> None:
+def check_lasp(lasp: Lasp, n_layers: int | None = None) -> None:
+    """Raises ValueError for scales, bases or an L_anchor that the equations cannot take."""
     for name in ("s_min", "s_max", "b_min", "b_max"):
         value = getattr(lasp, name)
         if not value > 0:
@@ -91,4 +92,5 @@ def _check(lasp: Lasp, n_layers: int | None = None) -> None:
             raise ValueError(f"position.lasp.{name} is {value}; set a number above 0 ({wanted})")
     if lasp.anchor_layers < 1 or (n_layers is not None and lasp.anchor_layers > n_layers):
         upper = "the number of layers" if n_layers is None else f"{n_layers}, the number of layers"
-        raise ValueError(f"position.lasp.anchor_layers is {lasp.anchor_layers}; set it from 1 to {upper}")
+        default = " by default" * (lasp.anchor_layers == Lasp.anchor_layers)
+        raise ValueError(f"position.lasp.anchor_layers is {lasp.anchor_layers}{default}; set it from 1 to {upper}")

@@ -13,7 +13,7 @@ from farsight.configs.schema import LayerRule, LongRope, NoRotary, Position, Rot
 from farsight.errors import ConfigError
 from farsight.model.position.bias import LayerBias, layer_bias
 from farsight.model.position.garfa import LayerGarfa, alpha, layer_garfas
-from farsight.model.position.lasp import apply_lasp
+from farsight.model.position.lasp import apply_lasp, check_lasp
 from farsight.model.position.rope import rope_frequencies
 from farsight.model.position.scope import DENSE_SCOPE, head_scopes, layout_order
 
@@ -68,6 +68,8 @@ def resolve_layers(
     garfas, resolved = layer_garfas(position.garfa, n_layers, n_kv_heads), []
     for layer, setting in enumerate(layer_settings(position, n_layers)):
         rotary = setting.rotary
+        if setting.lasp is not None:
+            check_lasp(setting.lasp, n_layers)  # which concerns the section, and no single layer
         try:
             if setting.lasp is not None:
                 rotary = apply_lasp(rotary, setting.lasp, layer, n_layers)

@@ -229,7 +229,7 @@ def test_parts_are_joined_in_order():
         ("nowhere", [], "nowhere"),
         ("m", ["--length", "2000"], "its longest document has 1,360 tokens"),
         ("rope", ["--extend", "ripra"], "rotates the keys again for every query"),
-        ("m", ["--buckets", "49"], "set from 2 to the 48 tokens"),
+        ("m", ["--buckets", "49"], "set no more than the 48 tokens"),
         ("m", ["--per-bucket", "4"], "a bucket has 3 tokens"),
     ],
 )

@@ -97,7 +97,7 @@ def test_what_is_refused(places, capsys):
         sweep(places, base="tied", long="other")
     found = sweep(places, "--depths", "1", "--untie", base="tied", long="other")
     assert found["untie"]
-    with pytest.raises(SystemExit, match="--layers 9: the models have 4 layers"):
+    with pytest.raises(SystemExit, match="--depths 9: the models have 4 layers"):
         sweep(places, "--depths", "9")
     with pytest.raises(SystemExit):
         sweep(places, "--passkey-length", "300")

@@ -100,7 +100,8 @@ def test_files_of_our_tools(files):
     }
     (files / "n.json").write_text(json.dumps({"models": needles}))
     # Absolute paths of another place don't fit; the end of a path does.
-    with pytest.raises(SystemExit, match="no score in common"):
+    says = r"no name matches: plasticity is of .*; scores are of /elsewhere/models/.* --scores NAME=FILE"
+    with pytest.raises(SystemExit, match=says):
         run(files, str(files / "p.json"), "--scores", str(files / "n.json"))
     relative = {path.removeprefix("/elsewhere/"): values for path, values in needles.items()}
     (files / "n.json").write_text(json.dumps({"models": relative}))

@@ -11,6 +11,7 @@ from farsight.configs.load import build_config
 from farsight.configs.shipped import shipped_configs
 from farsight.configs.typed import to_toml
 from farsight.errors import ConfigError
+from farsight.launch.plan import fit as fits
 from farsight.launch.plan.fit import LAYOUT, fit
 from farsight.launch.plan.hardware import GPUS, Machine
 from farsight.launch.plan.memory import memory_of
@@ -68,7 +69,7 @@ def test_every_shipped_stage_fits_or_says_what_does(name, number, machine):
             assert text.startswith(f"stage {stage.name}: as written, ")
             # Pipelines alone divide by three; tied embeddings rule them out, and small batches have too few rows for them.
             three = gpus % 3 == 0 and "divides" in text
-            if more := re.search(r"fits the memory of h100-80g either: (\d+) of them do, or", text):
+            if more := re.search(r"fits the memory of h100-80g either: use (\d+) of them, or", text):
                 assert gpus < 4
                 fit(stage.config, int(more[1]), machine, planned=recipe.gpus)
             else:
@@ -153,8 +154,35 @@ def test_what_the_command_line_says_stays():
     }
     with pytest.raises(ConfigError, match=r"divides 32 sequences of 131,072 tokens with .* as given: use 32 GPUs"):
         fit(config, 64, None, everything, planned)
-    with pytest.raises(ConfigError, match=r"fits the memory of h100-80g either: 16 of them do"):
+    with pytest.raises(ConfigError, match=r"fits the memory of h100-80g either: use 16 of them, or GPUs with more"):
         fit(config, 8, H100, {*everything, "training.enable_cpu_offload"}, planned)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "gpus", "below", "above"),
+    [
+        ("prolong_llama3_8b", "b200-180g", 3, 2, 4),
+        ("scope_llama3_8b", "rtx4090-24g", 1, None, 4),  # 2 do for its first stage
+        ("scope_llama3_8b", "rtx4090-24g", 20, 16, 24),
+    ],
+)
+def test_a_refusal_names_the_nearest_numbers_that_every_stage_accepts(monkeypatch, name, kind, gpus, below, above):
+    """Found one by one."""
+    recipe, stages = recipe_of(name)
+    machine = Machine(kind, GPUS[kind])
+
+    def refusal(number):
+        try:
+            fit_stages(recipe, stages, number, machine, ())
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    named = " or ".join(str(number) for number in (below, above) if number)
+    assert re.search(rf": use {named} (GPUs\.|of them, or GPUs with more memory\.)$", refusal(gpus))
+    monkeypatch.setattr(fits, "_near", lambda works, gpus: [])  # which would search again for each number
+    for number in range(below or 1, above + 1):
+        assert (refusal(number) is None) == (number in (below, above)), number
 
 
 def test_the_number_of_ranks(monkeypatch):
@@ -174,6 +202,8 @@ def test_the_kind_of_gpu():
     assert machine_of("a100-40g").gpu.memory_gib == 40
     with pytest.raises(ConfigError, match="Did you mean 'h100-80g'"):
         machine_of("h100")
+    with pytest.raises(ConfigError, match="Did you mean 'a100-40g' or 'a100-80g'"):
+        machine_of("A100")
 
 
 def test_a_kind_of_gpu_whose_number_is_not_known_is_refused(capsys):

@@ -385,6 +385,18 @@ def test_a_plan_has_the_contracts_keys(tmp_path, capsys):
     assert all(len(line) <= 132 for line in shown.splitlines())
 
 
+def test_a_stage_that_fits_in_no_layout_names_a_number_of_gpus_once(capsys):
+    scope = str(CONFIGS["scope_llama3_8b"])
+    assert main([scope, "--gpus", "1", "--gpu", "rtx4090-24g", "--stage", "pretrain-4k"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "no other layout of 1 GPU fits the memory of rtx4090-24g either: use 2 of them, or GPUs with more memory"
+        in shown
+    )
+    assert "does not fit: 147.7 GiB of 22.1 usable on rtx4090-24g; the note above says what would" in shown
+    assert shown.count("more memory") == 1
+
+
 def test_what_is_suggested_fits():
     config = build_config({"model": {"flavor": "70b"}, "training": {"seq_len": 8192, "local_batch_size": 2}})
     plan = make_plan("70b", config, 32, H100)
@@ -420,6 +432,8 @@ def test_what_cannot_be_planned_is_said(capsys):
     tiny, recipe = str(ROOT / "configs/tiny.toml"), str(CONFIGS["scope_llama3_8b"])
     for arguments, says in (
         ([tiny, "--gpu", "h100"], "--gpu h100 is not a known GPU. Did you mean 'h100-80g'?"),
+        ([tiny, "--gpu", "A100"], "--gpu A100 is not a known GPU. Did you mean 'a100-40g' or 'a100-80g'?"),
+        ([recipe, "--nproc", "8"], "there is no option --nproc here: use --gpus"),
         ([tiny, "--windows", "2"], "--windows: 2 must be more than 0 and at most 1"),
         ([tiny, "--matmul", "0"], "--matmul: 0 must be more than 0 and at most 1"),
         ([tiny, "--overlap", "nan"], "--overlap: nan must be a finite number"),

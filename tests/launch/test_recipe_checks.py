@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from farsight.checkpoints.model_dir.api import write_model_dir
-from farsight.configs.load import parse_options
+from farsight.configs.load import load_config, parse_options
 from farsight.configs.schema import Architecture, Position, Rope
 from farsight.configs.shipped import shipped_configs
 from farsight.errors import ConfigError
@@ -15,9 +15,11 @@ from farsight.launch.plan.run import Run
 from farsight.launch.recipe import run as recipes
 from farsight.launch.recipe.__main__ import main
 from farsight.launch.recipe.run import run_recipe
+from farsight.launch.recipe.text import checkpoint_bytes
 from farsight.model.build import ModelConfig, build_model
 from farsight.training.stages import load_recipe
 from farsight.units import GIB
+from tests.running import train
 
 CONFIGS = shipped_configs()
 
@@ -53,6 +55,7 @@ def test_a_plan_states_tokens_steps_and_gpus(capsys):
     for refused in (
         ["--nproc", "64", *data_parallel],  # 32 sequences over 64 ranks
         ["--nproc", "-32"],
+        ["--gpus", "8"],  # which is farsight plan's
         ["--parallelism.data_parallel_shard_degree", "3"],  # of two data-parallel ranks
     ):
         assert started(capsys, path, "--dry-run", *refused)[:2] == (2, "")
@@ -80,6 +83,37 @@ def test_attention_is_recomputed_only_where_keeping_it_fills_the_gpu():
             assert mode == "selective" or full(other.config, recipe.gpus), (path, stage.name)
             modes[mode] += 1
     assert modes == {"selective": 24, "full": 7}
+
+
+@pytest.mark.parametrize("layers", ["", "0:1"], ids=["all layers", "one layer"])
+def test_the_size_of_a_checkpoint_is_that_on_disk(tmp_path, layers):
+    options = [
+        "--training.steps=3",
+        f"--training.layers={layers}",
+        "--architecture.vocab_size=8192",
+        "--architecture.dim=128",
+    ]
+    train(tmp_path / "run", *options)
+    size = sum(file.stat().st_size for file in (tmp_path / "run" / "checkpoint" / "step-3").glob("*.distcp"))
+    config = load_config(["--job.config_file", str(tmp_path / "run.toml"), *options])
+    expected = checkpoint_bytes(config)
+    assert expected == pytest.approx(size, rel=0.02)
+    # By hand: fp32 weights, and two moments of those that train.
+    model = build_model(ModelConfig.from_job(config))
+    trained = sum(p.numel() for name, p in model.named_parameters() if not layers or name.startswith("layers.0."))
+    assert expected == pytest.approx(4 * sum(p.numel() for p in model.parameters()) + 8 * trained, rel=1e-3)
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_named(capsys, monkeypatch):
+    path, warning = (
+        str(CONFIGS["yarn_500k_first8_llama3_8b"]),
+        "Warning: a checkpoint of 42.92 GiB does not fit in the 40.00 GiB free at",
+    )
+    for gibs in (40, 50):
+        monkeypatch.setattr("farsight.launch.recipe.text.free_bytes", lambda folder, free=gibs: free * GIB)
+        shown = started(capsys, path, "--dry-run")[1]
+        assert f"checkpoints of 42.92 GiB, up to 3 of them in each stage ({gibs}.00 GiB free there)" in shown
+        assert (warning in shown) == (gibs == 40)
 
 
 STAGES = """

@@ -165,7 +165,7 @@ def test_lasp_applies_to_what_the_rules_left():
 
 
 def test_bad_mechanism_settings_surface_here():
-    with pytest.raises(ValueError, match="anchor_layers is 8; set it from 1 to 4"):
+    with pytest.raises(ValueError, match=r"^position\.lasp\.anchor_layers is 8 by default; set it from 1 to 4"):
         resolve(Position(lasp=Lasp()), n_layers=4)
     with pytest.raises(ValueError, match=r"layer 5.*long_factor.*8 numbers"):
         resolve(Position(rules=(LayerRule(layers="5", rotary=LongRope(short_factor=(1.0,) * 8)),)))
