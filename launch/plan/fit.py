@@ -203,9 +203,11 @@ def fit(
     if options is not None:
         return Fitted(changed(config, options), options, why)
 
+    every: list[JobConfig] = [config, *beside]
+
     @cache
     def works(number: int) -> bool:
-        started = [_start(one, number, machine, given, planned) for one in (config, *beside)]
+        started = [_start(one, number, machine, given, planned) for one in every]
         short = [other for other, wrong in started if wrong is not None]
         return all(one.possible() for one in short) and all(one.best() is not None for one in short)
 
