@@ -13,6 +13,7 @@ from farsight.checkpoints.model_dir.api import is_foreign
 from farsight.checkpoints.steps import complete_steps
 from farsight.configs.load import read_toml
 from farsight.errors import ConfigError
+from farsight.inference.model_options import READING
 from farsight.outputs import short_names
 from farsight.progress import progress
 from farsight.training.metrics_file import read_metrics
@@ -133,7 +134,7 @@ def measure_checkpoints(
         settings = settings_of(checkpoint.path, chosen, samples)
         row = {name: getattr(checkpoint, name) for name in ("stage", "step", "tokens")}
         rows.append(row | {"length": samples.length, "path": str(checkpoint.path), **measure(samples)})
-        names = ("data", "buckets", "per_bucket", "seed", "bos", "document_starts", "extend", "scope_max", "dtype")
+        names = ("data", "buckets", "per_bucket", "seed", "bos", "document_starts", *READING, "dtype")
         shared = {name: settings[name] for name in names}
     return {"model": str(options.model), **shared, "length": options.length, "checkpoints": rows}
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from farsight.configs.schema import NoRotary
@@ -70,6 +70,11 @@ class Decoder:
             raise ValueError(f"chunk is {chunk}: set the tokens of a prompt to read at once, 1 or more")
         self.model, self.config, self.extension, self.chunk, self.name = model, config, extension, chunk, name
         self.usage = Usage()
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that holds the weights."""
+        return self.model
 
     @property
     def rotates_own_keys(self) -> bool:

@@ -45,6 +45,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     scope_max: str | None = None,
     chunk: int = CHUNK,
+    trust_remote_code: bool = False,
 ) -> "DecoderForCausalLM":
     """Loads a model directory, adapter or step-N folder of a checkpoint.
 
@@ -54,6 +55,7 @@ def load(
         dtype: of weights and cache; default: bfloat16, and float32 on a CPU.
         scope_max: "trained" or "length", as `--scope-max` takes it.
         chunk: tokens of a prompt to read at once.
+        trust_remote_code: run the Python code in the directory of a model that only transformers builds.
 
     Raises:
         UserError: no model there, a dtype that is none of DTYPES, or an extension that does not fit the model.
@@ -61,7 +63,14 @@ def load(
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     if name not in (None, *DTYPES):
         raise UserError(f"dtype = {dtype}: write one of {', '.join(DTYPES)}.")
-    options = argparse.Namespace(device=device, dtype=name, extend=extend, scope_max=scope_max, chunk=chunk)
+    options = argparse.Namespace(
+        device=device,
+        dtype=name,
+        extend=extend,
+        scope_max=scope_max,
+        chunk=chunk,
+        trust_remote_code=trust_remote_code,
+    )
     return DecoderForCausalLM(loading.load(Path(path), options))
 
 
@@ -95,7 +104,7 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
     """
 
     config_class = PretrainedConfig
-    base_model_prefix = "llama"
+    base_model_prefix = "inner"
     # The decoder has kernels of its own, whatever attention is requested.
     _supports_sdpa = True
 
@@ -105,7 +114,6 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
             {
                 "vocab_size": a.vocab_size,
                 "hidden_size": a.dim,
-                "intermediate_size": a.ffn_dim,
                 "num_hidden_layers": a.n_layers,
                 "num_attention_heads": a.n_heads,
                 "num_key_value_heads": a.n_kv_heads,
@@ -118,18 +126,17 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
         )
         config.name_or_path = str(loaded.path)
         super().__init__(config)
-        self.loaded, self.llama = loaded, loaded.decoder.model
+        self.loaded, self.inner = loaded, loaded.decoder.module
         self.generation_config = _generation_config(loaded)
         self._reading: _Reading | None = None
         self.eval()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DecoderForCausalLM":
-        """Moves or casts the weights; frequencies, scopes and slopes keep their dtypes."""
-        dtypes = {name: buffer.dtype for name, buffer in self.llama.named_buffers()}
+        """Moves or casts the weights; frequencies, scopes and slopes keep their dtypes and values."""
+        before = dict(self.inner.named_buffers())
         super()._apply(fn, recurse)
-        for name, buffer in self.llama.named_buffers():
-            buffer.data = buffer.data.to(dtypes[name])
-        self.llama.set_position(self.llama.positions, self.llama.length)
+        for name, buffer in self.inner.named_buffers():
+            buffer.data = before[name].to(buffer.device)
         return self
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
@@ -203,7 +210,7 @@ class DecoderForCausalLM(PreTrainedModel, GenerationMixin):
             step.tokens_B1.copy_(tokens_B1[numbers])
             step()
             out_BV[numbers] = step.logits_BV
-        check_finite(out_BV, self.llama, self.loaded.decoder.name)
+        check_finite(out_BV, self.loaded.decoder.model, self.loaded.decoder.name)
         return out_BV
 
     # ── Reading ───────────────────────────────────────────────────────────────────────────────────────

@@ -4,6 +4,7 @@ Parsing them imports no torch; `farsight.inference.loading` loads the model that
 """
 
 import argparse
+from typing import Any
 
 from farsight.cli import add_device_option, positive
 
@@ -23,6 +24,14 @@ EXTENSIONS = (
     "gali:chunk=0,local=0,noise=1,seed=0,limit=0",
 )
 """The methods of `inference/extend`, each with its settings and their defaults."""
+
+READING = ("extend", "scope_max", "quantization")
+"""Options that change what a model computes, and that results name."""
+
+
+def reading_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The settings of READING that a command has, for its JSON."""
+    return {name: getattr(options, name) for name in READING if hasattr(options, name)}
 
 
 def add_model_options(parser: argparse.ArgumentParser, foreign: bool = False) -> None:

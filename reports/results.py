@@ -8,7 +8,13 @@ from typing import Any
 
 from farsight.training.runs import NamedModel
 
-VARIANTS = {"task": "{}", "extend": "{}", "scope_max": "scope_max {}", "stride": "sliding by {:,}"}
+VARIANTS = {
+    "task": "{}",
+    "extend": "{}",
+    "scope_max": "scope_max {}",
+    "quantization": "{}",
+    "stride": "sliding by {:,}",
+}
 """Keys that tell how a model was read, with the format for showing them where they differ between files."""
 
 

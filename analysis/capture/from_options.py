@@ -12,6 +12,7 @@ from farsight.analysis.sequences import sequences_from_options, text_settings
 from farsight.errors import ConfigError
 from farsight.inference.decoder import CHUNK
 from farsight.inference.loading import load
+from farsight.inference.model_options import READING, reading_options
 
 CAPTURE_DEFAULTS: dict[str, Any] = {
     "data": None, "length": None, "sequences": SEQUENCES, "heads": HEADS, "buckets": BUCKETS, "per_bucket": 1.0, "seed": 0,
@@ -31,10 +32,8 @@ def capture_from_options(path: Path, options: argparse.Namespace, folder: Path |
     options.dtype = str(next(loaded.decoder.model.parameters()).dtype).removeprefix("torch.")
     about = {
         "data": str(options.data),
-        "extend": options.extend,
-        "scope_max": options.scope_max,
+        **reading_options(options),
         "dtype": options.dtype,
-        "quantization": options.quantization,
         **text_settings(options),
     }
     return capture(loaded, tokens_SL, settings, folder, about)
@@ -62,7 +61,7 @@ def captured_or_capture(path: Path, options: argparse.Namespace, own: Collection
 
 def settings_of(path: Path, options: argparse.Namespace, samples: Samples) -> dict[str, Any]:
     """The settings of a capture for a tool's JSON, with the same keys for a capture and for a model directory."""
-    names = ("model", "data", "extend", "scope_max", "dtype", "per_bucket", "seed")
+    names = ("model", "data", *READING, "dtype", "per_bucket", "seed")
     if is_capture(path):
         manifest = read_manifest(path)
         found = {name: manifest.get(name) for name in names}

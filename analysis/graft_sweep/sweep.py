@@ -25,6 +25,7 @@ from farsight.inference.decoder import Decoder
 from farsight.inference.extend import Extension, parse_extension
 from farsight.inference.extend.interpolation import Interpolation
 from farsight.inference.loading import LoadedModel, load
+from farsight.inference.model_options import reading_options
 from farsight.json_files import finite_or_null
 from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config, grafted_model, with_rope
@@ -183,8 +184,7 @@ def measure_models(options: argparse.Namespace) -> dict[str, Any]:
         "n_layers": n_layers,
         "trained_length": {name: config.trained_length for name, config in configs.items()},
         "untie": options.untie,
-        "extend": options.extend,
-        "scope_max": options.scope_max,
+        **reading_options(options),
         "rope": options.rope,
         "passkey": options.passkey,
         "passkey_length": None if grid is None else list(grid.lengths),

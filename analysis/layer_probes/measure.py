@@ -23,6 +23,7 @@ from farsight.errors import ConfigError
 from farsight.evals.needle.measure import Grid, measure, parse_depths
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel, load
+from farsight.inference.model_options import reading_options
 from farsight.progress import progress
 
 
@@ -119,7 +120,6 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
         "passkey_length": passkey_length,
         "seed": options.seed,
         **text_settings(options),
-        "extend": options.extend,
-        "scope_max": options.scope_max,
+        **reading_options(options),
         **probe_layers(loaded, measurement, options.probe, factors, options.seed),
     }

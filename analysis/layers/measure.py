@@ -16,6 +16,7 @@ from farsight.analysis.layers.sensitivity import OWN_PAIRS, over_domains, read_p
 from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import load
+from farsight.inference.model_options import READING, reading_options
 from farsight.model.adapt.layers import largest
 from farsight.progress import progress
 
@@ -132,10 +133,8 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
         "targets": rows.targets,
         "pairs": None if options.pairs is None else str(options.pairs),
         "gamma": options.gamma,
-        "extend": options.extend,
-        "scope_max": options.scope_max,
+        **reading_options(options),
         "dtype": options.dtype,
-        "quantization": options.quantization,
         "baseline_loss": baseline,
         "rotates": rotates,
         "delta": delta,
@@ -174,7 +173,7 @@ def compare_profile(options: argparse.Namespace) -> dict[str, Any]:
 def profile_of(figures: dict[str, Any]) -> dict[str, Any]:
     """The layer profile that fine-tuning reads."""
     settings = (
-        "model", "data", "rows", "length", "sequences", "targets", "pairs", "gamma", "extend", "dtype", "quantization",
+        "model", "data", "rows", "length", "sequences", "targets", "pairs", "gamma", *READING, "dtype",
         "baseline_loss", "rotates",
     )  # fmt: skip
     source = f"farsight layers: {figures['model']}, rho from {figures['gamma']:g} x each layer's RoPE base"

@@ -17,6 +17,7 @@ from farsight.analysis.sequences import sequences_from_options, text_settings
 from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel, load
+from farsight.inference.model_options import reading_options
 from farsight.model.llama import Llama
 from farsight.progress import progress
 
@@ -164,7 +165,8 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
         "tool": "analysis.order_awareness",
         "model": str(options.model),
         "data": str(options.data),
-        **{name: getattr(options, name) for name in ("permutations", "tolerance", "seed", "extend", "scope_max")},
+        **{name: getattr(options, name) for name in ("permutations", "tolerance", "seed")},
+        **reading_options(options),
         **text_settings(options),
         **measure(loaded, tokens_SL, options.permutations, options.tolerance, options.seed, first=int(options.bos)),
     }

@@ -22,6 +22,7 @@ from farsight.analysis.probes.position_probe import (
 from farsight.analysis.probes.settings import ProbeSettings
 from farsight.analysis.sequences import sequences_from_options, text_settings
 from farsight.inference.loading import LoadedModel, load
+from farsight.inference.model_options import reading_options
 from farsight.model.llama import Llama
 from farsight.progress import progress
 
@@ -130,7 +131,6 @@ def probe_from_options(path: Path, options: argparse.Namespace) -> dict[str, Any
     tokens_SL = sequences_from_options(options, loaded.tokenizer, settings.length)
     return {
         **probe_model(loaded, tokens_SL, settings),
-        "extend": options.extend,
-        "scope_max": options.scope_max,
+        **reading_options(options),
         **text_settings(options),
     }

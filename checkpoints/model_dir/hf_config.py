@@ -185,7 +185,7 @@ def _from_values(values: dict[str, Any], path: Path) -> ModelConfig:
     if family is None:
         raise ConfigError(
             f"{place} has model_type {text.get('model_type')!r}, which this command does not take: it takes only the types that "
-            f"Farsight builds itself, {', '.join([*FAMILIES, *VISION])}. farsight capture, geometry, plasticity, probes, generate, needle, "
+            f"Farsight builds itself, {', '.join([*FAMILIES, *VISION])}. farsight capture, geometry, plasticity, probes, generate, serve, needle, "
             "perplexity, harness, loft and ripra also take types that only transformers builds (docs/inference/models.md)."
         )
     given = Values(text, place, family.defaults)

@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> None:
         type=output_file,
         metavar="FILE",
         help="lm-eval's cache of answers (SQLite, pickled: only your own), for one "
-        "--max-length, --truncate, --bos, --extend and --scope-max: it does not tell them apart",
+        "--max-length, --truncate, --bos, --extend, --scope-max and --quantization: it does not tell them apart",
     )
     add_json_option(parser)
     add_model_options(parser, foreign=True)

@@ -19,6 +19,7 @@ from farsight.evals.harness.data import EXAMPLES, LocalData, local_data, use_loc
 from farsight.evals.harness.tasks import Benchmark, benchmarks, leaves
 from farsight.extras import install_command
 from farsight.inference.loading import load
+from farsight.inference.model_options import reading_options
 from farsight.json_files import read_object
 
 if TYPE_CHECKING:
@@ -266,8 +267,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     return {
         **figures,
         "model": str(folder),
-        "extend": options.extend,
-        "scope_max": options.scope_max,
+        **reading_options(options),
         "limit": options.limit,
         "max_length": reading.max_length,
         "truncated": model.truncated,

@@ -20,6 +20,7 @@ from farsight.errors import ConfigError
 from farsight.inference.decoder import Decoder
 from farsight.inference.generate.completions import encode_prompt, generate
 from farsight.inference.loading import LoadedModel
+from farsight.inference.model_options import reading_options
 from farsight.inference.scope_growth import with_growing_scopes
 from farsight.model.build import set_length
 from farsight.progress import progress
@@ -249,8 +250,7 @@ def about(loaded: LoadedModel, grid: Grid, options: argparse.Namespace) -> dict[
         "trials": grid.trials,
         "haystack": None if options.haystack is None else str(options.haystack),
         "trained_length": loaded.trained_length,
-        "extend": options.extend,
-        "scope_max": options.scope_max,
+        **reading_options(options),
     }
 
 

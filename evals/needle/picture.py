@@ -34,6 +34,7 @@ def draw(results: dict[str, dict[str, Any]], path: Path) -> None:
         first = next(iter(results.values()))
         extend = f", {first['extend']}" if first["extend"] else ""
         extend += f", scope_max {first['scope_max']}" if first["scope_max"] else ""
+        extend += f", {first['quantization']}" if first["quantization"] else ""
         figure.suptitle(
             f"{first['task']}{extend}: accuracy, {first['trials']} trial{'s' * (first['trials'] > 1)} a cell"
         )

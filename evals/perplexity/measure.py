@@ -17,6 +17,7 @@ from farsight.evals.windows import SIDE_BY_SIDE, TARGETS, Windows, first_target
 from farsight.inference.decoder import CHUNK, Decoder
 from farsight.inference.extend import Extension
 from farsight.inference.loading import load
+from farsight.inference.model_options import reading_options
 from farsight.inference.scope_growth import with_growing_scopes
 from farsight.model.build import ModelConfig, set_length
 from farsight.model.llama import Llama
@@ -190,8 +191,7 @@ def measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict
         "tokens": sum(map(len, documents)),
         "documents": len(kept),
         "trained_length": loaded.trained_length,
-        "extend": options.extend,
-        "scope_max": options.scope_max,
+        **reading_options(options),
         **({"stride": windows.stride} if windows.stride else {"targets": TARGETS}),
     }
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from farsight.inference.decoder import Decoder, Rows
 from farsight.inference.extend import Extension
@@ -31,6 +31,10 @@ class ForeignDecoder(Decoder):
         # What a decoder and its callers use of a Llama is what ForeignModel has.
         super().__init__(cast(Any, model), config, extension, chunk, name)
         self.foreign = model
+
+    @property
+    def module(self) -> nn.Module:
+        return self.foreign.model
 
     def start(self, lengths: Sequence[int], new_tokens: int = 0) -> "ForeignRows":
         return ForeignRows(self, lengths, new_tokens)

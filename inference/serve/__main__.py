@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--max-length", type=positive, help="most tokens of a prompt and its answer (default: the trained length)")
     add("--rows", type=positive, default=8, help="most prompts read together (%(default)s)")
     add("--queue", type=positive, default=256, help="most answers that wait; more are refused (%(default)s)")
-    add_model_options(parser)
+    add_model_options(parser, foreign=True)
     options = parser.parse_args(arguments)
 
     from farsight.inference.serve.run import run

@@ -21,7 +21,7 @@ from farsight.cli import command, new_parser, positive
 from farsight.configs.load import parse_options
 from farsight.configs.shipped import find_config
 from farsight.errors import ConfigError
-from farsight.inference.model_options import add_model_options
+from farsight.inference.model_options import add_model_options, reading_options
 from farsight.outputs import add_output_options, write_json, write_picture
 
 SEQUENCES = 100
@@ -76,10 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
     figures = {
         "tool": "analysis.depth_sweep",
         "model": None,
-        **{
-            name: getattr(options, name)
-            for name in ("depths", "length", "sequences", "epochs", "seed", "extend", "scope_max")
-        },
+        **{name: getattr(options, name) for name in ("depths", "length", "sequences", "epochs", "seed")},
+        **reading_options(options),
         "models": results,
     }
     write_json(options.json, figures)

@@ -77,6 +77,11 @@ def main(arguments: list[str] | None = None) -> int:
     ranks = (
         ranks_of(options.nproc, options.torchrun, options.launcher) if started or not options.dry_run else recipe.gpus
     )
+    if ranks is None and options.gpu:
+        raise ConfigError(
+            f"--gpu {options.gpu}: only the launcher knows the number of GPUs, so stages run as written, whatever their memory. Leave "
+            "--gpu out, or fix the number of nodes in --torchrun."
+        )
     said: list[str] = []
     if ranks is not None:
         stages, said = fit_stages(recipe, stages, ranks, machine_of(options.gpu), named_options(overrides))

@@ -7,6 +7,7 @@ from typing import Any
 from markupsafe import Markup
 
 from farsight.analysis.plasticity.options import TARGET_DROP
+from farsight.inference.model_options import READING
 from farsight.json_files import or_nan
 from farsight.model.build import count_parameters
 from farsight.reports.page import small, table
@@ -86,8 +87,8 @@ def _needles(found: Sequence[Mapping[str, Any]], model: NamedModel) -> str | Non
 
 
 def _plain(found: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Results that compare with other models': read as trained, and not in sliding windows."""
-    return [values for values in found if not any(map(values.get, ("extend", "scope_max", "stride")))]
+    """Results that compare with other models': read as trained, with weights as stored, and not in sliding windows."""
+    return [values for values in found if not any(map(values.get, (*READING, "stride")))]
 
 
 def _first(

@@ -196,6 +196,10 @@ REFUSED = [
     ("ministral3", {"rope_parameters": {"rope_theta": 1e4, "llama_4_scaling_beta": 0.1}}, "llama_4_scaling_beta = 0.1"),
     ("llama2", {"model_type": "mixtral"}, "'mixtral', which this command does not take: .* itself, llama, qwen3, mistral, .* also take types that only"),
     ("llama2", {"model_type": "gemma3"}, "no text_config"),
+    *(
+        (name, {"use_sliding_window": False, "sliding_window": 8, "layer_types": ["sliding_attention"] * 4}, "use_sliding_window = False")
+        for name in ("qwen2", "qwen3", "smollm3")
+    ),
 ]  # fmt: skip
 
 

@@ -211,7 +211,7 @@ def test_scalings_that_make_no_sense_are_refused():
     for config, scaling, says in [
         (plain, "yarn", "set factor"),
         (plain, "yarn:0.5", "at least 1"),
-        (plain, "llama3:2", "no method 'llama3'"),
+        (plain, "llama4:2", "no method 'llama4'"),
         (dataclasses.replace(plain, position=Position(rotary=NoRotary())), "yarn:4", "no layer"),
         (dataclasses.replace(plain, position=Position(lasp=Lasp(anchor_layers=1))), "yarn:4", "LASP"),
         (dataclasses.replace(plain, position=Position(rotary=LinearRope(factor=2.0))), "yarn:4", "scaled already"),

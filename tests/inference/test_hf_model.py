@@ -129,7 +129,7 @@ def test_casting_leaves_frequencies_alone(ours, folder):
     assert half.dtype == torch.float16
     cast = load(folder).half()
     assert {p.dtype for p in cast.parameters()} == {torch.float16}
-    assert torch.equal(cast.llama.rope_frequencies, ours.llama.rope_frequencies)
+    assert torch.equal(cast.inner.rope_frequencies, ours.inner.rope_frequencies)
     assert torch.equal(cast(TOKENS).logits, half(TOKENS).logits)
     assert cast.to("cpu").device.type == "cpu"
     with pytest.raises(UserError, match=r"dtype = int8: write one of float32, bfloat16, float16"):

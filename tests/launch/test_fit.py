@@ -16,6 +16,7 @@ from farsight.launch.plan.hardware import GPUS, Machine
 from farsight.launch.plan.memory import memory_of
 from farsight.launch.plan.run import Run
 from farsight.launch.plan.suggest import as_options
+from farsight.launch.recipe.__main__ import main as recipe_main
 from farsight.launch.recipe.gpus import fit_stages, machine_of, ranks_of
 from farsight.launch.recipe.run import _learns_otherwise
 from farsight.training.stages import load_recipe
@@ -173,6 +174,13 @@ def test_the_kind_of_gpu():
     assert machine_of("a100-40g").gpu.memory_gib == 40
     with pytest.raises(ConfigError, match="Did you mean 'h100-80g'"):
         machine_of("h100")
+
+
+def test_a_kind_of_gpu_whose_number_is_not_known_is_refused(capsys):
+    """Nothing would be fitted to it."""
+    with pytest.raises(SystemExit):
+        recipe_main(["scope_llama3_8b", "--dry-run", "--launcher", "srun python", "--gpu", "a100-80g"])
+    assert "only the launcher knows the number of GPUs" in capsys.readouterr().err
 
 
 def test_a_finished_stage_is_not_called_changed_for_its_layout():

@@ -280,7 +280,7 @@ def test_a_tool_that_refuses_does_not_cost_the_page(tmp_path, capsys):
 
 
 def test_a_glance_shows_what_compares(tmp_path):
-    """It shows no figures of extended readings or sliding windows, and names tasks other than passkey."""
+    """It shows no figures of extended or quantized readings or sliding windows, and names tasks other than passkey."""
     model = write_model(tmp_path / "model")
     (model / "evals").mkdir()
 
@@ -293,7 +293,7 @@ def test_a_glance_shows_what_compares(tmp_path):
     measured = {"lengths": {"64": 7.5}, "lengths_scope_length": {}}
     page = glance(
         a={**perplexities(model), **measured, "stride": 16}, b={**perplexities(model), **measured, "extend": "ntk:factor=2"},
-        c={**needles(model), "mean": 0.875, "extend": "ntk:factor=2"},
+        c={**needles(model), "mean": 0.875, "extend": "ntk:factor=2"}, g={**needles(model), "mean": 0.75, "quantization": "nf4"},
     )  # fmt: skip
     assert (page["perplexity"], page["needles"]) == ("–", "–")
     page = glance(d={**perplexities(model), **measured}, e={**needles(model, 1, "common_words"), "mean": 0.25})
@@ -368,14 +368,15 @@ def test_other_json_in_a_model_s_folder_does_no_harm(content, tmp_path):
     assert "At a glance" in make(tmp_path, model)
 
 
-def test_a_model_read_in_two_ways_has_two_names(tmp_path):
+def test_a_model_read_in_several_ways_has_a_name_for_each(tmp_path):
     model = write_model(tmp_path / "model")
     (model / "evals").mkdir()
-    for number, extend in enumerate([None, "yarn:factor=4"]):
-        (model / "evals" / f"{number}.json").write_text(json.dumps({**needles(model), "extend": extend}))
+    ways = [{}, {"extend": "yarn:factor=4"}, {"quantization": "nf4"}]
+    for number, way in enumerate(ways):
+        (model / "evals" / f"{number}.json").write_text(json.dumps({**needles(model), **way}))
     found = collect(find_models([model]), [])
-    assert line_numbers(found) == [0, 1]
-    assert names(found) == [tmp_path.name, f"{tmp_path.name}, yarn:factor=4"]
+    assert line_numbers(found) == [0, 1, 2]
+    assert names(found) == [tmp_path.name, f"{tmp_path.name}, yarn:factor=4", f"{tmp_path.name}, nf4"]
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,26 @@ def windows(values: Values, types: Sequence[str]) -> list[int | None]:
     return [size if kind == SLIDING else None for kind in types]
 
 
+def used_windows(values: Values, slides: Callable[[int], bool]) -> list[int | None]:
+    """Each layer's window, of families with `use_sliding_window`.
+
+    Args:
+        slides: as for `layer_types`; without a size, no layer slides.
+
+    Raises:
+        ConfigError: layers of sliding attention without `use_sliding_window`: transformers fails on some, and applies the window of
+            others in one of its attention functions and not in another.
+    """
+    used = values.flag("use_sliding_window")
+    sized = used and values.whole("sliding_window") is not None
+    types = layer_types(values, lambda number: sized and slides(number))
+    if not used and SLIDING in types:
+        raise ConfigError(
+            f"{values.path} has layers of {SLIDING} with use_sliding_window = False: set that to true, or their layer_types to {FULL}."
+        )
+    return windows(values, types) if used else [None] * len(types)
+
+
 # ── Writing ───────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from farsight.checkpoints.model_dir.families.family import Family, Layer, decoder, one_rope, one_window, uniform
+from farsight.checkpoints.model_dir.families import mistral
+from farsight.checkpoints.model_dir.families.family import Family, Layer, decoder, one_rope
 from farsight.checkpoints.model_dir.families.rope import read_rope
 from farsight.checkpoints.model_dir.families.values import Values
 from farsight.configs.schema import QueryScaling
@@ -30,15 +31,13 @@ def read(values: Values) -> ModelConfig:
 
 
 def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None:
-    rotary, rope, (same, window) = one_rope(layers), uniform(config, layers), one_window(layers)
-    scaling = config.position.query_scaling
-    if rope is None or not same or (window is not None and any(own is None for _, own in layers)):
-        return None
+    rotary, fields, scaling = one_rope(layers), mistral.write(config, layers), config.position.query_scaling
     # transformers computes the scale from RoPE's own settings, and of every model of this type.
-    if scaling is None or scaling.original_length != getattr(rotary, "original_length", None):
+    if fields is None or scaling is None or scaling.original_length != getattr(rotary, "original_length", None):
         return None
-    rope["rope_parameters"][_BETA] = scaling.beta
-    return {**rope, "sliding_window": window, "rope_scaling": rope["rope_scaling"] | {_BETA: scaling.beta}}
+    for name in ("rope_parameters", "rope_scaling"):
+        fields[name][_BETA] = scaling.beta
+    return fields
 
 
 FAMILY = Family(

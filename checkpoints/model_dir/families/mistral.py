@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from farsight.checkpoints.model_dir.families.family import Family, Layer, decoder, one_window, uniform
+from farsight.checkpoints.model_dir.families.family import Family, Layer, decoder, uniform
 from farsight.checkpoints.model_dir.families.rope import read_rope
 from farsight.checkpoints.model_dir.families.values import Values
 from farsight.model.build import ModelConfig
@@ -17,10 +17,8 @@ def read(values: Values) -> ModelConfig:
 
 
 def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None:
-    rope, (same, window) = uniform(config, layers), one_window(layers)
-    if rope is None or not same or (window is not None and any(own is None for _, own in layers)):
-        return None
-    return {**rope, "sliding_window": window}
+    rope, (window, *others) = uniform(config, layers), {window for _, window in layers}
+    return None if rope is None or others else {**rope, "sliding_window": window}
 
 
 FAMILY = Family(

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from farsight.checkpoints.model_dir.families.family import ANY, Family, Layer, decoder, one_rope, one_window, uniform
+from farsight.checkpoints.model_dir.families import mistral
+from farsight.checkpoints.model_dir.families.family import ANY, Family, Layer, decoder, one_rope
 from farsight.checkpoints.model_dir.families.rope import read_rope
 from farsight.checkpoints.model_dir.families.values import Values
 from farsight.checkpoints.model_dir.names import PRE
@@ -33,13 +34,10 @@ def read(values: Values) -> ModelConfig:
 
 
 def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None:
-    a, rotary, (same, window) = config.architecture, one_rope(layers), one_window(layers)
-    rope = uniform(config, layers)
+    a, rotary, rope = config.architecture, one_rope(layers), mistral.write(config, layers)
     if rope is None or not isinstance(rotary, Rope | LongRope) or a.n_heads * a.head_dim != a.dim:
         return None
-    if not same or (window is not None and any(own is None for _, own in layers)):
-        return None
-    fields = {**rope, _SHARE: a.rotated_dim / a.head_dim, "sliding_window": window}
+    fields = {**rope, _SHARE: a.rotated_dim / a.head_dim}
     if isinstance(rotary, LongRope):
         scaling = rope["rope_scaling"]
         del scaling["original_max_position_embeddings"]

@@ -7,10 +7,9 @@ from farsight.checkpoints.model_dir.families.family import (
     Family,
     Layer,
     decoder,
-    layer_types,
     one_window,
     uniform,
-    windows,
+    used_windows,
 )
 from farsight.checkpoints.model_dir.families.rope import FULL, SLIDING, read_rope
 from farsight.checkpoints.model_dir.families.values import Values
@@ -27,11 +26,7 @@ def read_layers(values: Values) -> list[Layer]:
     """Each layer's RoPE and window, of Qwen 3 too."""
     values.only("hidden_act", "silu")
     rotary, _ = read_rope(values)
-    used, first = values.flag("use_sliding_window"), values.get("max_window_layers")
-    slides = used and values.whole("sliding_window") is not None
-    types = layer_types(values, lambda number: slides and number >= first)
-    # Without use_sliding_window, transformers ignores the window of layers that are marked as sliding.
-    return [(rotary, size) for size in (windows(values, types) if used else [None] * len(types))]
+    return [(rotary, size) for size in used_windows(values, lambda number: number >= values.get("max_window_layers"))]
 
 
 def write(config: ModelConfig, layers: Sequence[Layer]) -> dict[str, Any] | None:

@@ -8,10 +8,9 @@ from farsight.checkpoints.model_dir.families.family import (
     Layer,
     biases,
     decoder,
-    layer_types,
     one_window,
     uniform,
-    windows,
+    used_windows,
 )
 from farsight.checkpoints.model_dir.families.rope import FULL, SLIDING, read_rope
 from farsight.checkpoints.model_dir.families.values import Values
@@ -26,10 +25,7 @@ def read(values: Values) -> ModelConfig:
     rotates = values.by_layer("no_rope_layers", 0, 1)  # 1 is a layer *with* RoPE
     if rotates is None:
         rotates = [int((number + 1) % every != 0) for number in range(values.get("num_hidden_layers"))]
-    used = values.flag("use_sliding_window")
-    slides = used and values.whole("sliding_window") is not None
-    types = layer_types(values, lambda number: slides and not rotates[number])
-    sizes = windows(values, types) if used else [None] * len(types)
+    sizes = used_windows(values, lambda number: not rotates[number])
     layers = [(rotary if turns else NoRotary(), size) for turns, size in zip(rotates, sizes, strict=True)]
     return decoder(values, layers, **biases(values))
 
