@@ -56,7 +56,7 @@ SMALLER = {
 ONE_TOOLS = {
     "needle": {"--lengths": "480"},
     "plasticity": {"--buckets": "8"},
-    "ripra": {"--length": "200", "--passkeys": "2"},
+    "ripra": {"--length": "600", "--passkeys": "2"},
 }
 ADDED = {
     "recipe": ["--tiny", "--dry-run"],
