@@ -63,7 +63,7 @@ def sequences_from_options(options: argparse.Namespace, tokenizer: Tokenizer, le
 
 
 def text_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """How sequences_from_options began its sequences, for a tool's JSON."""
+    """The settings that say where sequences_from_options began its sequences, for a tool's JSON."""
     return {"bos": options.bos, "document_starts": options.document_starts}
 
 

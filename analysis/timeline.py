@@ -17,7 +17,7 @@ def checkpoint_name(row: Row) -> str:
 
 
 def training_name(name: str, rows: Sequence[Row]) -> str:
-    """That of a run, or the number of listed checkpoints, which have no name together."""
+    """The title of a training: the run's name, or the number of checkpoints if they were listed one by one."""
     return f"{len(rows)} checkpoints" if all(row["step"] is None for row in rows) and len(rows) > 1 else name
 
 

@@ -8,7 +8,7 @@ EXPECTED = {
     "torch.utils._pytree": "is an Enum subclass",  # about torchao's own classes
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",  # a kernel of Hugging Face's package `kernels`
 }
-"""What a line has in it, by the logger that writes it."""
+"""Words that mark each line to drop, by the logger that writes it."""
 
 
 def _without(words: str) -> Callable[[logging.LogRecord], bool]:

@@ -108,7 +108,7 @@ class _Part(NamedTuple):
 
 
 class _Reading:
-    """What one call of `generate` has read.
+    """The tokens that one call of `generate` has read so far.
 
     Args:
         new_tokens: most tokens that it may write.

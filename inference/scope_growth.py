@@ -1,4 +1,4 @@
-"""Whether scopes grow with the sequence past the trained length (`scope_max`), chosen when a model is read."""
+"""The choice, when a model is read, of whether scopes grow with the sequence past the trained length (`scope_max`)."""
 
 import dataclasses
 from typing import Any, Literal

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 SAVE, STOP = 1, 2
-"""What ranks ask for in a step, as the terms of one sum: rank 0 alone asks to save, and any rank that was told to stop to stop."""
+"""Requests of ranks in a step, as the terms of one sum: rank 0 alone asks to save, and a rank that was told to stop asks to stop."""
 
 
 class OnTheWay:

@@ -145,7 +145,7 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _top(options: argparse.Namespace, n_layers: int) -> int:
-    """How many layers each ranking lists; raises `ConfigError` for more than there are."""
+    """The number of layers that each ranking lists; raises `ConfigError` for more than there are."""
     if (options.top or 0) > n_layers:
         raise ConfigError(
             f"--top {options.top}: {options.model or options.profile} has {n_layers} layers; set 1 to {n_layers}."

@@ -14,7 +14,7 @@ _RHO, _DELTA, _BOTH = PALETTE[:3]
 _PANEL = np.array([350.0, 280.0])
 """About the size of the left panel's data, in points."""
 _OFFSETS = np.array([(10, 0), (-10, 0), (0, 9), (0, -9), (9, 7), (-9, 7), (9, -7), (-9, -7)])
-"""Of a layer's number from its point, in points."""
+"""Offsets that a layer's number may have from its point, in points (1/72 inch)."""
 
 
 def draw(figures: dict[str, Any], path: Path) -> None:

@@ -129,7 +129,7 @@ def _number(text: str) -> float | None:
 
 
 def is_named(name: str, model: str) -> bool:
-    """Whether a path, or the end of one, names this model; a `model` folder goes by its run's name too."""
+    """True if a path, or the end of one, names this model; a `model` folder goes by its run's name too."""
     named, own = _parts(Path(name)), _parts(Path(model).resolve())
     return _parts(Path(name).resolve()) == own or own[-len(named) :] == named
 

@@ -1,4 +1,4 @@
-"""What is compared with transformers for a family: each function returns the largest difference."""
+"""Comparisons of a family with transformers: each function returns the largest difference."""
 
 import json
 from collections.abc import Mapping

@@ -86,8 +86,8 @@ def adapter_card(
 
 
 def _name_elsewhere(base: str) -> str:
-    """What a base is called on other machines: ORG/NAME if it lies in a hub's cache, otherwise its folder's name; a run's `model`
-    is called as the run."""
+    """A base's name on other machines: ORG/NAME if it lies in a hub's cache, otherwise the name of its folder; a run's `model`
+    has the run's name."""
     if cached := re.search(r"/models--(.+?)--([^/]+)/snapshots/[^/]+$", base):
         return "/".join(cached.groups())
     path = Path(base)

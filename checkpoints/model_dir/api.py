@@ -189,7 +189,7 @@ def model_type(directory: Path) -> str:
 
 
 def is_foreign(directory: Path) -> bool:
-    """Whether the directory holds a model that is not built here, and that transformers may know."""
+    """True for the directory of a model that Farsight does not build, and that transformers may know."""
     found = "" if (directory / CONFIG).is_file() else model_type(directory)
     return found not in ("", MODEL_TYPE, *FAMILIES, *VISION)
 

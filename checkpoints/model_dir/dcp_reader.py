@@ -69,5 +69,5 @@ class SafetensorsReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether it is a folder."""
+        """True if it is a folder."""
         return Path(checkpoint_id).is_dir()

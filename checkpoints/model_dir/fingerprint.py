@@ -110,7 +110,7 @@ def checksum(files: Mapping[str, Stored]) -> str:
 
 
 def _header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the tensors of a safetensors file begin, in bytes, and the entry of each by its name in the file."""
+    """The byte at which the tensors of a safetensors file begin, and the header's entry of each by its name in the file."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         return 8 + size, json.loads(file.read(size))

@@ -99,7 +99,7 @@ def native_family(config: ModelConfig) -> tuple[Family, dict[str, Any]] | None:
 
 
 def _layer_options(config: ModelConfig) -> dict[str, Any]:
-    """What all layers have in common, for `modeling_farsight.FarsightConfig`."""
+    """The settings that all layers share, for `modeling_farsight.FarsightConfig`."""
     a, scaling = config.architecture, config.position.query_scaling
     names = (
         "norm_placement", "zero_centered_norms", "qk_norm", "qk_norm_span", "attention_bias", "mlp_bias", "rotary_dim",

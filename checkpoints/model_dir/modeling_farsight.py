@@ -301,7 +301,7 @@ def attend(q_BNLH, k_BKTH, v_BKTH, scopes, slopes, valid_BT, scale):
 
 
 def attend_whole(q_BNLH, k_BKTH, v_BKTH, scopes, slopes, valid_BT, scale):
-    """What `attend` returns, and the attention weights [B, N, L, T], which are whole matrices."""
+    """The same output as `attend`'s, and the attention weights [B, N, L, T] as whole matrices."""
     (N, L), (K, T), device = q_BNLH.shape[1:3], k_BKTH.shape[1:3], q_BNLH.device
     k_BNTH, v_BNTH = (x.repeat_interleave(N // K, dim=1) for x in (k_BKTH, v_BKTH))
     keys = torch.arange(T, device=device)
@@ -403,7 +403,7 @@ class FarsightDecoderLayer(GradientCheckpointingLayer):
 
 
 class Step(NamedTuple):
-    """What all layers need to know of a forward pass."""
+    """Values of a forward pass that all layers use."""
 
     turns: list
     query_scale: torch.Tensor | None

@@ -49,7 +49,7 @@ class TensorNames:
     modules: Mapping[str, str] = field(default_factory=lambda: PRE)
     """Modules of a layer, ours → theirs; several of ours with the same of theirs are its rows, in this order."""
     vision: bool = False
-    """Whether the model is the language model of a directory that holds a vision model too."""
+    """True for the language model of a directory that holds a vision model too."""
 
     @cached_property
     def _back(self) -> dict[str, list[str]]:
@@ -79,7 +79,7 @@ class TensorNames:
         return tuple(f"layers.{layer}.{ours}.{kind}" for ours in self._back.get(module, ()))
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor of theirs belongs to the vision model, which is left out."""
+        """True for a tensor of the vision model, which is left out."""
         return self.vision and name.startswith(_VISION)
 
 

@@ -231,7 +231,7 @@ def read_spans(texts: list[str], documents: list[Tensor]) -> list[tuple[int, int
 
 
 def smaller_chunk(result: dict[str, Any]) -> str:
-    """What to set where the first document is a single chunk."""
+    """The setting that divides the first document into several chunks, where it is a single one."""
     tokens = result["tokens"][0]
     return f"set chunk below {tokens:,}, as in --extend ripra:chunk={max(1, tokens // 8)}"
 

@@ -210,7 +210,7 @@ class ForeignModel:
     # ── Reading ───────────────────────────────────────────────────────────────────────────────────────
 
     def read(self, tokens_BL: Tensor, positions_BL: Tensor, **settings: Any) -> Any:
-        """What the model without its head returns.
+        """The output of the model without its head.
 
         Args:
             settings: of its `forward`: cache and mask.
@@ -299,7 +299,7 @@ class ForeignModel:
 
 
 class _Output(BaseModelOutputWithPast):
-    """What a model without its head returns, with None for all else that some families have in it."""
+    """The output of a model without its head, with None for the fields that only some families have."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

@@ -70,7 +70,7 @@ class Row:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for more of the answer."""
+        """True while a client waits for more of the answer."""
         return not (self.cancelled or self.ended)
 
     @property
@@ -177,7 +177,7 @@ class Engine:
         return batch
 
     def _fits(self, batch: Sequence[Row], row: Row) -> bool:
-        """Whether all rows get the same positions together as alone, and draw alike."""
+        """True if all rows get the same positions together as alone, and are sampled with the same settings."""
         if not batch:
             return True
         first = batch[0]

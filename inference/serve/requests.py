@@ -44,7 +44,7 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, and its limits."""
+    """A model that is served, and the limits of its requests."""
 
     name: str
     tokenizer: Tokenizer

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
 def describe(
     loaded: LoadedModel, name: str | None, max_length: int | None, queue: int, template_file: Path | None = None
 ) -> Served:
-    """What is served, from a loaded model and the command's options.
+    """The served model and its limits, from a loaded model and the command's options.
 
     Raises:
         ConfigError: a chat template that can't be used, or a length that the model has no positions for.

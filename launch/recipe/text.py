@@ -65,7 +65,7 @@ def _totals(stages: Sequence[Stage]) -> list[str]:
 
 
 def _embedding(stages: Sequence[Stage]) -> str:
-    """What figures leave out if the tokenizer sets the size of the embedding."""
+    """A remark on figures that leave out the embedding, because the tokenizer sets its size."""
     return "" if stages[-1].config.architecture.vocab_size else " plus the embedding"
 
 

@@ -131,7 +131,7 @@ def _plasticity_rows(result: Result) -> tuple[Sequence[str], list[list[str]], st
 
 
 def _geometry_rows(result: Result) -> tuple[Sequence[str], list[list[str]], str]:
-    """What bias consists of, and the classes of heads, over a run's checkpoints (Figures 6.5 and A.4)."""
+    """Parts of the bias strength, and classes of heads, over a run's checkpoints (Figures 6.5 and A.4)."""
     found = [checkpoint["model_summary"] for checkpoint in result.values["checkpoints"]]
     rows = [
         [

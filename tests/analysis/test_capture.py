@@ -241,7 +241,7 @@ def test_refused(folder, tmp_path, model, options, words):
 
 
 DOCUMENTS = ("alpha " * 30, "beta", "gamma " * 12)
-"""Of 180, 4 and 72 tokens as bytes."""
+"""Texts of 180, 4 and 72 tokens as bytes."""
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def measured(tool, models, root, tmp_path, *options):
 
 @pytest.fixture(scope="module")
 def alone(root, tmp_path_factory):
-    """What each tool says of each model by itself."""
+    """The figures of each tool for each model by itself."""
     folder = tmp_path_factory.mktemp("alone")
     return {
         tool: {name: measured(tool, [name], root, folder) for name in ("one", "two")} for tool in (plasticity, geometry)

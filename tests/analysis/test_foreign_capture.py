@@ -168,7 +168,7 @@ def test_they_give_the_attention_of_transformers(tmp_path, kind):
 
 
 def test_hidden_states_of_probes(tmp_path):
-    """What position probes read: the first block's input, and each block's output before the final norm."""
+    """The states that position probes read: the first block's input, and each block's output before the final norm."""
     theirs, tokens_SL = write(tmp_path, "phi"), tokens()
     expected = []
     blocks = theirs.model.layers

@@ -125,13 +125,13 @@ def test_files_of_our_tools(files):
 
 
 def test_names():
-    assert is_named("runs/x/model", "/work/runs/x/model")
-    assert is_named("runs/x", "/work/runs/x/model")
+    assert is_named("runs/x/model", "/data/runs/x/model")
+    assert is_named("runs/x", "/data/runs/x/model")
     assert is_named("x", "runs/x/model")
-    assert is_named("/work/runs/x", "/work/runs/x/model")
-    assert not is_named("/other/runs/x", "/work/runs/x")
-    assert not is_named("model", "/work/runs/x/model")
-    assert not is_named("y", "/work/runs/x/y/model/z")
+    assert is_named("/data/runs/x", "/data/runs/x/model")
+    assert not is_named("/other/runs/x", "/data/runs/x")
+    assert not is_named("model", "/data/runs/x/model")
+    assert not is_named("y", "/data/runs/x/y/model/z")
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_reads_what_transformers_has(tmp_path, theirs):
 
 
 def test_states_go_with_their_positions(monkeypatch):
-    """Of states that are the position itself, in each sequence's own draw of tokens, a probe reads every position."""
+    """If states are the position itself, a probe reads every position, whichever tokens of a sequence were drawn."""
     kept = []
     monkeypatch.setattr(
         probes_measure,

@@ -131,7 +131,7 @@ def train(directory):
 
 
 def as_llama(directory):
-    """What `transformers`' Llama and our modelling file return with the same weights."""
+    """The outputs of `transformers`' Llama and of our modelling file with the same weights."""
     shape = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 8}
     shape |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 64}
     torch.manual_seed(0)

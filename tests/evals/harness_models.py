@@ -15,6 +15,7 @@ from farsight.evals.harness.model import HarnessModel, Reading
 from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel
 from farsight.model.build import ModelConfig, build_model
+from farsight.model.llama import Llama
 from tests.model.test_model import SMALL
 
 pytest.importorskip("lm_eval")
@@ -38,20 +39,26 @@ WORDS = [
 ]
 
 
-def make_model(folder: Path, position: Position | None = None, template: str | None = None) -> Path:
-    """A model directory whose answers are ASCII, since random bytes would not be valid text."""
-    tokenizer = load_tokenizer(Tokenizer(kind="bytes"))
-    tokenizer.chat_template = template
-    tokenizer.save(folder / "tokenizer")
-    config = ModelConfig(dataclasses.replace(SMALL, vocab_size=320), position or Position(), trained_length=96)
+def ascii_model(config: ModelConfig, std: float) -> Llama:
+    """A model of random weights that writes ASCII, since random bytes would not be valid text."""
     model = build_model(config)
     model.init_weights()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.15, generator=generator)
+                parameter.normal_(std=std, generator=generator)
         model.output.weight[127:] = 0
+    return model
+
+
+def make_model(folder: Path, position: Position | None = None, template: str | None = None) -> Path:
+    """A directory of an `ascii_model`."""
+    tokenizer = load_tokenizer(Tokenizer(kind="bytes"))
+    tokenizer.chat_template = template
+    tokenizer.save(folder / "tokenizer")
+    config = ModelConfig(dataclasses.replace(SMALL, vocab_size=320), position or Position(), trained_length=96)
+    model = ascii_model(config, std=0.15)
     write_model_dir(folder / "model", config, model.state_dict(), tokenizer_dir=folder / "tokenizer")
     return folder / "model"
 

@@ -1,4 +1,4 @@
-"""Where answers end in lm-evaluation-harness: those of a model with three end tokens, against lm-eval's own `HFLM`."""
+"""Ends of answers in lm-evaluation-harness, of a model with three end tokens, against lm-eval's own `HFLM`."""
 
 import csv
 import dataclasses

@@ -75,7 +75,7 @@ def test_modules_that_forward_to_a_command(module):
 
 
 def test_commands_that_take_foreign_models_are_listed(said):
-    """Where a refusal and the page on models name them: those that have the option for such models' code."""
+    """A refusal and the page on models name the commands that have the option for such models' code, and no others."""
     taking = {name for name in COMMANDS if "--trust-remote-code" in said[name][1]}
     for path, begin, end in (
         ("checkpoints/model_dir/hf_config.py", "}. farsight ", " also take types"),

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
 from aiohttp import web
 
 from farsight.checkpoints.model_dir.api import write_model_dir
@@ -21,7 +20,8 @@ from farsight.inference.loading import LoadedModel
 from farsight.inference.serve.app import LARGEST_REQUEST, make_app
 from farsight.inference.serve.engine import Engine
 from farsight.inference.serve.run import describe
-from farsight.model.build import ModelConfig, build_model
+from farsight.model.build import ModelConfig
+from tests.evals.harness_models import ascii_model
 from tests.model.test_model import SMALL
 
 TEMPLATE = (
@@ -31,21 +31,14 @@ TEMPLATE = (
 
 
 def small_model(extend: str = "", trained: int = 96, template: str | None = TEMPLATE, **position) -> LoadedModel:
-    """A random model with far-apart logits; it writes ASCII, since random bytes would not be valid text."""
+    """An `ascii_model` with far-apart logits."""
     tokenizer = BytesTokenizer()
     tokenizer.chat_template = template
     config = ModelConfig(dataclasses.replace(SMALL, vocab_size=320), Position(**position), trained)
     extension = parse_extension(extend) if extend else None
     if extension is not None:
         config = extension.change(config)
-    model = build_model(config)
-    model.init_weights()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2, generator=generator)
-        model.output.weight[127:] = 0
+    model = ascii_model(config, std=0.2)
     return LoadedModel(Path("small"), Decoder(model.eval(), config, extension, chunk=16), tokenizer, trained)
 
 

@@ -26,7 +26,7 @@ def client(loaded):
 
 
 def expected(loaded, text, new_tokens=12, **sampling):
-    """What `farsight generate` writes."""
+    """The text that `farsight generate` writes."""
     prompt = encode_prompt(loaded.tokenizer, text)
     settings = Sampling(**sampling)
     (completion,) = generate(loaded.decoder, loaded.tokenizer, [prompt], new_tokens, settings)

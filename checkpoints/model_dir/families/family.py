@@ -219,13 +219,13 @@ def one_rope(layers: Sequence[Layer]) -> Rotating | None:
 
 
 def one_window(layers: Sequence[Layer]) -> tuple[bool, int | None]:
-    """Whether all windowed layers have the same window, and its size; None without windows."""
+    """True if all layers with a window have the same one, and its size; None without windows."""
     sizes = {window for _, window in layers if window is not None}
     return len(sizes) < 2, next(iter(sizes), None)
 
 
 def dense(layers: Sequence[Layer]) -> bool:
-    """Whether no layer has a window."""
+    """True if no layer has a window."""
     return all(window is None for _, window in layers)
 
 

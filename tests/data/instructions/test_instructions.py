@@ -65,7 +65,7 @@ def conversations(batches: list[dict[str, torch.Tensor]]) -> Counter:
 
 
 def steps_of(loaders, steps: int) -> list:
-    """What the next steps train on, to be compared: packed rows in order, others as the conversations of each step."""
+    """The data of the next steps, to be compared: packed rows in order, others as the conversations of each step."""
     if loaders[0].layout.packed:
         batches = global_batches(loaders, steps)
         return [{name: tensor.tolist() for name, tensor in batch.items()} for batch in batches]
