@@ -19,6 +19,11 @@ EXTRAS = {
     "aiohttp": "serve",
     "transformers": "transformers",
     "accelerate": "transformers",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
+    "s3fs": "s3",
+    "gcsfs": "gcs",
     "flash_attn": "gpu",
 }
 

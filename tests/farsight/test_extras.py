@@ -15,7 +15,10 @@ PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 
 
 def named(requirements):
-    return {re.match(r"[\w-]+", requirement)[0].replace("-", "_") for requirement in requirements}
+    """The modules of packages; MLflow's client has a package without its server."""
+    return {
+        re.match(r"[\w-]+", requirement)[0].removesuffix("-skinny").replace("-", "_") for requirement in requirements
+    }
 
 
 def test_every_optional_package_is_of_its_extra_and_of_no_other_group():
