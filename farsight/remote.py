@@ -1,0 +1,261 @@
+"""Places with a scheme, such as hf://ORG/NAME: the one module that turns them into local folders.
+
+A place stays written as it is in configs, results and messages; `local` gives the folder to read it from, and `shown` the way
+back. Several ranks read the same version of a place, which rank 0 looks up, and one rank of each node downloads it.
+"""
+
+import json
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from farsight import process
+from farsight.errors import UserError
+from farsight.progress import progress
+
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+SMALL_FILES = (
+    "*.json", "*.jinja", "*.py", "*.txt", "*.md", "tokenizer.model", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+"""Files of model directories and adapters beside the weights. Pickles (*.bin, *.pt, *.pth) are never downloaded."""
+
+_WAIT = timedelta(hours=12)
+"""Longest time that ranks wait for another's download."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How places with a scheme are read."""
+
+    pin: Callable[[str], str]
+    """The same place with the exact version that it has now, which all ranks read."""
+    fetch: Callable[[str, bool], Path]
+    """Downloads a pinned place, with or without its weights, and gives its folder; what is there already is not sent again."""
+
+
+# ── Any scheme ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def url_of(place: str | Path) -> str | None:
+    """A place as SCHEME://REST, or None if it is a local path; `Path` merges the two slashes into one.
+
+    Raises:
+        UserError: a scheme that is not known.
+    """
+    found = re.match(r"([a-z][a-z0-9]+):(/+)", str(place))
+    if not found or (found[1] not in SCHEMES and len(found[2]) == 1):
+        return None
+    if found[1] not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise UserError(f"{place}: {found[1]}:// is not a scheme that can be read here; {known} is, or name a folder.")
+    return f"{found[1]}://{str(place)[found.end() :]}"
+
+
+def local(place: str | Path, weights: bool = True) -> Path:
+    """The local folder of a place; a local path is returned unchanged. What is missing is downloaded first.
+
+    In a run of several ranks, the first call for a place is collective: all ranks make it, and one of each node downloads.
+
+    Args:
+        weights: False leaves out weights, for what reads configs and tokenizers alone.
+
+    Raises:
+        UserError: the place can't be read, in one sentence that says why.
+    """
+    url = url_of(place)
+    return Path(place) if url is None else _local(url, weights)
+
+
+def shown(path: Path) -> str:
+    """The place that a folder of `local`, or a path inside one, was read from; any other path as text."""
+    for folder, url in _urls.items():
+        if path.is_relative_to(folder):
+            return "/".join((url, *path.relative_to(folder).parts))
+    return str(path)
+
+
+_urls: dict[Path, str] = {}
+"""Places that this process has read, by local folder."""
+
+
+@cache
+def _local(url: str, weights: bool) -> Path:
+    scheme, ranks = SCHEMES[url.partition(":")[0]], process.ranks()
+    if ranks.world_size == 1:
+        folder = scheme.fetch(scheme.pin(url), weights)
+    else:
+        exact = _from_one(f"pin {url}", ranks.rank == 0, lambda: scheme.pin(url))
+        node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK')}"
+        key = f"fetch {exact} {weights} {node}"
+        folder = Path(_from_one(key, ranks.local_rank == 0, lambda: str(scheme.fetch(exact, weights))))
+    _urls[folder] = url
+    return folder
+
+
+def _from_one(key: str, works: bool, work: Callable[[], str]) -> str:
+    """What `work` returns in the one process that does it, or its error, in every process that waits for it."""
+    if works:
+        try:
+            said = {"result": work()}
+        except UserError as error:
+            said = {"error": str(error)}
+        _store().set(key, json.dumps(said))
+    said = json.loads(_store().get(key))
+    if "error" in said:
+        raise UserError(said["error"])
+    return said["result"]
+
+
+@cache
+def _store() -> Any:
+    """The store in which the launcher's ranks meet, before and independent of any process group."""
+    import torch.distributed as dist
+
+    store, _, _ = next(dist.rendezvous("env://"))
+    store.set_timeout(_WAIT)
+    return store
+
+
+# ── The Hugging Face Hub ──────────────────────────────────────────────────────────────────────────────
+
+LOG_IN = "log in with `hf auth login`, or set the environment variable HF_TOKEN"
+
+
+def without_token(text: str) -> str:
+    """A text in one line, with the hub's token replaced by an ellipsis."""
+    from huggingface_hub import get_token
+
+    token = get_token()
+    text = " ".join(text.split())
+    return text.replace(token, "…") if token else text
+
+
+@contextmanager
+def hub_errors(place: str, repository: str, revision: str | None = None) -> Iterator[None]:
+    """Turns errors of huggingface_hub into sentences without the token.
+
+    Args:
+        place: what was asked for, as the user wrote it.
+        repository: ORG/NAME.
+        revision: branch, tag or commit, if one was named.
+
+    Raises:
+        UserError: in place of any error of the library; the error itself, whose text may hold the token, is dropped.
+    """
+    from huggingface_hub import constants, errors
+
+    page = f"{constants.ENDPOINT}/{repository}"
+    try:
+        yield
+    except UserError:
+        raise
+    except errors.GatedRepoError:
+        problem = f"is gated: accept its conditions on {page}, and {LOG_IN}, with the account that accepted them"
+    except errors.RepositoryNotFoundError:
+        problem = f"is not there: correct the name; if {page} is private, {LOG_IN}, with an account that may read it"
+    except errors.RevisionNotFoundError:
+        problem = (
+            f"has no revision {revision or constants.DEFAULT_REVISION!r}: name a branch, a tag or a commit of {page}"
+        )
+    except errors.HfHubHTTPError as error:
+        if error.response.status_code in (401, 403):
+            problem = (
+                f"can't be used with the token here, or without one: {LOG_IN}, with an account that may use {page}"
+            )
+        else:
+            problem = f"can't be used now ({without_token(str(error)).rstrip('.')}); the same command goes on from here"
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.RevisionResolutionError) as error:
+        incomplete = isinstance(error, errors.IncompleteSnapshotError)
+        cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} can't be reached"
+        problem = f"can't be downloaded, since {cause}, and {constants.HF_HUB_CACHE} has {'only a part of it' if incomplete else 'no copy of it'}"
+    except Exception as error:  # of httpx, hf_xet and the file system
+        problem = f"can't be used now ({type(error).__name__}: {without_token(str(error)).rstrip('.')}); the same command goes on from here"
+    else:
+        return
+    raise UserError(f"{place} {problem}.") from None
+
+
+def parse_hub(url: str) -> Any:
+    """The parts of hf://ORG/NAME[@REVISION][/SUBFOLDER], as huggingface_hub's HfUri: `id`, `revision`, `path_in_repo`.
+
+    Raises:
+        UserError: another form, or a dataset.
+    """
+    from huggingface_hub import parse_hf_uri
+    from huggingface_hub.errors import HfUriError
+
+    try:
+        found = parse_hf_uri(url)
+    except HfUriError:
+        found = None
+    if found is None or found.type != "model" or ".." in found.path_in_repo.split("/"):
+        raise UserError(f"{url} does not name a model of the hub; write hf://ORG/NAME[@REVISION][/SUBFOLDER].")
+    return found
+
+
+def _pin_hub(url: str) -> str:
+    from dataclasses import replace
+
+    from huggingface_hub import resolve_revision
+
+    uri = parse_hub(url)
+    with hub_errors(url, uri.id, uri.revision):
+        return replace(uri, revision=resolve_revision(uri.id, revision=uri.revision).resolved).to_uri()
+
+
+def _fetch_hub(url: str, weights: bool) -> Path:
+    uri = parse_hub(url)
+    inner = uri.path_in_repo.strip("/")
+    place = f"hf://{uri.id}@{uri.revision}" + f"/{inner}" * bool(inner)
+    folder = download_hub(place, uri.id, uri.revision, inner, (*SMALL_FILES, *WEIGHTS * weights))
+    if not folder.is_dir() or not any(path.is_file() for path in folder.iterdir()):
+        raise UserError(f"{place} has no files of a model; name the folder in the repository that holds one.")
+    return folder
+
+
+def download_hub(
+    place: str, repository: str, revision: str | None, inner: str, patterns: tuple[str, ...], to: Path | None = None
+) -> Path:
+    """Downloads a folder of a repository of the hub, without its subfolders, and returns it.
+
+    Args:
+        place: what was asked for, as the user wrote it.
+        repository: ORG/NAME.
+        inner: the folder in the repository; empty for the repository itself.
+        patterns: names of files to download.
+        to: a folder to download to, in place of the library's cache.
+
+    Raises:
+        UserError: as `hub_errors`.
+    """
+    from huggingface_hub import snapshot_download
+
+    start = f"{inner}/" * bool(inner)
+    with hub_errors(place, repository, revision):
+        folder = snapshot_download(  # type: ignore[call-overload]  # any callable that makes a bar will do
+            repository,
+            revision=revision,
+            local_dir=to,
+            allow_patterns=[start + pattern for pattern in patterns],
+            # Subfolders, since `*` matches slashes too, and the whole model once more under Mistral's own names.
+            ignore_patterns=[f"{start}*/*", f"{start}consolidated*.safetensors"],
+            tqdm_class=_bar,
+        )
+    return Path(folder) / inner
+
+
+def _bar(*args: Any, total: float | None = None, desc: str = "", unit: str = "it", **kwargs: Any) -> Any:
+    """Our bar for the bytes of a download, in place of the library's three."""
+    hidden = unit != "B" or desc == "Downloading bytes"
+    return progress(total=total, desc="download", unit="B", unit_scale=True, disable=hidden)
+
+
+SCHEMES = {"hf": Scheme(_pin_hub, _fetch_hub)}
+"""How each scheme is read."""
