@@ -16,6 +16,7 @@ from farsight.errors import ConfigError
 from farsight.inference.model_options import READING
 from farsight.outputs import short_names
 from farsight.progress import progress
+from farsight.remote import shown
 from farsight.training.metrics_file import read_metrics
 from farsight.training.runs import Run, find_models
 
@@ -104,11 +105,13 @@ def measure_each(
             f"{run / 'model'}, or only run folders."
         )
     if options.checkpoints:
-        names = short_names([str(path) for path in paths])
+        names = short_names([shown(path) for path in paths])
         listed = [Checkpoint(name, None, None, None, path) for name, path in zip(names, paths, strict=True)]
-        return {str(paths[-1]): of_checkpoints(listed, _with(options, model=paths[-1]))}
+        return {shown(paths[-1]): of_checkpoints(listed, _with(options, model=paths[-1]))}
     return {
-        str(path): of_checkpoints(found, _with(options, model=path)) if found else of_model(_with(options, model=path))
+        shown(path): of_checkpoints(found, _with(options, model=path))
+        if found
+        else of_model(_with(options, model=path))
         for path, found in runs.items()
     }
 
@@ -133,10 +136,10 @@ def measure_checkpoints(
         samples = captured_or_capture(checkpoint.path, chosen, own)
         settings = settings_of(checkpoint.path, chosen, samples)
         row = {name: getattr(checkpoint, name) for name in ("stage", "step", "tokens")}
-        rows.append(row | {"length": samples.length, "path": str(checkpoint.path), **measure(samples)})
+        rows.append(row | {"length": samples.length, "path": shown(checkpoint.path), **measure(samples)})
         names = ("data", "buckets", "per_bucket", "seed", "bos", "document_starts", *READING, "dtype")
         shared = {name: settings[name] for name in names}
-    return {"model": str(options.model), **shared, "length": options.length, "checkpoints": rows}
+    return {"model": shown(options.model), **shared, "length": options.length, "checkpoints": rows}
 
 
 def _with(options: argparse.Namespace, **changed: Any) -> argparse.Namespace:

@@ -60,6 +60,7 @@ from farsight.errors import ConfigError, SaveError
 from farsight.model.build import ModelConfig
 from farsight.model.llama import unwrapped
 from farsight.parallel.ranks import file_group, new_file_group, on_every_rank, on_rank_zero
+from farsight.remote import local
 from farsight.units import GIB
 
 logger = logging.getLogger("farsight")
@@ -138,7 +139,7 @@ class RunCheckpoints:
             return True
         if not self.options.initial_load_path:
             return False
-        start = Path(self.options.initial_load_path)
+        start = local(self.options.initial_load_path)
         is_checkpoint = self._prepare_initial_load(start)
         self.history = read_history(start)
         left_out = self.options.exclude_from_loading

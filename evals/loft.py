@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from farsight.cli import command, new_parser, positive
+from farsight.cli import command, model_path, new_parser, positive
 from farsight.errors import ConfigError
 from farsight.files import write_text
 from farsight.inference.model_options import add_model_options
@@ -102,7 +102,7 @@ def _plain(answer: Any) -> Any:
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight loft", __doc__)
     add = parser.add_argument
-    add("model_dir", type=Path)
+    add("model_dir", type=model_path)
     add("--prompts", type=Path, required=True, metavar="FILE", help="CSV of dump_prompts.py")
     add("--out", type=output_file, required=True, metavar="FILE", help="predictions, one line for each question")
     add("--corpus", type=Path, metavar="FILE", help="corpus.jsonl, for retrieval")

@@ -14,13 +14,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from farsight.errors import UserError
 from farsight.extras import how_to_install
 from farsight.library_warnings import silence_expected_warnings
 from farsight.process import EXIT_CTRL_C, EXIT_INPUT, EXIT_UNEXPECTED
 from farsight.ranges import Range
+from farsight.remote import local, url_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -116,7 +117,17 @@ def report_unexpected(error: BaseException, folder: Path | None = None) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose error about unknown options suggests those that it has."""
+    """A parser whose error about unknown options suggests those that it has, and which fetches models last."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        # After all options are checked: a mistyped one should not have to wait for a download.
+        options = super().parse_args(args, namespace)
+        for name, value in vars(options).items():
+            if isinstance(value, list):
+                setattr(options, name, [local(one) if isinstance(one, _Place) else one for one in value])
+            elif isinstance(value, _Place):
+                setattr(options, name, local(value))
+        return options
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments"):
@@ -189,6 +200,21 @@ natural = bounded(int, least=0)
 """An argparse type for whole numbers of 0 or more."""
 above_zero = bounded(float, above=0)
 """An argparse type for numbers above 0."""
+
+
+class _Place(str):
+    """A place such as hf://ORG/NAME, of which the parser makes a local folder in the end."""
+
+
+def model_path(text: str) -> Path | str:
+    """An argparse type for the path of a model, adapter or checkpoint, or its place, such as hf://ORG/NAME.
+
+    The options have a local folder for each, of which `farsight.remote.shown` gives the place.
+    """
+    try:
+        return Path(text) if url_of(text) is None else _Place(text)
+    except UserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def device(text: str) -> str:

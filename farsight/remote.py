@@ -87,16 +87,28 @@ _urls: dict[Path, str] = {}
 
 @cache
 def _local(url: str, weights: bool) -> Path:
-    scheme, ranks = SCHEMES[url.partition(":")[0]], process.ranks()
+    scheme, ranks = _scheme(url), process.ranks()
+    exact = _pinned(url)
     if ranks.world_size == 1:
-        folder = scheme.fetch(scheme.pin(url), weights)
+        folder = scheme.fetch(exact, weights)
     else:
-        exact = _from_one(f"pin {url}", ranks.rank == 0, lambda: scheme.pin(url))
-        node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK')}"
-        key = f"fetch {exact} {weights} {node}"
+        key = f"fetch {exact} {weights} {socket.gethostname()} {os.environ.get('GROUP_RANK')}"
         folder = Path(_from_one(key, ranks.local_rank == 0, lambda: str(scheme.fetch(exact, weights))))
     _urls[folder] = url
     return folder
+
+
+@cache
+def _pinned(url: str) -> str:
+    """The place with the version that it had at the first look, for all ranks and for the rest of the run."""
+    scheme, ranks = _scheme(url), process.ranks()
+    if ranks.world_size == 1:
+        return scheme.pin(url)
+    return _from_one(f"pin {url}", ranks.rank == 0, lambda: scheme.pin(url))
+
+
+def _scheme(url: str) -> Scheme:
+    return SCHEMES[url.partition(":")[0]]
 
 
 def _from_one(key: str, works: bool, work: Callable[[], str]) -> str:

@@ -36,6 +36,7 @@ from farsight.inference.loading import LoadedModel
 from farsight.inference.model_options import CHUNK, DTYPES
 from farsight.inference.step import Step
 from farsight.json_files import read_object
+from farsight.remote import local
 
 NEW_TOKENS = 20
 """Tokens that `generate` writes where nothing says how many, as in `transformers`."""
@@ -65,7 +66,7 @@ def load(
         UserError: no model there, a setting that is none of those above, a device that is not here, or an extension that does
             not fit the model.
     """
-    path = Path(path)
+    path = local(path)
     name = None if dtype is None else str(dtype).removeprefix("torch.")
     if name == "auto":
         name = _stored_dtype(path)
@@ -91,7 +92,7 @@ def load(
 def _stored_dtype(path: Path) -> str | None:
     """The dtype that a model directory's config.json names, an adapter's base's; None where there is none, as in a checkpoint."""
     if is_adapter(path):
-        path = Path(read_adapter(path).base.path)
+        path = local(read_adapter(path).base.path)
     file = path / "config.json"
     values = read_object(file) if file.is_file() else {}
     for part in (values, values.get("text_config") or {}):

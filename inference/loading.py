@@ -24,6 +24,7 @@ from farsight.json_files import read_object
 from farsight.model.build import ModelConfig
 from farsight.model.llama import Llama
 from farsight.parallel.device import default_device
+from farsight.remote import local
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class LoadedModel:
         without these files has its base's."""
         folders = [self.path, find_tokenizer_dir(self.path) or self.path]
         if is_adapter(self.path):
-            folders.append(Path(read_adapter(self.path).base.path))
+            folders.append(local(read_adapter(self.path).base.path))
         paths = (folder / name for name in ("generation_config.json", "config.json") for folder in folders)
         path = next((path for path in paths if path.is_file()), None)
         return path, {} if path is None else read_object(path)

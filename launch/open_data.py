@@ -24,6 +24,7 @@ from farsight.data.sources.documents import AnyDocument, DocumentSource, Split, 
 from farsight.data.sources.streamed import place_of
 from farsight.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from farsight.progress import progress
+from farsight.remote import local
 from farsight.training.tokenizer import chosen_tokenizer, vocabulary_of
 
 DOCUMENTS = 256
@@ -169,7 +170,7 @@ def _trained_by_run(config: JobConfig) -> bool:
     named = t.path and Path(t.path) not in (folder / "tokenizer", folder.parent / "tokenizer")
     if named or t.kind == "bytes" or (not t.path and config.checkpoint.initial_load_path):
         return False
-    return not Path(t.path or folder / "tokenizer").is_dir()
+    return not local(t.path or folder / "tokenizer").is_dir()
 
 
 def _first_documents(source: DocumentSource) -> Iterator[AnyDocument]:

@@ -10,6 +10,7 @@ from typing import Any
 from farsight.files import write_text
 from farsight.json_files import fields_of, read_object
 from farsight.model.build import count_parameters
+from farsight.remote import shown
 from farsight.reports.collect import collect_results
 from farsight.reports.page import page, section
 from farsight.reports.results import Result, of_kind
@@ -117,7 +118,7 @@ def figures(models: Sequence[NamedModel], costs: Sequence[ModelCost]) -> dict[st
     """The report's own figures, for other programs; the tools' figures are in their own files."""
     return {
         "models": {
-            str(model.path): {
+            shown(model.path): {
                 "name": model.name,
                 "parameters": count_parameters(model.config),
                 "trained_length": model.config.trained_length,

@@ -7,6 +7,7 @@ from typing import Any
 
 from farsight.analysis.plasticity.options import with_ap_names
 from farsight.errors import ConfigError
+from farsight.remote import shown
 from farsight.reports.results import Result
 from farsight.reports.tools import Tool
 from farsight.training.runs import NamedModel
@@ -32,7 +33,7 @@ def collect_results(tools: Sequence[Tool], models: Sequence[NamedModel], named: 
                 names = [f"farsight {tool.command}" for tool in tools]
                 raise ConfigError(f"--results {file} is not a result of {', '.join(names[:-1])} or {names[-1]}.")
             paths = ", ".join(str(path) for path, _, _ in entries if path) or "no path"
-            given = ", ".join(str(model.path) for model in models)
+            given = ", ".join(shown(model.path) for model in models)
             raise ConfigError(
                 f"--results {file} has no result for any model on this page. It names {paths}; the page has {given}. "
                 f"A file without a path belongs in the {'/ or '.join(folders)}/ of its model."
@@ -65,7 +66,7 @@ def _of(file: Path, tools: Sequence[Tool], models: Sequence[NamedModel], owner: 
             its = path is None or owner in alike or (len(entries) == 1 and not path.exists())
             matches = [owner] if its else []
         elif len(alike) > 1:
-            ends = ", ".join(str(model.path) for model in alike)
+            ends = ", ".join(shown(model.path) for model in alike)
             raise ConfigError(
                 f"--results {file} names {path}, which fits several models ({ends}): name the model by its absolute path."
             )
@@ -94,7 +95,7 @@ def _entries(file: Path, tools: Sequence[Tool]) -> Iterator[tuple[Path | None, s
 
 
 def _resolved(model: NamedModel) -> list[Path]:
-    return [place.resolve() for place in model.places]
+    return [Path(shown(place)).resolve() for place in model.places]
 
 
 def _ends_in(path: Path, model: NamedModel) -> bool:

@@ -15,7 +15,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from farsight.cli import command, new_parser, positive
+from farsight.cli import command, model_path, new_parser, positive
 from farsight.outputs import output_file
 
 
@@ -23,7 +23,7 @@ from farsight.outputs import output_file
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight inside", __doc__)
     add = parser.add_argument
-    add("models", type=Path, nargs="+", metavar="RUN_OR_MODEL")
+    add("models", type=model_path, nargs="+", metavar="RUN_OR_MODEL")
     add("--out", type=output_file, required=True, metavar="FILE", help="the page to write (.html)")
     add("--csv", type=Path, metavar="FOLDER", help="write the figures as CSV here too")
     add("--results", type=Path, nargs="+", default=[], metavar="FILE", help="JSON files of our tools")

@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from farsight.commands import run
 from farsight.launch.recipe.held_out import held_out_file
+from farsight.remote import shown, url_of
 from farsight.reports.page import missing, section
 from farsight.reports.results import Result, of_kind
 from farsight.training.runs import NamedModel
@@ -83,9 +84,11 @@ class Tool:
         assert self.arguments is not None
         wanted = lengths or [multiple * model.config.trained_length for multiple in (1, 2, 4)]
         texts = data or [next(filter(None, map(held_out_file, model.places)), Path("FILE"))]
-        out = model.weights / self.folder / f"{self.kind}.json"
+        # Beside a place's local copy, a result would lie in a cache.
+        folder = Path() if url_of(shown(model.weights)) else model.weights / self.folder
+        out = folder / f"{self.kind}.json"
         own = self.arguments([str(file) for file in texts], [str(length) for length in wanted])
-        return [str(model.weights), *own, *more, "--json", str(out)]
+        return [shown(model.weights), *own, *more, "--json", str(out)]
 
     def command_line(self, model: NamedModel, data: Sequence[Path], lengths: Sequence[int] = ()) -> str:
         """The command that measures a model, to be typed into a terminal."""
@@ -101,6 +104,12 @@ class Tool:
         A command that fails prints why. The page is made anyway and names what it lacks.
         """
         assert model.weights is not None
+        if place := url_of(shown(model.weights)):
+            print(
+                f"{model.name}: {self.kind} was not measured: results lie beside models, so pull {place} first.",
+                file=sys.stderr,
+            )
+            return
         try:
             (model.weights / self.folder).mkdir(exist_ok=True)
             run(self.command, self.arguments_for(model, data, lengths, more))

@@ -12,6 +12,7 @@ from farsight.configs.shipped import find_config, shipped_configs
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
 from farsight.outputs import short_names
+from farsight.remote import shown
 from farsight.training.metrics_file import read_metrics
 from farsight.training.run_folder import is_run
 from farsight.training.stages import read_config
@@ -65,7 +66,7 @@ def find_models(paths: Sequence[Path]) -> list[NamedModel]:
     for number, path in enumerate(paths):
         if path.resolve() in [other.resolve() for other in paths[:number]]:
             raise ConfigError(f"{path} is named twice; name each model once.")
-    names = short_names([str(path.with_suffix("") if path.is_file() else path) for path in paths])
+    names = short_names([shown(path.with_suffix("") if path.is_file() else path) for path in paths])
     return [_find(path, name, number) for number, (path, name) in enumerate(zip(paths, names, strict=True))]
 
 

@@ -17,6 +17,7 @@ from farsight.configs.typed import from_dict
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.ranges import Count, Size
+from farsight.remote import local, shown
 from farsight.training.start import lasp_warning, model_at, other_theta, rotary_of, sets_theta, theta_of
 from farsight.training.tokenizer import tokenizer_of
 
@@ -130,7 +131,9 @@ def _stage(
         if last is not None:
             warning = lasp_warning(config, ModelConfig.from_job(last.config), f"stage {last.name}")
         else:
-            warning = lasp_warning(config, model_at(Path(recipe.start)) if recipe.start else None, recipe.start)
+            warning = lasp_warning(
+                config, model_at(local(recipe.start, weights=False)) if recipe.start else None, recipe.start
+            )
         if warning:
             logger.warning(f"{name or f'stage {number}'}: {warning}")
         if optimizer == "carry" and last is not None:
@@ -155,9 +158,10 @@ def _stage(
             "checkpoint.enable = false and checkpoint.load_only can't be used in a recipe: stages pass on checkpoints."
         )
     if recipe.start and not config.tokenizer.path and config.tokenizer.kind != "bytes":
-        if not Path(recipe.start).is_dir():
+        weights = local(recipe.start, weights=False)
+        if not weights.is_dir():
             raise ConfigError(no_start(recipe.start))
-        config.tokenizer = dataclasses.replace(config.tokenizer, path=str(tokenizer_of(Path(recipe.start))))
+        config.tokenizer = dataclasses.replace(config.tokenizer, path=shown(tokenizer_of(weights)))
     if not config.tokenizer.path and config.tokenizer.kind != "bytes":
         config.tokenizer = dataclasses.replace(config.tokenizer, path=str(root / "tokenizer"))
     start = config.checkpoint
@@ -189,7 +193,7 @@ def _with_theta(values: dict[str, Any], shared: dict[str, Any], own: dict[str, A
 
 def _compare_theta(values: dict[str, Any], config: JobConfig, start: str) -> None:
     """Warns if the first stage's RoPE base differs from that of its weights, though no setting names it."""
-    theirs, ours = theta_of(Path(start)), config.position.rotary
+    theirs, ours = theta_of(local(start, weights=False)), config.position.rotary
     if (
         "theta" not in rotary_of(values)
         and theirs is not None

@@ -14,6 +14,7 @@ from farsight.configs.load import read_arguments
 from farsight.configs.schema import JobConfig, NoRotary, Position
 from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig
+from farsight.remote import local
 
 logger = logging.getLogger("farsight")
 
@@ -25,12 +26,12 @@ def report_theta(config: JobConfig, arguments: Sequence[str]) -> None:
         ConfigError: LASP where no layer rotates.
     """
     start = config.checkpoint.initial_load_path if config.checkpoint.enable else None
-    warning = lasp_warning(config, model_at(Path(start)) if start else None, start or "")
+    warning = lasp_warning(config, model_at(local(start, weights=False)) if start else None, start or "")
     if warning and process.ranks().rank == 0:
         logger.warning(warning)
     if not start or sets_theta(config.position):
         return
-    theirs = theta_of(Path(start))
+    theirs = theta_of(local(start, weights=False))
     ours = config.position.rotary
     if theirs is None or isinstance(ours, NoRotary) or theirs == ours.theta:
         return
@@ -43,7 +44,7 @@ def report_theta(config: JobConfig, arguments: Sequence[str]) -> None:
 def report_length(config: JobConfig) -> None:
     """Warns that the model will be one of shorter sequences than that whose weights the run starts from."""
     start = config.checkpoint.initial_load_path if config.checkpoint.enable else None
-    theirs, ours = model_at(Path(start)) if start else None, config.training.seq_len
+    theirs, ours = model_at(local(start, weights=False)) if start else None, config.training.seq_len
     if theirs is not None and ours < theirs.trained_length and process.ranks().rank == 0:
         logger.warning(
             f"training.seq_len = {ours:,}, but the weights of {start} are for up to {theirs.trained_length:,} tokens: this run's model "

@@ -13,6 +13,7 @@ from farsight.data.tokenizers.tokenizer import Tokenizer as LoadedTokenizer
 from farsight.data.tokenizers.tokenizer import find_tokenizer_dir, load_tokenizer, train_sentencepiece
 from farsight.errors import ConfigError
 from farsight.parallel.ranks import on_rank_zero
+from farsight.remote import local, shown
 
 logger = logging.getLogger("farsight")
 
@@ -41,7 +42,7 @@ def chosen_tokenizer(config: JobConfig) -> Tokenizer:
     t, start = config.tokenizer, config.checkpoint.initial_load_path
     if t.path or t.kind == "bytes" or not start:
         return t
-    return replace(t, path=str(tokenizer_of(Path(start))))
+    return replace(t, path=shown(tokenizer_of(local(start, weights=False))))
 
 
 def build_tokenizer(config: JobConfig) -> LoadedTokenizer:

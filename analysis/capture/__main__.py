@@ -21,7 +21,7 @@ from pathlib import Path
 
 from farsight.analysis.capture.options import MANIFEST, SEQUENCES, add_capture_options
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import command, new_parser
+from farsight.cli import command, model_path, new_parser
 from farsight.inference.model_options import add_model_options
 
 
@@ -29,7 +29,7 @@ from farsight.inference.model_options import add_model_options
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight capture", __doc__)
     add = parser.add_argument
-    add("model", type=Path, help="model directory, adapter or checkpoint")
+    add("model", type=model_path, help="model directory, adapter or checkpoint")
     add_text_options(parser, SEQUENCES)
     add_capture_options(parser)
     add("--out", type=Path, required=True, metavar="FOLDER", help="folder to write to, created if needed")

@@ -13,6 +13,7 @@ from farsight.errors import ConfigError
 from farsight.inference.decoder import CHUNK
 from farsight.inference.loading import load
 from farsight.inference.model_options import READING, reading_options
+from farsight.remote import shown
 
 CAPTURE_DEFAULTS: dict[str, Any] = {
     "data": None, "length": None, "sequences": SEQUENCES, "heads": HEADS, "buckets": BUCKETS, "per_bucket": 1.0, "seed": 0,
@@ -67,7 +68,7 @@ def settings_of(path: Path, options: argparse.Namespace, samples: Samples) -> di
         found = {name: manifest.get(name) for name in names}
         found |= {name: manifest.get(name, False) for name in ("bos", "document_starts")}
     else:
-        found = {name: str(path) if name == "model" else getattr(options, name) for name in names}
+        found = {name: shown(path) if name == "model" else getattr(options, name) for name in names}
         found |= text_settings(options)
     sequences = int(samples.sequences_T.max()) + 1 if len(samples.sequences_T) else 0
     return {

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from farsight.cli import above_zero, positive
+from farsight.cli import above_zero, model_path, positive
 
 HEADS = 300
 """Query heads to draw (plasticity thesis, section 5.4.1)."""
@@ -17,7 +17,7 @@ def add_models_argument(parser: argparse.ArgumentParser) -> None:
     """Adds the models to measure, and --checkpoints."""
     parser.add_argument(
         "models",
-        type=Path,
+        type=model_path,
         nargs="+",
         metavar="MODEL",
         help="model directory, adapter, checkpoint or capture; or run folder, to measure each of its checkpoints; several "

@@ -135,7 +135,7 @@ def capture(
         files.append(f"samples-{len(files):05}.safetensors")
         save_file(part, folder / files[-1])
     manifest = {
-        "model": str(loaded.path),
+        "model": shown(loaded.path),
         **(about or {}),
         **dataclasses.asdict(settings),
         "sequences": len(tokens_SL),

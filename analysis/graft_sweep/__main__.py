@@ -17,7 +17,7 @@ paper's Table 1). --extend scales the layers of both models, or those of BASE al
 
 from pathlib import Path
 
-from farsight.cli import command, natural, new_parser, positive
+from farsight.cli import command, model_path, natural, new_parser, positive
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, write_json, write_picture
 
@@ -26,8 +26,8 @@ from farsight.outputs import add_output_options, write_json, write_picture
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight graft-sweep", __doc__)
     add = parser.add_argument
-    add("--base", type=Path, required=True, metavar="SHORT", help="the short-context model")
-    add("--long", type=Path, required=True, metavar="LONG", help="the model trained further on long contexts")
+    add("--base", type=model_path, required=True, metavar="SHORT", help="the short-context model")
+    add("--long", type=model_path, required=True, metavar="LONG", help="the model trained further on long contexts")
     add("--data", type=Path, nargs="+", required=True, metavar="FILE", help="UTF-8 text, or .jsonl")
     add("--lengths", type=positive, nargs="+", required=True, metavar="L", help="window lengths in tokens")
     add("--depths", type=natural, nargs="+", metavar="l", help="number of front layers (default: 0 to all)")

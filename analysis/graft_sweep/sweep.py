@@ -31,6 +31,7 @@ from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config, grafted_model, with_rope
 from farsight.model.llama import Llama
 from farsight.progress import progress
+from farsight.remote import shown
 
 MODES = {"B-Front": ("base", "long"), "L-Front": ("long", "base")}
 """Modes of Algorithm 1: the model that gives the front layers, and the one that gives the back."""
@@ -174,9 +175,9 @@ def measure_models(options: argparse.Namespace) -> dict[str, Any]:
     found = run(sweep, depths)
     return {
         "tool": "analysis.graft_sweep",
-        "model": str(options.long),
-        "base": str(options.base),
-        "long": str(options.long),
+        "model": shown(options.long),
+        "base": shown(options.base),
+        "long": shown(options.long),
         "data": [str(path) for path in options.data],
         "lengths": lengths,
         "windows": options.windows,

@@ -18,11 +18,10 @@ get the unmodified model's figures and are marked.
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from farsight.analysis.layer_probes.options import DEPTHS, FACTORS, NOISE, PROBES, SEQUENCES
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import bounded, command, new_parser, positive
+from farsight.cli import bounded, command, model_path, new_parser, positive
 from farsight.inference.model_options import add_model_options
 from farsight.json_files import finite_or_null
 from farsight.outputs import add_output_options, write_json, write_picture
@@ -32,7 +31,7 @@ from farsight.outputs import add_output_options, write_json, write_picture
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight layer-probes", __doc__)
     add = parser.add_argument
-    add("model", type=Path, help="model directory, adapter or checkpoint")
+    add("model", type=model_path, help="model directory, adapter or checkpoint")
     add("--probe", choices=PROBES, required=True, help="what to do to a layer")
     add_text_options(parser, SEQUENCES)
     add(

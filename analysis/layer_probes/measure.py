@@ -25,6 +25,7 @@ from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel, load
 from farsight.inference.model_options import reading_options
 from farsight.progress import progress
+from farsight.remote import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
     measurement = Measurement(tokens_SL, passkeys, options.rows or 8)
     return {
         "tool": "analysis.layer_probes",
-        "model": str(options.model),
+        "model": shown(options.model),
         "probe": options.probe,
         "factors": list(factors),
         "data": str(options.data),

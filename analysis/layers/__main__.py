@@ -22,7 +22,7 @@ import argparse
 from pathlib import Path
 
 from farsight.analysis.layers.rankings import TOP
-from farsight.cli import above_zero, command, new_parser, positive
+from farsight.cli import above_zero, command, model_path, new_parser, positive
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, output_file, write_json, write_picture
 
@@ -37,7 +37,7 @@ MEASURING = (
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight layers", __doc__)
     add = parser.add_argument
-    add("model", type=Path, nargs="?", help="model directory, adapter or checkpoint")
+    add("model", type=model_path, nargs="?", help="model directory, adapter or checkpoint")
     add("--profile", type=Path, metavar="FILE", help="compare the profiles in this file; reads no model")
     add(
         "--data",

@@ -19,6 +19,7 @@ from farsight.inference.loading import load
 from farsight.inference.model_options import READING, reading_options
 from farsight.model.adapt.layers import largest
 from farsight.progress import progress
+from farsight.remote import shown
 
 
 def rope_influence(decoder: Decoder, rows: Rows, gamma: float) -> tuple[float, list[float]]:
@@ -124,7 +125,7 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
     delta, rotates = over_domains(domains), rotating_layers(loaded.config)
     return {
         "tool": "analysis.layers",
-        "model": str(options.model),
+        "model": shown(options.model),
         "data": str(options.data),
         "rows": rows.kind,
         "length": rows.length,

@@ -17,11 +17,9 @@ The model runs in double precision, since the effect of order in an untrained mo
 precision. A horizon means that order is in the state. It doesn't mean that the model uses it, or that 16 bits would preserve it.
 """
 
-from pathlib import Path
-
 from farsight.analysis.order_awareness.options import PERMUTATIONS, SEQUENCES, TOLERANCE
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import above_zero, command, new_parser, positive
+from farsight.cli import above_zero, command, model_path, new_parser, positive
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, write_json, write_picture
 
@@ -29,7 +27,7 @@ from farsight.outputs import add_output_options, write_json, write_picture
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight order-awareness", __doc__)
-    parser.add_argument("model", type=Path, help="model directory, adapter or checkpoint")
+    parser.add_argument("model", type=model_path, help="model directory, adapter or checkpoint")
     add_text_options(parser, SEQUENCES)
     parser.add_argument(
         "--permutations",

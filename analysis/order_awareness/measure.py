@@ -20,6 +20,7 @@ from farsight.inference.loading import LoadedModel, load
 from farsight.inference.model_options import reading_options
 from farsight.model.llama import Llama
 from farsight.progress import progress
+from farsight.remote import shown
 
 Kind = Literal["kept", "exchanged", "all"]
 """Kinds of permutations: random with the last token kept, the two oldest tokens exchanged, random of all tokens."""
@@ -163,7 +164,7 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--length {length}: one token of text has one order; set {2 + options.bos} or more.")
     return {
         "tool": "analysis.order_awareness",
-        "model": str(options.model),
+        "model": shown(options.model),
         "data": str(options.data),
         **{name: getattr(options, name) for name in ("permutations", "tolerance", "seed")},
         **reading_options(options),

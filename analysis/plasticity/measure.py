@@ -16,6 +16,7 @@ from farsight.analysis.plasticity.options import AP, DRAWS, Covariance, Pairs
 from farsight.analysis.plasticity.summary import DistanceMap, check_buckets, head_figures, model_figures
 from farsight.errors import ConfigError
 from farsight.progress import progress
+from farsight.remote import shown
 
 
 def measure(
@@ -73,7 +74,7 @@ def measure_model(options: argparse.Namespace) -> dict[str, Any]:
     """The figures of the model or capture that the command line names."""
     samples = captured_or_capture(options.model, options, own=("seed",))
     captured = settings_of(options.model, options, samples)
-    source = {"captured_in": str(options.model), "capture_seed": captured["seed"]} if options.data is None else {}
+    source = {"captured_in": shown(options.model), "capture_seed": captured["seed"]} if options.data is None else {}
     measured = None if options.needle is None else read_lengths(options.needle, Path(captured["model"]))
     figures = captured | source | _settings(options) | _measured(samples, options)
     if measured is not None:

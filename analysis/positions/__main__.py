@@ -16,6 +16,7 @@ from pathlib import Path
 from farsight.cli import command, new_parser, positive
 from farsight.files import write_text
 from farsight.outputs import add_output_options, output_file, write_json, write_picture
+from farsight.remote import local
 
 
 @command
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     from farsight.model.position.layers import describe
     from farsight.training.stages import read_config
 
-    config = read_config(options.model, options.stage, [*rest, *["--tiny"] * options.tiny])
+    config = read_config(local(options.model, weights=False), options.stage, [*rest, *["--tiny"] * options.tiny])
     length = options.length or config.trained_length
     layers = config.layers(length)
     print(describe(layers))

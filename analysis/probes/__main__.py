@@ -13,15 +13,15 @@ it is trained on, so a layer may hold more position information than its probe c
 """
 
 import argparse
-from pathlib import Path
 from typing import Any, get_args
 
 from farsight.analysis.probes.settings import Kind, ProbeSettings, Target
 from farsight.analysis.sequences import add_text_options
-from farsight.cli import above_zero, bounded, command, new_parser, positive
+from farsight.cli import above_zero, bounded, command, model_path, new_parser, positive
 from farsight.errors import ConfigError
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, write_figures, write_picture
+from farsight.remote import shown
 
 SEQUENCES = 100
 
@@ -29,7 +29,7 @@ SEQUENCES = 100
 def _parser() -> argparse.ArgumentParser:
     parser = new_parser("farsight probes", __doc__)
     add = parser.add_argument
-    add("models", nargs="+", type=Path, metavar="MODEL_DIR", help="directories, adapters or checkpoints")
+    add("models", nargs="+", type=model_path, metavar="MODEL_DIR", help="directories, adapters or checkpoints")
     add_text_options(parser, SEQUENCES)
     default = ProbeSettings(length=1024)
     add(
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     results: dict[str, dict[str, Any]] = {}
     for path in options.models:
         # A copy, as it gets the model's own dtype and start token.
-        results[str(path)] = probe_from_options(path, argparse.Namespace(**vars(options)))
+        results[shown(path)] = probe_from_options(path, argparse.Namespace(**vars(options)))
     first = next(iter(results.values()))
     lengths = {figures["length"] for figures in results.values()}
     if len(lengths) > 1:

@@ -25,6 +25,7 @@ from farsight.inference.loading import LoadedModel, load
 from farsight.inference.model_options import reading_options
 from farsight.model.llama import Llama
 from farsight.progress import progress
+from farsight.remote import shown
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def probe_model(loaded: LoadedModel, tokens_SL: Tensor, settings: ProbeSettings)
     map_AB = mean_by_bucket(distance_AT, unseen_T, settings).tolist()
     return {
         "tool": "analysis.probes",
-        "model": str(loaded.path),
+        "model": shown(loaded.path),
         **dataclasses.asdict(settings),
         "trained_length": loaded.trained_length,
         "sequences": sequences,

@@ -38,6 +38,7 @@ from farsight.model.adapt.lora import ADAPTER, add_lora, is_lora, lora_layers
 from farsight.model.build import ModelConfig, build_model
 from farsight.model.llama import Llama
 from farsight.model.position.garfa import garfa_of_tensors
+from farsight.remote import local, shown
 
 FORMAT = 2
 """Version of the marker."""
@@ -156,7 +157,7 @@ class Adapter:
         Raises:
             ConfigError: no such directory, a base of another shape, or another base.
         """
-        directory = base or Path(self.base.path)
+        directory = base or local(self.base.path)
         if not directory.is_dir():
             raise ConfigError(
                 f"{self.directory} was trained on {directory}, which is not there. Restore the base, or merge the "
@@ -184,7 +185,7 @@ class Adapter:
             logger.warning(
                 f"{directory} has other {' and '.join(other)} than the base that {self.directory} was trained on"
             )
-        elif directory.resolve() != Path(self.base.path):
+        elif shown(directory.resolve()) != self.base.path:
             logger.warning(f"{self.directory} was trained on {self.base.path}; {directory} is used instead")
         return files
 

@@ -10,7 +10,7 @@ checkpoint that a run can start from (`--checkpoint.initial_load_path OUT`); a r
 from pathlib import Path
 
 from farsight.checkpoints.convert.dtypes import DTYPES
-from farsight.cli import command, new_parser
+from farsight.cli import command, model_path, new_parser
 from farsight.files import check_new_folder
 
 
@@ -18,7 +18,9 @@ from farsight.files import check_new_folder
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight convert", __doc__)
     parser.add_argument("direction", choices=["to-hf", "from-hf"])
-    parser.add_argument("source", type=Path, help="a step-N checkpoint folder (to-hf) or a model directory (from-hf)")
+    parser.add_argument(
+        "source", type=model_path, help="a step-N checkpoint folder (to-hf) or a model directory (from-hf)"
+    )
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument(
         "--dtype",

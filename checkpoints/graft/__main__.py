@@ -18,23 +18,24 @@ graft-sweep measures all depths without writing any graft.
 from pathlib import Path
 
 from farsight.checkpoints.convert.dtypes import DTYPES
-from farsight.cli import command, natural, new_parser
+from farsight.cli import command, model_path, natural, new_parser
 from farsight.outputs import add_json_option, write_json
+from farsight.remote import shown
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight graft", __doc__)
     add = parser.add_argument
-    add("--front", type=Path, required=True, metavar="A", help="model of the embedding and the first layers")
-    add("--back", type=Path, required=True, metavar="B", help="model of the other layers, norm and head")
+    add("--front", type=model_path, required=True, metavar="A", help="model of the embedding and the first layers")
+    add("--back", type=model_path, required=True, metavar="B", help="model of the other layers, norm and head")
     add("--layers", type=natural, required=True, metavar="K", help="how many layers A gives: 0 to all of them")
     add("--out", type=Path, required=True, help="model directory to write; must not exist")
     add("--dtype", choices=DTYPES, help="of the weights written (default: that of both models)")
     add("--untie", action="store_true", help="where tied embeddings differ, write B's as a head of its own")
     add(
         "--rope",
-        type=Path,
+        type=model_path,
         metavar="MODEL",
         help="give every layer the RoPE of this model (default: each keeps its own)",
     )
@@ -54,8 +55,8 @@ def main(arguments: list[str] | None = None) -> None:
     said = parts(options.front, options.back, options.layers, n_layers, options.rope)
     print(describe(config.layers()), f"{said[0].upper()}{said[1:]}.", *remarks, options.out, sep="\n")
     figures = {
-        "tool": "checkpoints.graft", "model": str(options.out), "front": str(options.front), "back": str(options.back),
-        "layers": options.layers, "rope": options.rope and str(options.rope), "n_layers": n_layers, "trained_length": config.trained_length,
+        "tool": "checkpoints.graft", "model": str(options.out), "front": shown(options.front), "back": shown(options.back),
+        "layers": options.layers, "rope": options.rope and shown(options.rope), "n_layers": n_layers, "trained_length": config.trained_length,
         "tied": config.architecture.tie_embeddings, "remarks": remarks,
     }  # fmt: skip
     write_json(options.json, figures)

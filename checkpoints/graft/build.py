@@ -24,6 +24,7 @@ from farsight.json_files import fields_of, read_object
 from farsight.model.build import ModelConfig
 from farsight.model.graft import grafted_config, source, with_rope
 from farsight.model.position.layers import layer_selection
+from farsight.remote import shown
 
 
 @dataclass(frozen=True)
@@ -148,11 +149,12 @@ def _refuse_other_dtypes(front: SourceModel, back: SourceModel) -> None:
 # ── Model card ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def parts(front: str | Path, back: str | Path, layers: int, n_layers: int, rope: str | Path | None = None) -> str:
-    """Says in words which model gives what."""
+def parts(front: Path, back: Path, layers: int, n_layers: int, rope: Path | None = None, quote: str = "") -> str:
+    """Says in words which model gives what; `quote` goes around the models' names."""
+    first, other = (f"{quote}{shown(model)}{quote}" for model in (front, back))
     given = [f"layers {layer_selection(r)}" if r else "no layer" for r in (range(layers), range(layers, n_layers))]
-    said = f"the embedding and {given[0]} of {front}; {given[1]}, the final norm and the output head of {back}"
-    return said if rope is None else f"{said}; the RoPE of {rope} in all layers"
+    said = f"the embedding and {given[0]} of {first}; {given[1]}, the final norm and the output head of {other}"
+    return said if rope is None else f"{said}; the RoPE of {quote}{shown(rope)}{quote} in all layers"
 
 
 def _history(front: Path, back: Path, said: str) -> list[dict[str, Any]]:
@@ -165,11 +167,11 @@ def _history(front: Path, back: Path, said: str) -> list[dict[str, Any]]:
 
 
 def _notes(front: Path, back: Path, layers: int, config: ModelConfig, rope: Path | None) -> str:
-    said = parts(f"`{front}`", f"`{back}`", layers, config.architecture.n_layers, rope and f"`{rope}`")
+    said = parts(front, back, layers, config.architecture.n_layers, rope, quote="`")
     lines = [
         "\n## What it was grafted from\n",
         f"This model is {said}. It was not trained after that. Slices are Python's: 0:2 is layers 0 and 1.\n",
     ]
     for directory in (front, back):
-        lines += [f"`{directory}`:\n", *training_table(read_history(directory))]
+        lines += [f"`{shown(directory)}`:\n", *training_table(read_history(directory))]
     return "\n".join(lines)

@@ -14,9 +14,10 @@ One weight is in memory at a time. Afterwards the merged model is compared with 
 from pathlib import Path
 from typing import Any
 
-from farsight.cli import add_device_option, command, new_parser
+from farsight.cli import add_device_option, command, model_path, new_parser
 from farsight.files import check_new_folder
 from farsight.outputs import add_json_option, write_json
+from farsight.remote import shown
 
 DTYPES = ("float32", "bfloat16")
 
@@ -25,9 +26,9 @@ DTYPES = ("float32", "bfloat16")
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight merge", __doc__)
     add = parser.add_argument
-    add("adapter", type=Path, help="adapter directory of a fine-tuning run")
+    add("adapter", type=model_path, help="adapter directory of a fine-tuning run")
     add("--out", type=Path, required=True, help="model directory to write")
-    add("--base", type=Path, metavar="DIR", help="the base's directory (default: as the adapter says)")
+    add("--base", type=model_path, metavar="DIR", help="the base's directory (default: as the adapter says)")
     add("--other-base", action="store_true", help="accept a base that the adapter was not trained on")
     add(
         "--into",
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.data is not None:
         read_texts(options.data)  # fails early, before the weights are read
     figures: dict[str, Any] = {
-        "adapter": str(options.adapter), "out": str(options.out), "into": options.into,
+        "adapter": shown(options.adapter), "out": str(options.out), "into": options.into,
         "garfa": "dropped" if options.drop_garfa else "kept",
     }  # fmt: skip
     merge_adapter(

@@ -15,6 +15,7 @@ from farsight.errors import ConfigError
 from farsight.model.adapt.lora import ADAPTER, merged_weight
 from farsight.model.adapt.quantized import dequantize
 from farsight.model.build import build_model
+from farsight.remote import local
 
 Into = Literal["dequantized", "original"]
 
@@ -45,7 +46,7 @@ def merge_adapter(
     """
     check_model_out(out)
     adapter = read_adapter(directory)
-    if out.resolve() in (directory.resolve(), Path(base or adapter.base.path).resolve()):
+    if out.resolve() in (directory.resolve(), local(base or adapter.base.path).resolve()):
         raise ConfigError(f"{out} is the adapter or its base; name a new folder.")
     whole = adapter.config().position.garfa
     has_garfa = whole is not None and bool(whole.layers)

@@ -22,6 +22,7 @@ from farsight.checkpoints.model_dir.safetensors_files import DTYPES, Stored, Ten
 from farsight.configs.typed import to_dict
 from farsight.errors import ConfigError
 from farsight.progress import progress
+from farsight.remote import shown
 
 ROWS = 4
 """Rows sampled from each matrix, evenly spaced: any training changes all of them."""
@@ -38,7 +39,7 @@ def base_entry(directory: Path) -> dict[str, Any]:
     config = read_config(directory)
     files = check_tensors(directory, config)
     return {
-        "path": str(directory.resolve()),
+        "path": shown(directory.resolve()),
         "position": to_dict(config.position),
         "family": config.family,
         "model_type": model_type(directory),

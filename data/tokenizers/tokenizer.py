@@ -19,6 +19,7 @@ from farsight.data.tokenizers.sentencepiece import MODEL_FILE, SentencePieceToke
 from farsight.data.tokenizers.sentencepiece import train_sentencepiece as train_sentencepiece
 from farsight.errors import DataError
 from farsight.json_files import read_object
+from farsight.remote import local
 
 
 def padding_id(tokenizer: Tokenizer) -> int:
@@ -85,7 +86,7 @@ def load_tokenizer(config: schema.Tokenizer) -> Tokenizer:
             'tokenizer.path is empty. Set it to a directory with tokenizer.json or tokenizer.model, set kind = "bytes", '
             "or train one: farsight tokenizer train --out DIRECTORY."
         )
-    path = Path(config.path).expanduser()
+    path = local(config.path, weights=False).expanduser()
     if not path.exists():
         raise DataError(
             f"tokenizer.path = {config.path}: no such file or directory. Download a model's tokenizer there "

@@ -18,18 +18,19 @@ Hugging Face Hub; without a network, --data and --data-dir take their rows from 
 import logging
 from pathlib import Path
 
-from farsight.cli import command, natural, new_parser, positive
+from farsight.cli import command, model_path, natural, new_parser, positive
 from farsight.evals.harness.table import table
 from farsight.evals.harness.tasks import RULER_LENGTHS, named_groups
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_json_option, output_file, write_figures
+from farsight.remote import shown
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight harness", __doc__)
     add = parser.add_argument
-    add("model_dir", type=Path, nargs="+")
+    add("model_dir", type=model_path, nargs="+")
     add("--tasks", nargs="+", required=True, metavar="NAME", help="groups and tasks")
     add("--limit", type=positive, help="most questions of each task and length, for a quick test")
     add("--shots", type=natural, help="examples before each question, for tasks outside the groups above")
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     from farsight.evals.harness.run import measure
 
-    results = {str(folder): measure(folder, options) for folder in options.model_dir}
+    results = {shown(folder): measure(folder, options) for folder in options.model_dir}
     for folder, figures in results.items():
         if len(results) > 1:
             print(folder)

@@ -21,6 +21,7 @@ from farsight.extras import install_command
 from farsight.inference.loading import load
 from farsight.inference.model_options import reading_options
 from farsight.json_files import read_object
+from farsight.remote import shown
 
 if TYPE_CHECKING:
     from farsight.evals.harness.model import HarnessModel
@@ -266,7 +267,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     figures = run_tasks(model, manager, chosen, data, options.limit, options.run_code, options.cache)
     return {
         **figures,
-        "model": str(folder),
+        "model": shown(folder),
         **reading_options(options),
         "limit": options.limit,
         "max_length": reading.max_length,

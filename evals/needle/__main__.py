@@ -14,9 +14,10 @@ length ("length"). docs/evaluation/needle.md describes tasks, scores and the JSO
 
 from pathlib import Path
 
-from farsight.cli import bounded, command, new_parser, positive
+from farsight.cli import bounded, command, model_path, new_parser, positive
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, write_figures, write_picture
+from farsight.remote import shown
 
 TASKS = (
     "passkey", "multikey", "multi_passkey", "multivalue", "multiquery", "variable_tracking", "common_words", "frequent_words",
@@ -28,7 +29,7 @@ TASKS = (
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight needle", __doc__)
     add = parser.add_argument
-    add("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
+    add("model_dir", type=model_path, nargs="+", help="model directories, adapters or checkpoints")
     add("--lengths", type=positive, nargs="+", required=True, help="of prompt and answer together, in tokens")
     add(
         "--depths",
@@ -62,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         for folder in options.model_dir:
             loaded = load(folder, options)
             figures = measure(loaded, grid, options.rows, options.new_tokens, rank, world)
-            results[str(folder)] = {**about(loaded, grid, options), **figures}
+            results[shown(folder)] = {**about(loaded, grid, options), **figures}
     if rank:
         return
     for folder, figures in results.items():

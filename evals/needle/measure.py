@@ -24,6 +24,7 @@ from farsight.inference.model_options import reading_options
 from farsight.inference.scope_growth import with_growing_scopes
 from farsight.model.build import set_length
 from farsight.progress import progress
+from farsight.remote import shown
 
 WRONG_KEPT = 20
 """Answers scoring below 1 that are written to the JSON file, for each model and reading."""
@@ -244,7 +245,7 @@ def read_grid(options: argparse.Namespace) -> Grid:
 def about(loaded: LoadedModel, grid: Grid, options: argparse.Namespace) -> dict[str, Any]:
     """The model, task and settings that the JSON file records beside the figures."""
     return {
-        "model": str(loaded.path),
+        "model": shown(loaded.path),
         "task": options.task,
         "seed": grid.seed,
         "trials": grid.trials,

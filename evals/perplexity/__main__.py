@@ -23,16 +23,17 @@ the length ("length").
 
 from pathlib import Path
 
-from farsight.cli import bounded, command, natural, new_parser
+from farsight.cli import bounded, command, model_path, natural, new_parser
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, write_figures, write_picture
+from farsight.remote import shown
 
 
 @command
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight perplexity", __doc__)
     add = parser.add_argument
-    add("model_dir", type=Path, nargs="+", help="model directories, adapters or checkpoints")
+    add("model_dir", type=model_path, nargs="+", help="model directories, adapters or checkpoints")
     add(
         "--data",
         type=Path,
@@ -63,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("--field goes with .jsonl or .parquet files: other texts are whole files")
     with sharing_processes() as (rank, world):
         windows = Windows(options.windows, options.documents, options.buckets, options.sliding, rank, world)
-        results = {str(folder): measure(folder, options, windows) for folder in options.model_dir}
+        results = {shown(folder): measure(folder, options, windows) for folder in options.model_dir}
     if rank:
         return
     for folder, figures in results.items():

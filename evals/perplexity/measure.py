@@ -22,6 +22,7 @@ from farsight.inference.scope_growth import with_growing_scopes
 from farsight.model.build import ModelConfig, set_length
 from farsight.model.llama import Llama
 from farsight.progress import progress
+from farsight.remote import shown
 
 WHOLE = 32768
 """Longest window read at once, as in training, without keeping any layer's keys and values. A longer one is read in chunks, which
@@ -187,7 +188,7 @@ def measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict
     kept = [d for d in documents if not windows.final or len(d) >= max(options.lengths)]
     return {
         **figures,
-        "model": str(folder),
+        "model": shown(folder),
         "data": [str(path) for path in options.data],
         "tokens": sum(map(len, documents)),
         "documents": len(kept),

@@ -20,7 +20,7 @@ The method itself is inference/extend/ripra.py; --extend ripra:KEY=VALUE,… set
 
 from pathlib import Path
 
-from farsight.cli import command, natural, new_parser, positive
+from farsight.cli import command, model_path, natural, new_parser, positive
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_output_options, write_json, write_picture
 
@@ -29,7 +29,7 @@ from farsight.outputs import add_output_options, write_json, write_picture
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight ripra", __doc__)
     add = parser.add_argument
-    add("model_dir", type=Path)
+    add("model_dir", type=model_path)
     texts = parser.add_mutually_exclusive_group(required=True)
     texts.add_argument("--data", type=Path, metavar="FILE", help='UTF-8 text, or .jsonl with a "text"')
     texts.add_argument(

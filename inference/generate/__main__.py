@@ -11,7 +11,7 @@ keeps everything. Prompts of a batch may differ in length: each row comes out as
 
 from pathlib import Path
 
-from farsight.cli import bounded, command, new_parser, positive
+from farsight.cli import bounded, command, model_path, new_parser, positive
 from farsight.inference.model_options import add_model_options
 from farsight.outputs import add_json_option
 
@@ -20,7 +20,7 @@ from farsight.outputs import add_json_option
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight generate", __doc__)
     add = parser.add_argument
-    add("model_dir", type=Path, help="model directory, adapter, or step-N folder of a checkpoint")
+    add("model_dir", type=model_path, help="model directory, adapter, or step-N folder of a checkpoint")
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
     prompts.add_argument(

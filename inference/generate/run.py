@@ -24,6 +24,7 @@ from farsight.inference.sampling import Sampling
 from farsight.parallel.device import default_device
 from farsight.parallel.tensor import shard_for_decoding
 from farsight.progress import progress
+from farsight.remote import shown
 
 
 def run(options: argparse.Namespace) -> None:
@@ -89,7 +90,7 @@ def _run(options: argparse.Namespace, world: int) -> None:
             {"prompt_tokens": len(prompt), **dataclasses.asdict(completion)}
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        content = {"model": str(options.model_dir), "completions": rows, "usage": dataclasses.asdict(usage)}
+        content = {"model": shown(options.model_dir), "completions": rows, "usage": dataclasses.asdict(usage)}
         # UTF-8 cannot encode half a surrogate pair, which bytes may spell: it is written as a JSON escape.
         text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         write_text(options.json, text.encode("utf-8", "backslashreplace").decode("utf-8"))

@@ -15,7 +15,7 @@ and ends it; a second one ends it at once.
 
 from pathlib import Path
 
-from farsight.cli import bounded, command, new_parser, positive
+from farsight.cli import bounded, command, model_path, new_parser, positive
 from farsight.inference.model_options import add_model_options
 
 
@@ -23,7 +23,7 @@ from farsight.inference.model_options import add_model_options
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight serve", __doc__)
     add = parser.add_argument
-    add("model_dir", type=Path, help="model directory, adapter, or step-N folder of a checkpoint")
+    add("model_dir", type=model_path, help="model directory, adapter, or step-N folder of a checkpoint")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (%(default)s)")
     add("--port", type=bounded(int, least=0, most=65535), default=8000, help="0 takes a free one (%(default)s)")
     add("--name", help="the model's name in requests (default: MODEL_DIR as written)")

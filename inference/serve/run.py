@@ -17,6 +17,7 @@ from farsight.inference.loading import LoadedModel, load
 from farsight.inference.serve.app import make_app
 from farsight.inference.serve.engine import Engine
 from farsight.inference.serve.requests import Served
+from farsight.remote import shown
 
 GRACE = 60.0
 """Seconds that running answers have after a signal."""
@@ -61,7 +62,7 @@ def describe(
                 f"{origin} takes no question with its answer ({error}); set another --chat-template."
             ) from error
     return Served(
-        name or str(loaded.path),
+        name or shown(loaded.path),
         loaded.tokenizer,
         frozenset(loaded.end_tokens),
         template,

@@ -9,6 +9,7 @@ from farsight.configs.load import load_config, parse_options, read_toml
 from farsight.configs.schema import Architecture, JobConfig, Position
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError
+from farsight.remote import local
 from farsight.training.finetune.base import take_base
 from farsight.training.stages import load_recipe
 from farsight.training.start import names_theta
@@ -47,7 +48,7 @@ def read_finetune_config(path: Path, options: list[str]) -> FinetuneConfig:
     """
     arguments = ["--job.config_file", str(path), *options]
     config = load_config(arguments, FinetuneConfig)
-    directory = Path(config.base_model.path).expanduser()
+    directory = local(config.base_model.path, weights=False).expanduser()
     if config.base_model.path and (directory / "config.json").is_file():
         take_base(config, read_model_config(directory), names_theta(arguments))
     elif config.architecture == Architecture():
@@ -64,7 +65,7 @@ def with_vocabulary(config: JobConfig) -> tuple[JobConfig, list[str]]:
     if config.architecture.vocab_size:
         return config, []
     t = chosen_tokenizer(config)
-    there = t.kind == "bytes" or (t.path and Path(t.path).expanduser().exists())
+    there = t.kind == "bytes" or (t.path and local(t.path, weights=False).expanduser().exists())
     trained = not there and t.kind in ("auto", "sentencepiece")
     size = t.vocab_size if trained else load_tokenizer(t).vocab_size
     rounded = -(-size // 64) * 64  # as train.py does

@@ -12,6 +12,7 @@ from farsight.data.sources.build import open_sources
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError, DataError
 from farsight.model.build import ModelConfig, trained_layers
+from farsight.remote import local
 from farsight.training.run_folder import check_run_folder, is_run
 from farsight.training.stages import Recipe, Stage, no_start
 
@@ -38,7 +39,7 @@ def missing(recipe: Recipe, stages: Sequence[Stage]) -> list[str]:
     if recipe.perplexity_lengths and recipe.perplexity_data and not Path(recipe.perplexity_data).is_file():
         wrong.append(f"recipe.perplexity_data = {recipe.perplexity_data!r} is not a file.")
     if recipe.start and not stages[0].finished:
-        wrong += _wrong_start(Path(recipe.start), stages[0])
+        wrong += _wrong_start(local(recipe.start, weights=False), stages[0])
     found: dict[str, list[str]] = {}
     for stage in stages:
         for sentence in [] if stage.finished else _missing_of(stage, root / "tokenizer"):

@@ -13,6 +13,7 @@ from farsight.configs.load import read_toml
 from farsight.model.build import count_parameters
 from farsight.model.position.layers import describe
 from farsight.plots import token_unit
+from farsight.remote import shown
 from farsight.reports.charts import Axis, Mark, Point, Series, line_chart, swatch
 from farsight.reports.page import facts, figure, folded, heading, legend, missing, note, section, table
 from farsight.training.metrics_file import loss_points, run_summary
@@ -36,8 +37,8 @@ def _model(model: NamedModel) -> Markup:
     history = read_history(model.weights) if model.weights is not None else []
     tokens = trained_tokens(model)
     known = {
-        "path": str(model.path),
-        "weights": "none yet" if model.weights is None else str(model.weights),
+        "path": shown(model.path),
+        "weights": "none yet" if model.weights is None else shown(model.weights),
         "shape": shape_text(model.config),
         "parameters": f"{count_parameters(model.config):,}",
         "trained length": f"{model.config.trained_length:,} tokens",

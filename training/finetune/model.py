@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -32,6 +31,7 @@ from farsight.model.build import ModelConfig, build_model
 from farsight.model.flops import Adapters
 from farsight.model.llama import Llama, copy_whole, unwrapped
 from farsight.progress import progress
+from farsight.remote import local, shown
 from farsight.training.finetune.base import take_base
 from farsight.training.optimizers.build import GARFA, trained_parameters
 from farsight.training.start import lasp_warning, names_theta
@@ -61,7 +61,7 @@ def with_base(config: FinetuneConfig, theta_named: bool = True) -> FinetuneConfi
     """
     if not config.base_model.path:
         raise ConfigError("base_model.path is empty: set it to the model directory to fine-tune.")
-    directory = Path(config.base_model.path).expanduser()
+    directory = local(config.base_model.path).expanduser()
     if not directory.is_dir():
         raise ConfigError(
             f"base_model.path = {config.base_model.path!r} does not exist. Name a directory with config.json and *.safetensors: the "
@@ -90,7 +90,7 @@ def with_base(config: FinetuneConfig, theta_named: bool = True) -> FinetuneConfi
         found = find_tokenizer_dir(directory)
         if found is None:
             raise ConfigError(f"{directory} has no tokenizer files: name them in tokenizer.path.")
-        config.tokenizer = replace(config.tokenizer, path=str(found))
+        config.tokenizer = replace(config.tokenizer, path=shown(found))
     check_base(config, ranks=int(os.environ.get("WORLD_SIZE", "1")))
     layers = adapted(config)  # refuses layers that do not exist
     # Refuses patterns that match nothing, and settings that PEFT's file of this base can't hold.
@@ -147,7 +147,7 @@ class BaseWeights:
 
     def __init__(self, model: Llama, config: FinetuneConfig) -> None:
         self.model, self.config = model, config
-        directory = Path(config.base_model.path).expanduser()
+        directory = local(config.base_model.path).expanduser()
         self.read = TensorReader(check_tensors(directory, read_model_config(directory)))
         self.modules: dict[str, nn.Module] = {}
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +29,7 @@ from farsight.model.build import ModelConfig, count_parameters
 from farsight.model.llama import Llama, name_seed
 from farsight.model.position.garfa import alphas, garfa_of_tensors
 from farsight.parallel.ranks import on_rank_zero
+from farsight.remote import local
 from farsight.training.finetune.garfa_picture import draw_alphas
 from farsight.training.finetune.model import TrainedWeights, adapters_of, build_adapted, whole_weights
 from farsight.training.memory_recorder import MemoryRecorder, Phase
@@ -57,7 +57,7 @@ class Finetuner(Trainer):
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__(config)
         (model,) = self.model_parts
-        base = Path(config.base_model.path).expanduser()
+        base = local(config.base_model.path).expanduser()
         self.base, self.checkpoints.history = on_rank_zero(lambda: (base_entry(base), read_history(base)))
         self.checkpoints.base = {"base": self.base["fingerprint"], "base_checksum": self.base["checksum"]}
         self.before = len(self.checkpoints.history)
