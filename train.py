@@ -172,8 +172,9 @@ def run(work: Work) -> None:
     from farsight.parallel.float8 import check_float8
     from farsight.training.ranks import check_layout
     from farsight.training.run_folder import lock_run_folder
+    from farsight.training.run_store import open_run_store
 
-    config, trainer, together = work.config, None, False
+    config, trainer, store, together = work.config, None, None, False
     # Refuse an impossible layout before processes connect.
     check_layout(config, process.ranks().world_size)
     if config.engine == "deepspeed":
@@ -181,8 +182,11 @@ def run(work: Work) -> None:
     check_float8(config)
     if process.ranks().rank == 0:
         lock_run_folder(Path(config.job.dump_folder))
+        store = open_run_store(config.job, config.checkpoint.folder)
     try:
         trainer = work.build()
+        if store is not None:
+            trainer.copy_up = store.push
         if work.dry_run:
             logger.info(f"dry run: everything is ready for {config.training.steps:,} steps")
         else:
@@ -196,6 +200,8 @@ def run(work: Work) -> None:
     finally:
         if trainer is not None:
             trainer.close()
+        if store is not None:
+            store.close()
         # After an error on only this rank, the others are inside a collective: destroying the process group could hang.
         if together and dist.is_initialized():
             dist.destroy_process_group()

@@ -19,6 +19,7 @@ import xxhash
 from farsight.errors import ConfigError
 from farsight.files import inside
 from farsight.progress import progress
+from farsight.stores import PART_BYTES, StorePath, sync_to_disk
 
 logger = logging.getLogger("farsight")
 
@@ -100,7 +101,8 @@ def sums_of(path: Path) -> FileSums:
 
 def _sum(path: Path, start: int, end: int) -> str:
     """The checksum of bytes [start, end), or of those up to the end of the file."""
-    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(READ_BYTES, end - start)))
+    most = PART_BYTES if isinstance(path, StorePath) else READ_BYTES
+    found, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(most, end - start)))
     with path.open("rb", buffering=0) as file:
         file.seek(start)
         while start < end and (read := file.readinto(buffer[: end - start])):  # type: ignore[attr-defined]  # unbuffered
@@ -113,8 +115,7 @@ def write_manifest(folder: Path, files: dict[str, FileSums]) -> None:
     """Writes `checksums.json` and syncs it to disk."""
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         file.write(Manifest(files, BLOCK_BYTES).text())
-        file.flush()
-        os.fsync(file.fileno())
+        sync_to_disk(file)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -153,7 +154,7 @@ def fault(folder: Path, manifest: Manifest, name: str, number: int) -> list[str]
 
 def drop_cached(path: Path) -> None:
     """Has the system forget what it holds of a file in memory, where it can, so that the next read comes from the disk."""
-    if hasattr(os, "posix_fadvise"):
+    if hasattr(os, "posix_fadvise") and not isinstance(path, StorePath):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from farsight.checkpoints.cards.model import CONFIG
 from farsight.checkpoints.checksums import MANIFEST, FileSums, SummedFile, sums_of, write_manifest
 from farsight.errors import ConfigError, UserError
 from farsight.files import inside
+from farsight.stores import StorePath, sync_to_disk
 
 COMPLETE = ".metadata"
 """The last file of a save: a step folder without it was interrupted."""
@@ -211,8 +213,13 @@ class Reader(dcp.FileSystemReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        places = (self.storage_data[item.storage_index] for item in plan.items)
+        order = sorted(
+            zip(((place.relative_path, place.offset) for place in places), range(len(plan.items)), strict=True)
+        )
         try:
-            return super().read_data(plan, planner)
+            # In the order of the file, so that neighbours share a request to a store.
+            return super().read_data(replace(plan, items=[plan.items[number] for _, number in order]), planner)
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # from torch.load: the file may hold anything
@@ -222,7 +229,8 @@ class Reader(dcp.FileSystemReader):
 
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
         self.place = f"{sinfo.relative_path}, bytes {sinfo.offset:,} to {sinfo.offset + sinfo.length:,},"
-        return super()._slice_file(file, sinfo)
+        piece = super()._slice_file(file, sinfo)
+        return BytesIO(piece.read()) if isinstance(self.folder, StorePath) else piece
 
 
 class _Planner(dcp.DefaultLoadPlanner):
@@ -293,8 +301,10 @@ class Writer(_FileSystemWriter):
     fs: _SummingFileSystem
 
     def __init__(self, checkpoint: str | Path, single_file_per_rank: bool = True) -> None:
-        super().__init__(checkpoint, single_file_per_rank=single_file_per_rank)
-        self.fs, self.folder = _SummingFileSystem(), Path(checkpoint)
+        self.folder = checkpoint if isinstance(checkpoint, Path) else Path(checkpoint)
+        on_disk = not isinstance(self.folder, StorePath)
+        super().__init__(self.folder, single_file_per_rank=single_file_per_rank, sync_files=on_disk)
+        self.fs = _SummingFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written = super().write_data(plan, planner).value()
@@ -306,17 +316,17 @@ class Writer(_FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: writes `checksums.json`, and `.metadata` once everything else is on disk."""
         sums = {name: file for *_, last in results for name, file in last.storage_data.items()}
-        metadata.version, metadata.storage_meta = CURRENT_DCP_VERSION, self.storage_meta()
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.folder), save_id=self.save_id)
         metadata.storage_data = {result.index: result.storage_data for *written, _ in results for result in written}
         for path in (self.folder / CONFIG, *sorted((self.folder / "tokenizer").rglob("*"))):
             if path.is_file():
                 sums[path.relative_to(self.folder).as_posix()] = sums_of(path)
                 with path.open("rb") as file:
-                    os.fsync(file.fileno())
+                    sync_to_disk(file)
         part = self.folder / UNFINISHED
         with self.fs.create_stream(part, "wb") as stream:
             pickle.dump(metadata, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
+            sync_to_disk(stream)
         write_manifest(self.folder, {**sums, COMPLETE: self.fs.sums[part.name]})
         part.rename(self.folder / COMPLETE)

@@ -61,6 +61,7 @@ from farsight.model.build import ModelConfig
 from farsight.model.llama import unwrapped
 from farsight.parallel.ranks import file_group, new_file_group, on_every_rank, on_rank_zero
 from farsight.remote import local
+from farsight.stores import StorePath
 from farsight.units import GIB
 
 logger = logging.getLogger("farsight")
@@ -99,7 +100,7 @@ class RunCheckpoints:
     def __init__(self, config: JobConfig, states: dict[str, Any]) -> None:
         self.config, self.model_config, self.states = config, ModelConfig.from_job(config), states
         self.options = config.checkpoint
-        self.folder = Path(config.job.dump_folder) / self.options.folder
+        self.folder = config.checkpoint_folder
         # Earlier runs that trained the weights; steps and tokens of this one when its settings last changed.
         self.history: list[dict[str, Any]] = []
         self.done = (0, 0)
@@ -412,8 +413,9 @@ class RunCheckpoints:
             causes = [repr(error)]
         room = newest = ""
         with suppress(OSError):  # the disk can't be queried
-            free = shutil.disk_usage(self.config.job.dump_folder).free
-            room = f" ({free / GIB:.1f} GiB free there; a quota may allow less)"
+            if not isinstance(self.folder, StorePath):
+                free = shutil.disk_usage(self.config.job.dump_folder).free
+                room = f" ({free / GIB:.1f} GiB free there; a quota may allow less)"
             steps = complete_steps(self.folder)
             newest = f" The newest complete checkpoint is {f'step {steps[-1]}' if steps else 'none'}."
         return f"step {step} could not be saved in {self.folder}{room}: {'; '.join(causes)}.{newest}"

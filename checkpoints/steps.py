@@ -2,12 +2,12 @@
 
 import logging
 import re
-import shutil
 from pathlib import Path
 
 from farsight.checkpoints.checksums import MANIFEST
 from farsight.checkpoints.dcp import COMPLETE, UNFINISHED
 from farsight.checkpoints.intact.check import is_complete
+from farsight.stores import StorePath, delete_tree
 
 logger = logging.getLogger("farsight")
 
@@ -61,7 +61,10 @@ def discard_incomplete(folder: Path) -> None:
         elif holds_only_ours(step):
             delete(step)
             logger.info(f"{step} is removed: its save was interrupted.")
-    if folder.is_dir() and not any(folder.iterdir()):
+    if isinstance(folder, StorePath):
+        if uploads := folder.abort_uploads():
+            logger.info(f"{folder}: {uploads} unfinished upload{'s' * (uploads > 1)} of an interrupted save discarded.")
+    elif folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 
 
@@ -82,7 +85,7 @@ def delete(step: Path) -> None:
         OSError: it can't be deleted.
     """
     (step / MANIFEST).unlink(missing_ok=True)
-    shutil.rmtree(step)
+    delete_tree(step)
 
 
 def set_aside(checkpoint: Path) -> Path:

@@ -6,7 +6,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from farsight.configs.metrics import check_plasticity
-from farsight.configs.schema import JobConfig
+from farsight.configs.schema import Job, JobConfig
 from farsight.errors import ConfigError
 
 
@@ -32,6 +32,7 @@ def check(config: JobConfig) -> None:
     if config.checkpoint.keep_latest_k == 1:
         raise ConfigError("checkpoint.keep_latest_k = 1 would leave nothing to resume from during a save; set 2.")
     _check_folders(config)
+    _check_store(config.job)
     _check_schedule(config)
     if problem := check_plasticity(config.metrics, t.seq_len, a.n_heads):
         raise ConfigError(problem)
@@ -44,6 +45,19 @@ def _check_folders(config: JobConfig) -> None:
         folder = attrgetter(name)(config)
         if Path(folder).is_absolute() or ".." in Path(folder).parts or not Path(folder).parts:
             raise ConfigError(f"{name} = {folder!r} must name a folder inside the run folder, without '..'.")
+
+
+def _check_store(job: Job) -> None:
+    for name, value in (("dump_folder", job.dump_folder), ("store", job.store)):
+        scheme, colon, rest = value.partition("://")
+        if (colon or (name == "store" and value)) and (scheme not in ("s3", "gs") or "/" not in rest.strip("/")):
+            raise ConfigError(
+                f"job.{name} = {value!r} must be a folder on a store that can be written, as in s3://bucket/runs/x."
+            )
+    if job.store and "://" in job.dump_folder:
+        raise ConfigError(
+            f"job.dump_folder = {job.dump_folder!r} and job.store = {job.store!r} are both on a store: leave one out."
+        )
 
 
 def _check_schedule(config: JobConfig) -> None:

@@ -17,6 +17,7 @@ from farsight.configs.schema import JobConfig
 from farsight.configs.shipped import find_config, size_file
 from farsight.configs.typed import Raw, Switch, convert, from_dict, inline
 from farsight.errors import ConfigError
+from farsight.stores import is_remote
 
 C = TypeVar("C", bound=JobConfig)
 
@@ -78,6 +79,8 @@ def _filled_in(config: C) -> C:
     config.validation.local_batch_size = config.validation.local_batch_size or config.training.local_batch_size
     if not config.job.dump_folder:
         config.job.dump_folder = f"runs/{Path(config.job.config_file or 'run').stem}"
+    elif is_remote(config.job.dump_folder):
+        config.job.store, config.job.dump_folder = config.job.dump_folder, f"runs/{Path(config.job.dump_folder).name}"
     return config
 
 

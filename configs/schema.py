@@ -10,6 +10,7 @@ Units: lengths and scopes are tokens; layers and heads count from 0.
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal
 
 from farsight.configs.checkpointing import Checkpoint as Checkpoint
@@ -32,6 +33,7 @@ from farsight.configs.training import Quantize as Quantize
 from farsight.configs.training import Training as Training
 from farsight.configs.training import Validation as Validation
 from farsight.ranges import Count, Dim, PartialShare, Positive, Range, Size
+from farsight.stores import path_of
 
 # ── Architecture ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -454,6 +456,11 @@ class JobConfig:
     data: Data = field(default_factory=Data)
     loss: Loss = field(default_factory=Loss)
     deepspeed: DeepSpeed = field(default_factory=DeepSpeed)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The folder that holds the run's checkpoints, which may be on an object store."""
+        return path_of(self.job.store or self.job.dump_folder) / self.checkpoint.folder
 
     @property
     def model_length(self) -> int:

@@ -14,6 +14,9 @@ class Job:
     """TOML file to read; command-line options override it."""
     dump_folder: str = ""
     """Run folder: everything the run writes goes here. Empty: runs/<name of the config file>."""
+    store: str = ""
+    """Object store to keep the run's checkpoints in, and a copy of its other files: s3://bucket/runs/x or gs://…; dump_folder is
+    then the folder for those files on this machine. A dump_folder of that form sets both, to it and to runs/x."""
     description: str = "Farsight"
     """The run's name in the log and in its files."""
     print_config: bool = False

@@ -4,6 +4,7 @@ A place stays written as it is in configs, results and messages; `local` gives t
 back. Several ranks read the same version of a place, which rank 0 looks up, and one rank of each node downloads it.
 """
 
+import fcntl
 import json
 import os
 import re
@@ -16,9 +17,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from farsight import process
 from farsight.errors import UserError
 from farsight.progress import progress
+from farsight.stores import StorePath, path_of
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 SMALL_FILES = (
@@ -93,7 +97,7 @@ def _local(url: str, weights: bool) -> Path:
         folder = scheme.fetch(exact, weights)
     else:
         key = f"fetch {exact} {weights} {socket.gethostname()} {os.environ.get('GROUP_RANK')}"
-        folder = Path(_from_one(key, ranks.local_rank == 0, lambda: str(scheme.fetch(exact, weights))))
+        folder = path_of(_from_one(key, ranks.local_rank == 0, lambda: str(scheme.fetch(exact, weights))))
     _urls[folder] = url
     return folder
 
@@ -269,5 +273,75 @@ def _bar(*args: Any, total: float | None = None, desc: str = "", unit: str = "it
     return progress(total=total, desc="download", unit="B", unit_scale=True, disable=hidden)
 
 
-SCHEMES = {"hf": Scheme(_pin_hub, _fetch_hub)}
+# ── Object stores and web servers ─────────────────────────────────────────────────────────────────────
+
+NAMES = (
+    "config.json", "farsight.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "chat_template.jinja",
+    "adapter_config.json", "farsight_adapter.json", "adapter_model.safetensors", "garfa.safetensors",
+)  # fmt: skip
+"""Files to ask a web server for, which has no lists of files; the index of a model names its other weights."""
+
+
+def cache_folder() -> Path:
+    """The folder for copies of models on stores and web servers."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farsight"
+
+
+def _fetch_store(url: str, weights: bool) -> Path:
+    """Checkpoints are read from where they are; models, adapters and tokenizers are copied, as safetensors are mapped into memory."""
+    place = StorePath(url)
+    try:
+        if (place / ".metadata").is_file():
+            return place
+        return download_store(place, (*SMALL_FILES, *WEIGHTS * weights))
+    except OSError as error:
+        raise UserError(f"{url} can't be read: {error.strerror or error}.") from error
+
+
+def download_store(place: StorePath, patterns: tuple[str, ...] = SMALL_FILES) -> Path:
+    """Copies the files of a folder on a store, without its subfolders, into the cache, and returns their folder there.
+
+    The same version is not copied again, and one that was copied in part goes on from there.
+
+    Args:
+        patterns: names of files to copy.
+
+    Raises:
+        UserError: there is no such folder, or nothing of that name in it.
+        OSError: it can't be read now, or the cache can't be written.
+    """
+    found = {path.name: path.version() for path in _listed(place) if any(map(path.match, (*SMALL_FILES, *WEIGHTS)))}
+    if not found:
+        raise UserError(f"{place} has no files of a model; name the folder that holds one.")
+    version = xxhash.xxh3_128_hexdigest(json.dumps([str(place), sorted(found.items())]).encode())
+    folder = cache_folder() / place.scheme / version
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        missing = [name for name in found if any(map(Path(name).match, patterns)) and not (folder / name).is_file()]
+        size = sum(found[name][0] for name in missing)
+        with progress(total=size, desc="download", unit="B", unit_scale=True) as bar:
+            for name in missing:
+                (place / name).fetch(folder / name, resume=True, moved=bar.update)
+    return folder
+
+
+def _listed(place: StorePath) -> list[StorePath]:
+    """The files of a folder."""
+    if place.scheme not in ("http", "https"):
+        return [path for path in place.iterdir() if path.is_file()] if place.is_dir() else []
+    index = place / "model.safetensors.index.json"
+    try:
+        more = (
+            {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()} if index.is_file() else set()
+        )
+    except (ValueError, KeyError, AttributeError):  # refused when the model is read
+        more = set()
+    return [place / name for name in (*NAMES, *sorted(more)) if "/" not in name and (place / name).is_file()]
+
+
+_STORE = Scheme(lambda url: url, _fetch_store)  # a store keeps no older versions that could be asked for
+
+SCHEMES = {"hf": Scheme(_pin_hub, _fetch_hub), "s3": _STORE, "gs": _STORE, "http": _STORE, "https": _STORE}
 """How each scheme is read."""

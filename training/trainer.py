@@ -105,6 +105,8 @@ class Trainer:
 
     def __init__(self, config: JobConfig, live_plasticity: Callable[..., LiveMeasure] | None = None) -> None:
         self.config, self.folder = config, Path(config.job.dump_folder)
+        self.copy_up: Callable[[], None] = lambda: None
+        """On rank 0, copies the run folder's files to the run's object store, if it has one."""
         self.device = prepare_device()
         connect(config)
         self.dims = dims = ParallelDims.of(config, dist.get_world_size())
@@ -516,6 +518,7 @@ class Trainer:
                     self._measure_plasticity()
                 if last or self.stopping or self.checkpoints.due(self.step):
                     with metrics.paused():
+                        self._copy_up()  # first, so that a checkpoint's figures are there with it
                         self.checkpoints.save(self.step, last_step=last or self.stopping)
                 profiled()
                 if self.stopping and not last:
@@ -528,6 +531,7 @@ class Trainer:
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self.checkpoints.finish()
         self._export()
+        self._copy_up()
 
     # Measuring and saving ────────────────────────────────────────────────────────────────────────
 
@@ -586,6 +590,10 @@ class Trainer:
             logger.info(f"model directory: {out}")
 
         self._on_rank_zero(write)
+
+    def _copy_up(self) -> None:
+        if self.config.job.store:
+            self._on_rank_zero(self.copy_up)
 
     def _on_rank_zero(self, work: Callable[[], None]) -> None:
         """Writes files on rank 0 while the others wait, for hours if needed.

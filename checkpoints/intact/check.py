@@ -131,7 +131,7 @@ def _size(path: Path) -> int | None:
     """Bytes, or None if there is no such file. The file is opened because NFS may answer `stat` from a stale cache."""
     try:
         with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_size
+            return file.seek(0, os.SEEK_END)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
 

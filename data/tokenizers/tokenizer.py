@@ -19,7 +19,8 @@ from farsight.data.tokenizers.sentencepiece import MODEL_FILE, SentencePieceToke
 from farsight.data.tokenizers.sentencepiece import train_sentencepiece as train_sentencepiece
 from farsight.errors import DataError
 from farsight.json_files import read_object
-from farsight.remote import local
+from farsight.remote import download_store, local
+from farsight.stores import StorePath
 
 
 def padding_id(tokenizer: Tokenizer) -> int:
@@ -105,7 +106,8 @@ def find_tokenizer_dir(start: Path) -> Path | None:
     places = [start, start / "tokenizer"]
     if (start.parent.parent / "config.toml").is_file():  # a run folder
         places.append(start.parent.parent / "tokenizer")
-    return next((p for p in places if any((p / name).is_file() for name in (FAST_FILE, MODEL_FILE))), None)
+    found = next((p for p in places if any((p / name).is_file() for name in (FAST_FILE, MODEL_FILE))), None)
+    return download_store(found) if isinstance(found, StorePath) else found
 
 
 def load_tokenizer_dir(path: str | Path) -> Tokenizer:
