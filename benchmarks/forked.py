@@ -11,7 +11,7 @@ import runpy
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -50,22 +50,27 @@ class Forked:
         output: a folder for what they print.
         script: a file of the repository, or a command of `farsight`.
         folder: the working directory.
+        environment: variables for all ranks.
     """
 
     def __init__(
-        self, arguments: Sequence[str], ranks: int, output: Path, script: str = "train.py", folder: Path = ROOT
+        self,
+        arguments: Sequence[str],
+        ranks: int,
+        output: Path,
+        script: str = "train.py",
+        folder: Path = ROOT,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         output.mkdir(parents=True, exist_ok=True)
         self.output = output
-        common = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        common = {**(environment or {}), "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
         common["MASTER_PORT"] = str(_free_port()) if ranks > 1 else "0"
         self.processes: list[BaseProcess] = []
         for rank in range(ranks):
-            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+            own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
             files = output / f"{rank}.out", output / f"{rank}.err"
-            process = _server().Process(
-                target=_rank, args=([script, *arguments], environment, str(folder), *map(str, files))
-            )
+            process = _server().Process(target=_rank, args=([script, *arguments], own, str(folder), *map(str, files)))
             process.start()
             self.processes.append(process)
 

@@ -12,12 +12,11 @@ the steps since that one, and ends with the same rows in metrics.jsonl and the s
 import json
 import random
 import re
-import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from farsight.checkpoints.intact.check import faults
 from farsight.checkpoints.steps import complete_steps, step_folders
 from farsight.cli import bounded, command, new_parser, positive
 from farsight.outputs import add_json_option, write_json
+from farsight.stores import delete_tree, path_of
 
 CONFIG = (
     MODEL
@@ -68,6 +68,13 @@ class Training:
     interval: int = 10
     ranks: int = 1
     asynchronous: bool = False
+    store: str = ""
+    """A folder on an object store that holds the runs' checkpoints."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def checkpoints(self, name: str) -> Path:
+        """The folder of a run's checkpoints."""
+        return path_of(f"{self.store}/{name}" if self.store else self.folder / name) / "checkpoint"
 
     def start(self, name: str, log: Path) -> Forked:
         """Starts the run's ranks, which print into folder `log`.
@@ -81,7 +88,10 @@ class Training:
             "training.local_batch_size": 2 // self.ranks, "checkpoint.interval": self.interval,
             "checkpoint.async_mode": "async" if self.asynchronous else "disabled",
         }  # fmt: skip
-        return Forked([f"--{key}={value}" for key, value in options.items()], self.ranks, log)
+        if self.store:
+            options["job.store"] = f"{self.store}/{name}"
+        arguments = [f"--{key}={value}" for key, value in options.items()]
+        return Forked(arguments, self.ranks, log, environment=self.environment)
 
 
 def join(ranks: Forked) -> set[int | None]:
@@ -134,7 +144,7 @@ def train_undisturbed(training: Training) -> Undisturbed:
     if status:
         raise SystemExit(f"the undisturbed run ended with {status}:\n{output(log)[-4000:]}")
     folder = training.folder / "undisturbed"
-    last = folder / "checkpoint" / f"step-{training.steps}"
+    last = training.checkpoints("undisturbed") / f"step-{training.steps}"
     saved = _modified(last / COMPLETE)
     return Undisturbed(
         rows=rows(folder),
@@ -178,14 +188,14 @@ def kill_and_resume(
         aimed_at: keys of `AIMS`.
     """
     folder, outcome = training.folder / name, Outcome()
-    checkpoints = folder / "checkpoint"
+    checkpoints = training.checkpoints(name)
     for attempt, aim in enumerate(aimed_at):
         log = training.folder / f"{name}.{attempt}.log"
         while True:
             newest = max(complete_steps(checkpoints), default=0)
             if newest == training.steps:
                 # The kill came after the last save. Remove that save, so that there is something left to aim at.
-                shutil.rmtree(checkpoints / f"step-{newest}")
+                delete_tree(checkpoints / f"step-{newest}")
                 newest = max(complete_steps(checkpoints), default=0)
             ranks = training.start(name, log)
             _wait_for(aim, training, checkpoints, newest, log, whole, rng, ranks)

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -190,6 +190,21 @@ def _check(sane: bool, what: Any) -> None:
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────
 
 
+REQUEST_BYTES = 8 * 2**20
+"""Neighbouring pieces up to this size together are read from a store by one request."""
+GAP_BYTES = 2**16
+"""Bytes between two pieces that are rather read too than left out by another request."""
+
+
+@dataclass
+class _Request:
+    """Bytes [begin, end) of a file."""
+
+    name: str
+    begin: int
+    end: int
+
+
 class Reader(dcp.FileSystemReader):
     """Reads a checkpoint folder. It can be used for several loads, and reads `.metadata` once."""
 
@@ -198,6 +213,10 @@ class Reader(dcp.FileSystemReader):
         self.folder, self.place = checkpoint, ""
         self.metadata: Metadata | None = None
         self.error: Exception | None = None
+        self.requests: dict[tuple[str, int], _Request] = {}
+        """The request that brings each piece, by file and offset; on a store."""
+        self.held: _Request | None = None
+        self.data = b""
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]  # without `rank`, DCP looks for no other file
         # DCP would log an exception raised here with its traceback, and raise another one.
@@ -213,13 +232,10 @@ class Reader(dcp.FileSystemReader):
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        places = (self.storage_data[item.storage_index] for item in plan.items)
-        order = sorted(
-            zip(((place.relative_path, place.offset) for place in places), range(len(plan.items)), strict=True)
-        )
+        if isinstance(self.folder, StorePath):
+            plan = self._in_requests(plan)
         try:
-            # In the order of the file, so that neighbours share a request to a store.
-            return super().read_data(replace(plan, items=[plan.items[number] for _, number in order]), planner)
+            return super().read_data(plan, planner)
         except (OSError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # from torch.load: the file may hold anything
@@ -227,10 +243,30 @@ class Reader(dcp.FileSystemReader):
             what = f"asks for {wanted[1]}, which could run arbitrary code" if wanted else f"can't be read ({error})"
             raise ConfigError(f"{self.folder}: {self.place} {what}. None of its code was run.") from error
 
+    def _in_requests(self, plan: LoadPlan) -> LoadPlan:
+        """The plan in the order of the files, with neighbouring pieces put into one request to the store."""
+        places = [self.storage_data[item.storage_index] for item in plan.items]
+        order = sorted(range(len(places)), key=lambda number: (places[number].relative_path, places[number].offset))
+        self.requests = {}
+        request = _Request("", 0, 0)
+        for place in (places[number] for number in order):
+            end = place.offset + place.length
+            fits = end - request.begin <= REQUEST_BYTES and place.offset - request.end <= GAP_BYTES
+            if place.relative_path != request.name or not fits:
+                request = _Request(place.relative_path, place.offset, end)
+            request.end = max(request.end, end)
+            self.requests[place.relative_path, place.offset] = request
+        return replace(plan, items=[plan.items[number] for number in order])
+
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> Any:
         self.place = f"{sinfo.relative_path}, bytes {sinfo.offset:,} to {sinfo.offset + sinfo.length:,},"
-        piece = super()._slice_file(file, sinfo)
-        return BytesIO(piece.read()) if isinstance(self.folder, StorePath) else piece
+        if not isinstance(self.folder, StorePath):
+            return super()._slice_file(file, sinfo)
+        request = self.requests[sinfo.relative_path, sinfo.offset]
+        if self.held is not request:
+            self.held, self.data = request, (self.folder / request.name).read_range(request.begin, request.end)
+        begin = sinfo.offset - request.begin
+        return BytesIO(self.data[begin : begin + sinfo.length])
 
 
 class _Planner(dcp.DefaultLoadPlanner):

@@ -23,7 +23,7 @@ T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
 """Packages that fsspec needs, by scheme."""
 READ_BYTES = 2**20
-"""What a small read fetches at once, so that neighbouring small tensors share a request."""
+"""What a small read fetches at once."""
 PART_BYTES = 64 * 2**20
 """A larger object is uploaded in parts of this size, which stay in memory until they are sent; S3 takes up to 10,000."""
 TRIES = 8

@@ -27,6 +27,7 @@ LEASE = "lease.json"
 BEAT_SECONDS = 20.0
 GONE_SECONDS = 90.0
 """A lease that does not change for so long belongs to no run any more."""
+POLL_SECONDS = 1.0
 METRICS = "metrics.jsonl"
 
 
@@ -156,7 +157,7 @@ class Lease:
                 logger.info(
                     f"{self.path.parent} was in use by {holder}: waiting {GONE_SECONDS:.0f} s to see whether it still is"
                 )
-            time.sleep(1)
+            time.sleep(POLL_SECONDS)
             if (now := self._read()) != first and now is not None:
                 raise ConfigError(
                     f"{self.path.parent} is in use by {holder}; wait for it, or set another job.dump_folder."

@@ -1,0 +1,414 @@
+"""Runs whose checkpoints are on an object store, and paths on one: an S3-compatible server on this machine, behind a proxy."""
+
+import itertools
+import json
+import os
+import pickle
+import random
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from farsight import stores
+from farsight.benchmarks.kills import Training, join, kill_and_resume, output, rows, train_undisturbed, weights
+from farsight.benchmarks.local_store import BUCKET, LocalStore
+from farsight.checkpoints.intact.check import every_fault
+from farsight.checkpoints.steps import complete_steps, step_folders
+from farsight.configs.load import build_config
+from farsight.errors import ConfigError, SaveError
+from farsight.stores import StorePath, path_of
+from farsight.training import run_store
+from farsight.training.run_store import open_run_store
+from tests.running import metrics
+
+STEPS, INTERVAL = 16, 4
+
+
+@pytest.fixture(scope="module")
+def server():
+    with LocalStore() as store:
+        yield store
+
+
+@pytest.fixture
+def store(server, monkeypatch):
+    """The server without faults, and this process set up to use it."""
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    stores._filesystem.cache_clear()
+    server.fault, server.on_piece = (lambda method, path: ""), (lambda method, path, size: None)
+    server.forget()
+    yield server
+    stores._filesystem.cache_clear()
+
+
+def at(name):
+    return StorePath(f"s3://{BUCKET}/{name}")
+
+
+# ── Whole runs ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run on the disk."""
+    return train_undisturbed(Training(tmp_path_factory.mktemp("local"), STEPS, INTERVAL))
+
+
+def on_store(store, folder, name, **options):
+    return Training(folder, STEPS, INTERVAL, store=str(at(name)), environment=store.environment, **options)
+
+
+def kill_in_upload(training, store, step):
+    """Trains until a part of a checkpoint's first file has arrived, and kills the run there."""
+    ranks = training.start("run", training.folder / "upload.log")
+    arrived = threading.Event()
+
+    def kill(method, path, size):
+        if method == "PUT" and f"step-{step}/__0_0" in path and not arrived.is_set():
+            arrived.set()
+            for process in ranks.processes:
+                process.kill()
+
+    store.on_piece = kill
+    statuses = join(ranks)
+    store.on_piece = lambda method, path, size: None
+    assert arrived.is_set(), output(training.folder / "upload.log")
+    assert statuses == {-9}
+
+
+@pytest.mark.slow
+def test_a_run_killed_five_times_ends_like_one_on_the_disk(store, tmp_path, whole):
+    training = on_store(store, tmp_path, "killed")
+    kill_in_upload(training, store, 2 * INTERVAL)
+    checkpoints = training.checkpoints("run")
+    assert complete_steps(checkpoints) == [INTERVAL]
+    assert [*step_folders(checkpoints)] == [INTERVAL, 2 * INTERVAL]  # the second has its config and no weights
+
+    shutil.rmtree(tmp_path / "run")  # as on another machine
+    aims = ["start-up", "training", "saving", "export"]
+    outcome = kill_and_resume(
+        training, "run", replace(whole, save_seconds=0.4, export_seconds=0.4), aims, random.Random(2)
+    )
+    assert outcome.wrong == []
+    assert len(outcome.kills) == len(aims)
+    assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, STEPS + 1))
+    assert not (tmp_path / "run" / "checkpoint").exists()
+    assert store.uploads() == []
+    # What lies here lies there too, and nothing else but the checkpoints.
+    there = {path.relative_to(at("killed/run")).as_posix(): path for path in at("killed/run").rglob("*")}
+    assert {name for name in there if not name.startswith("checkpoint/")} == {
+        path.relative_to(tmp_path / "run").as_posix()
+        for path in (tmp_path / "run").rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+    for name, path in there.items():
+        if not name.startswith("checkpoint/"):
+            assert path.read_bytes() == (tmp_path / "run" / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_two_ranks_write_and_read_their_own_shards(store, tmp_path):
+    alone = train_undisturbed(Training(tmp_path, STEPS, INTERVAL, ranks=2))
+    training = on_store(store, tmp_path, "two", ranks=2, asynchronous=True)
+    kill_in_upload(training, store, 2 * INTERVAL)
+    store.forget()
+    last = tmp_path / "last.log"
+    assert join(training.start("run", last)) == {0}, output(last)
+    assert f"resuming from {training.checkpoints('run')}/step-{INTERVAL}" in output(last)
+    assert weights(tmp_path / "run") == alone.weights
+    assert rows(tmp_path / "run") == alone.rows
+    sent = {path.rpartition("/")[2].partition("?")[0] for method, path, _ in store.seen if method == "PUT"}
+    assert {"__0_0.distcp", "__1_0.distcp"} <= sent
+
+
+@pytest.mark.slow
+def test_a_store_that_fails_now_and_then_leaves_no_trace(store, tmp_path, whole):
+    """Each eighth request fails, in turn by a refusal, a closed connection and half an answer."""
+    requests, faults = itertools.count(1), itertools.cycle(["503", "drop", "cut"])
+    store.fault = lambda method, path: "" if next(requests) % 8 else next(faults)
+    training = on_store(store, tmp_path, "faulty")
+    log = tmp_path / "log"
+    assert join(training.start("run", log)) == {0}, output(log)
+    assert rows(tmp_path / "run") == whole.rows
+    assert weights(tmp_path / "run") == whole.weights
+    for word in ("can't", "warn", "error", "retr"):
+        assert word not in output(log).lower()
+    store.fault = lambda method, path: ""
+    assert every_fault(training.checkpoints("run") / f"step-{STEPS}") == []
+
+
+# ── Checkpoints, in this process ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def saved(store, tmp_path, start_run):
+    """Starts runs of a name, one after the other, whose checkpoints are on the store."""
+
+    def start(name, **options):
+        run = start_run(sections={"job": {"dump_folder": str(tmp_path / "run"), "store": str(at(name))}}, **options)
+        run.folder = at(name) / "checkpoint"
+        return run
+
+    return start
+
+
+def test_a_checkpoint_is_complete_with_its_last_object(store, saved):
+    run = saved("order")
+    run.save(3)
+    names = [path.rpartition("/")[2] for method, path, _ in store.seen if method == "PUT" and "step-3" in path]
+    assert names[-1] == ".metadata"
+    assert sorted(names[:-1]) == [".metadata.tmp", "__0_0.distcp", "checksums.json", "farsight.json"]
+    assert complete_steps(run.folder) == [3]
+    assert saved("order").load() == 3
+
+
+def test_the_store_checks_what_it_receives(store, saved):
+    """Each upload brings a checksum for the store to compare."""
+    saved("sums").save(3)
+    uploads = [headers for method, path, headers in store.seen if method == "PUT" and path.endswith(".distcp")]
+    assert uploads
+    for headers in uploads:
+        assert any(name.lower().startswith("x-amz-checksum-") for name in headers)
+
+
+def test_a_save_reads_nothing_back_and_a_load_reads_each_byte_twice(store, saved):
+    run = saved("bytes")
+    run.save(3)
+    size = (run.folder / "step-3" / "__0_0.distcp").stat().st_size
+    data = [path for method, path, _ in store.seen if method == "GET" and path.endswith(".distcp")]
+    assert data == []
+    store.forget()
+    assert saved("bytes").load() == 3
+    small = 100_000  # .metadata and the JSON files, which several checks read
+    assert 2 * size <= store.down["checkpoints"] < 2 * size + small
+
+
+def test_remains_are_removed_and_damage_is_set_aside(store, saved, caplog):
+    caplog.set_level("INFO", "farsight")
+    run = saved("remains", keep_latest_k=0)
+    for step in (3, 6, 9):
+        run.save(step)
+    (run.folder / "step-9" / ".metadata").rename(run.folder / "step-9" / ".metadata.tmp")  # as a save that was killed
+    data = bytearray((shard := run.folder / "step-6" / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    unfinished = stores._filesystem("s3", os.getpid()).call_s3
+    for folder in ("remains/checkpoint/step-9", "remains-of-another/checkpoint/step-9"):
+        unfinished("create_multipart_upload", Bucket=BUCKET, Key=f"{folder}/__0_0.distcp")
+
+    assert saved("remains").load() == 3
+    assert "step-9 is removed: its save was interrupted" in caplog.text
+    assert "step-6 is damaged: __0_0.distcp was altered between bytes 0 and" in caplog.text
+    assert sorted(path.name for path in run.folder.iterdir()) == ["damaged-6", "step-3"]
+    assert (run.folder / "damaged-6" / "__0_0.distcp").read_bytes() == data
+    assert store.uploads() == ["remains-of-another/checkpoint/step-9/__0_0.distcp"]
+
+
+def test_old_checkpoints_are_deleted_and_others_files_are_not(store, saved, caplog):
+    run = saved("old")
+    for step in (3, 6, 9):
+        if step == 9:
+            (run.folder / "step-3" / "notes.txt").write_text("mine")
+        run.save(step)
+    run.save(12)
+    assert complete_steps(run.folder) == [3, 9, 12]
+    assert "step-3 is not deleted: Farsight did not write all that is in it (notes.txt)" in caplog.text
+    assert not (run.folder / "step-6").exists()
+
+
+def test_a_save_that_fails_leaves_no_part_of_it(store, saved):
+    run = saved("failing")
+    run.save(3)
+    store.fault = lambda method, path: "403" if method == "PUT" and "__0_0" in path else ""
+    with pytest.raises(
+        SaveError, match=r"step 6 could not be saved in s3://bucket/failing/checkpoint: .*AccessDenied.* step 3"
+    ):
+        run.save(6)
+    store.fault = lambda method, path: ""
+    assert [*step_folders(run.folder)] == [3]
+    assert saved("failing").load() == 3
+
+
+def write_and_fail(path, size):
+    with path.open("wb") as file:
+        file.write(bytes(size))
+        raise ZeroDivisionError
+
+
+def test_a_write_that_is_interrupted_leaves_no_object(store, monkeypatch):
+    monkeypatch.setattr(stores, "PART_BYTES", 5 * 2**20)
+    for size in (100, 6 * 2**20):  # in one request, and in parts
+        with pytest.raises(ZeroDivisionError):
+            write_and_fail(at("half") / str(size), size)
+    assert not at("half").exists()
+    assert not any("half" in name for name in store.uploads())
+
+
+# ── Paths ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_paths_are_like_those_of_folders(store, tmp_path):
+    """The same calls give the same answers on the disk and on the store."""
+    found = []
+    for root in (tmp_path / "root", at("root")):
+        folder = root / "step-1"
+        folder.mkdir(parents=True)
+        (folder / "a.txt").write_text("één", encoding="utf-8")
+        with (folder / "b.bin").open("wb") as file:
+            written = [file.write(b"0123456789" * 3), file.tell()]
+        with (folder / "b.bin").open("rb") as file:
+            read = [file.read(4), file.seek(-5, 2), file.read(), file.read(), file.seek(2), file.read(3)]
+        (folder / "a.txt").rename(folder / "c.txt")
+        folder.rename(root / "step-2")
+        folder = root / "step-2"
+        (folder / "gone").unlink(missing_ok=True)
+        with pytest.raises(FileNotFoundError):
+            (folder / "gone").read_bytes()
+        paths = [folder, folder / "c.txt", folder / "gone", root / "step-1"]
+        found.append(
+            [
+                written, read, (folder / "c.txt").read_text(encoding="utf-8"), (folder / "b.bin").stat().st_size,
+                [(path.exists(), path.is_dir(), path.is_file()) for path in paths],
+                [path.relative_to(root).as_posix() for path in (*root.iterdir(), *sorted(folder.iterdir()))],
+                sorted(path.name for path in root.glob("step-*")), sorted(path.name for path in folder.glob("*.bin")),
+                sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()),
+                (folder / "b.bin").with_name("d").name, folder.parent == root, folder.suffix, len({folder, root / "step-2"}),
+            ]
+        )  # fmt: skip
+        stores.delete_tree(root)
+        assert not root.exists()
+    assert found[0] == found[1]
+
+
+def test_a_path_on_a_store_is_never_taken_for_a_file(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = at("a/b")
+    assert str(path) == f"s3://{BUCKET}/a/b"
+    assert pickle.loads(pickle.dumps(path)) == path == path_of(Path(str(path)))
+    assert isinstance(path_of(str(path)), StorePath)
+    assert type(path_of("s3/b")) is type(Path("s3/b"))
+    for wrong in (lambda: os.stat(path), lambda: os.listdir(path), lambda: shutil.copy(path, tmp_path)):
+        with pytest.raises(TypeError, match="is no file of the operating system"):
+            wrong()
+    assert [*tmp_path.iterdir()] == []
+
+
+# ── The start of a run ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def lock(monkeypatch):
+    """Leases that grow old within a second."""
+    monkeypatch.setattr(run_store, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(run_store, "GONE_SECONDS", 0.5)
+    monkeypatch.setattr(run_store, "POLL_SECONDS", 0.1)
+
+
+def opened(folder, name):
+    config = build_config({"job": {"dump_folder": str(folder), "store": str(at(name))}})
+    return open_run_store(config.job, config.checkpoint.folder)
+
+
+@pytest.mark.parametrize(
+    ("url", "fault", "said"),
+    [
+        ("s3://no-such-bucket/x", "", "there is no bucket 'no-such-bucket'"),
+        (f"s3://{BUCKET}/x", "403", "access is denied.*list, read, write and delete"),
+    ],
+)
+def test_a_store_that_can_not_be_used_ends_the_run_before_its_first_step(store, tmp_path, url, fault, said):
+    store.fault = lambda method, path: fault
+    job = build_config({"job": {"dump_folder": str(tmp_path / "run"), "store": url}}).job
+    with pytest.raises(ConfigError, match=f"job.store = {url} can't be used: {said}"):
+        open_run_store(job, "checkpoint")
+
+
+def test_without_credentials_or_package_a_sentence_says_so(store, tmp_path, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match="no credentials were found"):
+        opened(tmp_path / "run", "x")
+    monkeypatch.setitem(stores.PACKAGES, "s3", "package_that_is_not_installed")
+    stores._filesystem.cache_clear()
+    with pytest.raises(ModuleNotFoundError, match="package_that_is_not_installed"):
+        opened(tmp_path / "run", "x")
+
+
+def test_only_one_run_uses_a_folder_of_a_store(store, tmp_path, lock, monkeypatch):
+    first = opened(tmp_path / "run", "leased")
+    with pytest.raises(ConfigError, match=rf"s3://{BUCKET}/leased is in use by .*:{tmp_path}/run; wait for it"):
+        opened(tmp_path / "another", "leased")
+    first.close()
+    assert not (at("leased") / run_store.LEASE).exists()
+    second = opened(tmp_path / "another", "leased")
+    second.close()
+
+
+def test_the_lease_of_a_killed_run_is_taken_over(store, tmp_path, lock):
+    lease = at("old") / run_store.LEASE
+    lease.write_text(json.dumps({"holder": "elsewhere:/runs/x", "token": "1"}))
+    run = opened(tmp_path / "run", "old")
+    run.push()  # which would refuse to mix two runs
+    while run.lease.thread.is_alive():  # which may have looked just before, and write its own once more
+        lease.write_text(json.dumps({"holder": "elsewhere:/runs/x", "token": "2"}))
+        run.lease.thread.join(0.2)
+    with pytest.raises(SaveError, match="has been taken over by elsewhere:/runs/x"):
+        run.push()
+    run.close()
+    assert json.loads(lease.read_text())["token"] == "2"
+
+    # On the same machine the lock of the run folder says that no run holds it.
+    lease.write_text(json.dumps({"holder": run.lease.holder, "token": "3"}))
+    again = opened(tmp_path / "run", "old")
+    assert json.loads(lease.read_text())["token"] == again.lease.token
+    again.close()
+
+
+def test_figures_come_from_the_store_where_it_has_others(store, tmp_path, lock):
+    there = at("figures")
+    (there / "metrics.jsonl").write_text("1\n2\n")
+    (there / "tokenizer" / "tokenizer.json").write_text("{}")
+    (there / "checkpoint" / "step-3" / "__0_0.distcp").write_text("data")
+    (there / "model" / "model.safetensors").write_text("weights")
+    run = opened(tmp_path / "run", "figures")
+    run.close()
+    assert {path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run").rglob("*") if path.is_file()} == {
+        "metrics.jsonl", "tokenizer/tokenizer.json",
+    }  # fmt: skip
+    for here, kept in (("1\n2\n3\n", "1\n2\n3\n"), ("1\n4\n", "1\n2\n")):
+        (tmp_path / "run" / "metrics.jsonl").write_text(here)
+        (there / "metrics.jsonl").write_text("1\n2\n")
+        opened(tmp_path / "run", "figures").close()
+        assert (tmp_path / "run" / "metrics.jsonl").read_text() == kept
+
+
+def test_a_run_folder_belongs_to_one_store(store, tmp_path, lock):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.toml").write_text('[job]\nstore = "s3://bucket/one"\n')
+    with pytest.raises(
+        ConfigError, match=r"whose checkpoints are in s3://bucket/one, and job.store = 's3://bucket/two'"
+    ):
+        opened(folder, "two")
+    with pytest.raises(ConfigError, match=r"whose checkpoints are in s3://bucket/one, and job.store = ''"):
+        open_run_store(build_config({"job": {"dump_folder": str(folder)}}).job, "checkpoint")
+    opened(folder, "one").close()
+
+
+def test_a_run_folder_on_a_store_has_its_small_files_in_a_folder_of_its_name():
+    job = build_config({"job": {"dump_folder": "s3://bucket/team/runs/x"}}).job
+    assert (job.dump_folder, job.store) == ("runs/x", "s3://bucket/team/runs/x")
+    for values, said in (
+        ({"dump_folder": "https://host/x"}, "job.dump_folder = 'https://host/x' must be a folder on a store"),
+        ({"dump_folder": "s3://bucket"}, "must be a folder on a store that can be written, as in s3://bucket/runs/x"),
+        ({"store": "runs/x"}, "job.store = 'runs/x' must be a folder on a store"),
+        ({"dump_folder": "s3://a/x", "store": "s3://b/x"}, "both on a store: leave one out"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            build_config({"job": values})
