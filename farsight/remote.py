@@ -10,7 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -275,8 +275,9 @@ def _bar(*args: Any, total: float | None = None, desc: str = "", unit: str = "it
 
 # ── Object stores and web servers ─────────────────────────────────────────────────────────────────────
 
+INDEX = "model.safetensors.index.json"
 NAMES = (
-    "config.json", "farsight.json", "model.safetensors", "model.safetensors.index.json", "tokenizer.json", "tokenizer.model",
+    "config.json", "farsight.json", "model.safetensors", INDEX, "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json", "chat_template.jinja",
     "adapter_config.json", "farsight_adapter.json", "adapter_model.safetensors", "garfa.safetensors",
 )  # fmt: skip
@@ -292,8 +293,9 @@ def _fetch_store(url: str, weights: bool) -> Path:
     """Checkpoints are read from where they are; models, adapters and tokenizers are copied, as safetensors are mapped into memory."""
     place = StorePath(url)
     try:
-        if (place / ".metadata").is_file():
-            return place
+        with suppress(PermissionError):
+            if (place / ".metadata").is_file():
+                return place
         return download_store(place, (*SMALL_FILES, *WEIGHTS * weights))
     except OSError as error:
         raise UserError(f"{url} can't be read: {error.strerror or error}.") from error
@@ -311,7 +313,7 @@ def download_store(place: StorePath, patterns: tuple[str, ...] = SMALL_FILES) ->
         UserError: there is no such folder, or nothing of that name in it.
         OSError: it can't be read now, or the cache can't be written.
     """
-    found = {path.name: path.version() for path in _listed(place) if any(map(path.match, (*SMALL_FILES, *WEIGHTS)))}
+    found = _versions(place)
     if not found:
         raise UserError(f"{place} has no files of a model; name the folder that holds one.")
     version = xxhash.xxh3_128_hexdigest(json.dumps([str(place), sorted(found.items())]).encode())
@@ -327,18 +329,32 @@ def download_store(place: StorePath, patterns: tuple[str, ...] = SMALL_FILES) ->
     return folder
 
 
-def _listed(place: StorePath) -> list[StorePath]:
-    """The files of a folder."""
+def _versions(place: StorePath) -> dict[str, tuple[int, str]]:
+    """The files of a model in a folder, each with its size and version."""
     if place.scheme not in ("http", "https"):
-        return [path for path in place.iterdir() if path.is_file()] if place.is_dir() else []
-    index = place / "model.safetensors.index.json"
-    try:
-        more = (
-            {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()} if index.is_file() else set()
+        paths = (
+            [path for path in place.iterdir() if any(map(path.match, (*SMALL_FILES, *WEIGHTS)))]
+            if place.is_dir()
+            else []
         )
-    except (ValueError, KeyError, AttributeError):  # refused when the model is read
-        more = set()
-    return [place / name for name in (*NAMES, *sorted(more)) if "/" not in name and (place / name).is_file()]
+        return {path.name: path.version() for path in paths if path.is_file()}
+    found, refused = {}, None
+    names = [*NAMES]
+    for name in names:
+        try:
+            found[name] = (place / name).version()
+        except FileNotFoundError:
+            continue
+        except PermissionError as error:  # which some servers say of a file that is not there
+            refused = error
+            continue
+        if name == INDEX:
+            with suppress(ValueError, KeyError, AttributeError):  # refused when the model is read
+                parts = {str(part) for part in json.loads((place / name).read_bytes())["weight_map"].values()}
+                names += sorted(part for part in parts - {*names} if "/" not in part)
+    if refused is not None and not found:
+        raise refused
+    return found
 
 
 _STORE = Scheme(lambda url: url, _fetch_store)  # a store keeps no older versions that could be asked for

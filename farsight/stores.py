@@ -329,18 +329,21 @@ def _errors(path: StorePath) -> Iterator[None]:
 
 
 def _retried(work: Callable[[], T]) -> T:
-    """The result of a request to a web server, for which fsspec has no retries."""
-    for number in range(TRIES - 1):
+    """The result of a request to a web server, for which fsspec has no retries, and takes every error for a missing file."""
+    for number in range(TRIES):
         try:
             return work()
-        except PERMANENT:
-            raise
         except Exception as error:
-            status = getattr(error, "status", 500)
-            if status < 500 and status != 429:
+            cause = error.__cause__ if isinstance(error, FileNotFoundError) else error
+            status = getattr(cause, "status", 500)
+            if cause is None or status in (404, 410):
                 raise
+            if status in (401, 403):
+                raise PermissionError(f"the server refuses it with status {status}") from error
+            if number == TRIES - 1 or (status < 500 and status != 429):
+                raise cause from None
         time.sleep(min(0.5 * 2**number, 20))
-    return work()
+    raise AssertionError
 
 
 @lru_cache

@@ -7,16 +7,16 @@ from one, only its file sizes are checked, while this command checks the CRC-32 
 """
 
 import sys
-from pathlib import Path
 
 from farsight.cli import command, new_parser
 from farsight.errors import UserError
+from farsight.stores import path_of
 
 
 @command
 def main(arguments: list[str] | None = None) -> int:
     parser = new_parser("farsight intact", __doc__)
-    parser.add_argument("checkpoints", type=Path, nargs="+", help="step-N folders")
+    parser.add_argument("checkpoints", type=path_of, nargs="+", help="step-N folders")
     checkpoints = parser.parse_args(arguments).checkpoints
 
     from farsight.checkpoints.intact.check import every_fault

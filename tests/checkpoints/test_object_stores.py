@@ -9,19 +9,27 @@ import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from farsight import stores
+from farsight import remote, stores
 from farsight.benchmarks.kills import Training, join, kill_and_resume, output, rows, train_undisturbed, weights
 from farsight.benchmarks.local_store import BUCKET, LocalStore
+from farsight.checkpoints.dcp import load
+from farsight.checkpoints.intact.__main__ import main as intact
 from farsight.checkpoints.intact.check import every_fault
+from farsight.checkpoints.load import load_model
 from farsight.checkpoints.steps import complete_steps, step_folders
 from farsight.configs.load import build_config
-from farsight.errors import ConfigError, SaveError
+from farsight.configs.schema import Position
+from farsight.data.tokenizers.tokenizer import BytesTokenizer
+from farsight.errors import ConfigError, SaveError, UserError
 from farsight.stores import StorePath, path_of
 from farsight.training import run_store
 from farsight.training.run_store import open_run_store
+from tests.finetuned import write_base
 from tests.running import metrics
 
 STEPS, INTERVAL = 16, 4
@@ -412,3 +420,97 @@ def test_a_run_folder_on_a_store_has_its_small_files_in_a_folder_of_its_name():
     ):
         with pytest.raises(ConfigError, match=said):
             build_config({"job": values})
+
+
+# ── Models on stores and web servers ──────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def model(store, tmp_path, monkeypatch):
+    """A model directory of several files, in a folder of the store; and the cache is in another place."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(remote, "_urls", {})
+    forget_places()
+    write_base(tmp_path / "model", Position(), shard_bytes=20_000)
+    BytesTokenizer().save(tmp_path / "model")
+    (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"a pickle")
+    for path in (tmp_path / "model").iterdir():
+        (at("models/m") / path.name).write_bytes(path.read_bytes())
+    (at("models/m") / "evals" / "results.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def forget_places():
+    for cached in (remote._local, remote._pinned):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("scheme", ["s3", "http"])
+def test_a_model_is_copied_once_and_loaded(store, model, scheme):
+    url = f"s3://{BUCKET}/models/m" if scheme == "s3" else f"{store.address}/{BUCKET}/models/m"
+    small = remote.local(url, weights=False)
+    assert not [*small.glob("*.safetensors")]
+    folder = remote.local(url)
+    assert folder == small
+    assert remote.shown(folder) == url
+    copied = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    known = {"README.md", "modeling_farsight.py"} if scheme == "http" else set()  # a web server does not list them
+    there = {path.name: path.read_bytes() for path in model.iterdir() if path.name not in {"pytorch_model.bin", *known}}
+    assert copied == there
+    loaded, whole = load_model(folder)[0].state_dict(), load_model(model)[0].state_dict()
+    for name, tensor in whole.items():
+        assert torch.equal(loaded[name], tensor)
+
+    store.forget()
+    forget_places()
+    assert remote.local(url) == folder
+    sent = {path.rpartition("/")[2] for method, path, _ in store.seen if method == "GET"}
+    assert not sent & {path.name for path in model.glob("*.safetensors")}
+    # Another version has another place.
+    changed = sorted(model.glob("*.safetensors"))[0]
+    (at("models/m") / changed.name).write_bytes(changed.read_bytes() + b" ")
+    forget_places()
+    assert (remote.local(url) / changed.name).read_bytes() == changed.read_bytes() + b" "
+    assert (folder / changed.name).read_bytes() == changed.read_bytes()
+
+
+def test_a_copy_goes_on_where_it_was_cut_off(store, model, monkeypatch):
+    monkeypatch.setattr(stores, "PART_BYTES", 4096)
+    weights = sorted(model.glob("*.safetensors"))[-1]
+    reads = itertools.count(1)
+    store.fault = lambda method, path: "403" if method == "GET" and weights.name in path and next(reads) > 2 else ""
+    with pytest.raises(UserError, match=r"s3://bucket/models/m can't be read: AccessDenied"):
+        remote.local(f"s3://{BUCKET}/models/m")
+    store.fault = lambda method, path: ""
+    store.forget()
+    folder = remote.local(f"s3://{BUCKET}/models/m")
+    assert (folder / weights.name).read_bytes() == weights.read_bytes()
+    ranges = [headers["Range"] for method, path, headers in store.seen if method == "GET" and weights.name in path]
+    assert ranges[0] == "bytes=8192-12287"
+    assert not [*folder.glob("*.part")]
+
+
+def test_a_web_server_that_fails_now_and_then_is_asked_again(store, model, monkeypatch):
+    monkeypatch.setattr(stores, "time", SimpleNamespace(sleep=lambda seconds: None))
+    requests, faults = itertools.count(1), itertools.cycle(["503", "drop", "cut"])
+    store.fault = lambda method, path: "" if next(requests) % 4 else next(faults)
+    folder = remote.local(f"{store.address}/{BUCKET}/models/m")
+    assert (folder / "config.json").read_bytes() == (model / "config.json").read_bytes()
+    with pytest.raises(UserError, match="has no files of a model"):
+        remote.local(f"{store.address}/{BUCKET}/models/none")
+
+
+def test_checkpoints_are_read_where_they_are(store, saved, model, capsys):
+    saved("read").save(3)
+    web = f"{store.address}/{BUCKET}/read/checkpoint/step-3"
+    for url in (f"s3://{BUCKET}/read/checkpoint/step-3", web):
+        assert isinstance(remote.local(url), StorePath)
+        assert intact([url]) == 0
+        assert capsys.readouterr().out == f"{url}: whole\n"
+        state = {"weight": torch.empty(512, 512)}
+        load(state, path_of(url))
+        assert (state["weight"] == 3).all()
+    shard = at("read/checkpoint/step-3/__0_0.distcp")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert intact([web]) == 1
+    assert "bytes expected" not in capsys.readouterr().err
