@@ -18,6 +18,7 @@ from farsight.outputs import short_names
 from farsight.progress import progress
 from farsight.remote import shown
 from farsight.training.metrics_file import read_metrics
+from farsight.training.run_store import checkpoints_of
 from farsight.training.runs import Run, find_models
 
 Figures = dict[str, Any]
@@ -70,9 +71,10 @@ def find_checkpoints(path: Path) -> list[Checkpoint]:
 
 
 def _weights(run: Run) -> Iterator[tuple[int, Path]]:
-    steps = complete_steps(run.folder / "checkpoint")
+    checkpoints = checkpoints_of(run.folder)
+    steps = complete_steps(checkpoints)
     for step in steps:
-        yield step, run.folder / "checkpoint" / f"step-{step}"
+        yield step, checkpoints / f"step-{step}"
     if run.steps not in steps and (run.folder / "model" / "config.json").is_file():
         yield run.steps, run.folder / "model"
 

@@ -32,7 +32,7 @@ def check(config: JobConfig) -> None:
     if config.checkpoint.keep_latest_k == 1:
         raise ConfigError("checkpoint.keep_latest_k = 1 would leave nothing to resume from during a save; set 2.")
     _check_folders(config)
-    _check_store(config.job)
+    check_store(config.job)
     _check_schedule(config)
     if problem := check_plasticity(config.metrics, t.seq_len, a.n_heads):
         raise ConfigError(problem)
@@ -47,7 +47,12 @@ def _check_folders(config: JobConfig) -> None:
             raise ConfigError(f"{name} = {folder!r} must name a folder inside the run folder, without '..'.")
 
 
-def _check_store(job: Job) -> None:
+def check_store(job: Job) -> None:
+    """Refuses a run folder on a store that can't be written, and two of them.
+
+    Raises:
+        ConfigError: naming the option and its value.
+    """
     for name, value in (("dump_folder", job.dump_folder), ("store", job.store)):
         scheme, colon, rest = value.partition("://")
         if (colon or (name == "store" and value)) and (scheme not in ("s3", "gs") or "/" not in rest.strip("/")):

@@ -7,6 +7,7 @@ copies and deletes its objects one by one. A single object appears whole or not 
 
 import importlib
 import io
+import logging
 import os
 import shutil
 import stat
@@ -220,7 +221,7 @@ class StorePath(PosixPath):
             moved: called with the bytes of each part, those of the earlier call included.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.part")
+        part = target.with_name(f"{target.name}.part" if resume else f"{target.name}.{os.getpid()}.part")
         with self.open("rb", buffering=0) as source, part.open("ab" if resume else "wb") as file:
             moved(source.seek(file.tell()))
             whole = True
@@ -354,6 +355,8 @@ def _filesystem(scheme: str, process: int) -> Any:
     importlib.import_module(PACKAGES[scheme])  # an error of its own for a missing package
     options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
     if scheme == "s3":
+        for name in ("botocore", "aiobotocore"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # they say where they found credentials
         options["config_kwargs"] = {"retries": {"mode": "standard", "max_attempts": TRIES}, "read_timeout": 60}
     elif scheme == "gs":
         options["consistency"] = "md5"  # compares what the store has received

@@ -19,7 +19,7 @@ from pathlib import Path
 from farsight.configs.schema import Job
 from farsight.errors import ConfigError, SaveError
 from farsight.progress import progress
-from farsight.stores import StorePath
+from farsight.stores import StorePath, path_of
 
 logger = logging.getLogger("farsight")
 
@@ -71,7 +71,7 @@ class RunStore:
         Raises:
             OSError: a file can't be read or written.
         """
-        for path in self.store.rglob("*") if self.store.is_dir() else ():
+        for path in sorted(self.store.rglob("*"), key=_config_last) if self.store.is_dir() else ():
             name, target = path.relative_to(self.store).as_posix(), self.folder / path.relative_to(self.store)
             if name == LEASE or not wanted(name) or ".." in target.parts:
                 continue
@@ -92,7 +92,7 @@ class RunStore:
                 found = path.stat()
                 if self.sent.get(path) != (now := (found.st_size, found.st_mtime_ns)):
                     changed[path] = now
-        order = sorted(changed, key=lambda path: (path.name == "config.json", path))
+        order = sorted(changed, key=_config_last)
         with progress(
             total=sum(size for size, _ in changed.values()), unit="B", unit_scale=True, desc="copy up"
         ) as bar:
@@ -118,6 +118,11 @@ class RunStore:
         except (OSError, SaveError) as error:
             logger.warning(f"{self.folder} was not copied to {self.store} at the end: {error}")
         self.lease.give_back()
+
+
+def _config_last(path: Path) -> tuple[bool, Path]:
+    """Sorts a model's `config.json` behind its weights, since a folder with it counts as a model."""
+    return path.name == "config.json", path
 
 
 class Lease:
@@ -219,17 +224,28 @@ def _field(text: bytes | None, name: str) -> str:
         return ""
 
 
-def check_store(folder: Path, store: str) -> None:
+def checkpoints_of(folder: Path) -> Path:
+    """The folder of a run's checkpoints, by the settings in its run folder on this machine; it may not exist."""
+    return path_of(_store_of(folder) or folder) / "checkpoint"
+
+
+def _store_of(folder: Path) -> str:
+    """`job.store` of the run that has written a run folder; empty if there is none."""
+    try:
+        return tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")).get("job", {}).get("store", "")
+    except (OSError, ValueError):
+        return ""
+
+
+def refuse_another_store(folder: Path, store: str) -> None:
     """Refuses a run folder whose run keeps its checkpoints elsewhere: it would start again from its first step.
 
     Raises:
         ConfigError: naming both places.
     """
-    try:
-        theirs = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")).get("job", {}).get("store", "")
-    except (OSError, ValueError):
+    if not (folder / "config.toml").is_file():
         return
-    if theirs.rstrip("/") != store.rstrip("/"):
+    if (theirs := _store_of(folder)).rstrip("/") != store.rstrip("/"):
         raise ConfigError(
             f"{folder} holds the figures of a run whose checkpoints are in {theirs or 'it'}, and job.store = {store!r}: set it back, "
             "or name another job.dump_folder for this machine's files."
@@ -240,10 +256,10 @@ def open_run_store(job: Job, checkpoints: str) -> RunStore | None:
     """The store of a run whose folder is locked, ready to be used; None for a run without one.
 
     Raises:
-        ConfigError: as `check_store` and `RunStore.open`.
+        ConfigError: as `refuse_another_store` and `RunStore.open`.
     """
     folder = Path(job.dump_folder)
-    check_store(folder, job.store)
+    refuse_another_store(folder, job.store)
     if not job.store:
         return None
     run = RunStore(folder, job.store)

@@ -15,6 +15,7 @@ from farsight.outputs import short_names
 from farsight.remote import shown
 from farsight.training.metrics_file import read_metrics
 from farsight.training.run_folder import is_run
+from farsight.training.run_store import checkpoints_of
 from farsight.training.stages import read_config
 
 
@@ -122,5 +123,6 @@ def _weights(folder: Path) -> Path | None:
         return folder / "model"
     if is_adapter(folder / "adapter"):
         return folder / "adapter"
-    steps = complete_steps(folder / "checkpoint")
-    return folder / "checkpoint" / f"step-{steps[-1]}" if steps else None
+    checkpoints = checkpoints_of(folder)
+    steps = complete_steps(checkpoints)
+    return checkpoints / f"step-{steps[-1]}" if steps else None

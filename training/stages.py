@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from farsight.checkpoints.load import read_model_config
+from farsight.configs.check import check_store
 from farsight.configs.load import build_config, load_config, merge, parse_options, pop_tiny, read_toml
 from farsight.configs.schema import JobConfig, NoRotary, Rotary
 from farsight.configs.shipped import CONFIGS, find_config
@@ -18,6 +19,7 @@ from farsight.errors import ConfigError
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.ranges import Count, Size
 from farsight.remote import local, shown
+from farsight.stores import StorePath, is_remote
 from farsight.training.start import lasp_warning, model_at, other_theta, rotary_of, sets_theta, theta_of
 from farsight.training.tokenizer import tokenizer_of
 
@@ -35,7 +37,8 @@ class Recipe:
     name: str = ""
     """The run folder is `folder`/`name`. Empty: the file's name."""
     folder: str = "runs"
-    """The folder that holds the run folder: "runs" and the name "story" give runs/story."""
+    """The folder that holds the run folder: "runs" and the name "story" give runs/story. s3://bucket/runs keeps the checkpoints on that
+    store, and a copy of the other files, which lie in runs/story here."""
     gpus: Size = 1
     """GPUs that batch sizes and layouts are written for. On others each stage fits itself to them, with the same losses."""
     start: str = ""
@@ -118,7 +121,7 @@ def _stage(
         if last is None and optimizer == "carry":
             raise ConfigError("optimizer_state = 'carry' on the first stage, which has none to carry over.")
         values = merge(merge(shared, entry), overrides)
-        for section, key in (("job", "dump_folder"), ("checkpoint", "initial_load_path")):
+        for section, key in (("job", "dump_folder"), ("job", "store"), ("checkpoint", "initial_load_path")):
             if key in values.get(section, {}):
                 raise ConfigError(
                     f"{section}.{key} is the recipe's to set; use recipe.folder, recipe.name, recipe.start."
@@ -150,8 +153,11 @@ def _stage(
         raise ConfigError(
             f"stage {number}: name = {name!r} must be a folder name of letters, digits, '_', '.' and '-'."
         )
-    root = Path(recipe.folder) / recipe.name
+    root = Path("runs" if is_remote(recipe.folder) else recipe.folder) / recipe.name
     config.job.dump_folder = str(root / name)
+    if is_remote(recipe.folder):
+        config.job.store = str(recipe_store(recipe) / name)
+        check_store(config.job)
     config.job.description = f"{recipe.name}, stage {number + 1}: {name}"
     if not config.checkpoint.enable or config.checkpoint.load_only:
         raise ConfigError(
@@ -170,10 +176,15 @@ def _stage(
     elif optimizer == "reset":
         start.initial_load_path = str(last.model_dir)
     else:
-        start.initial_load_path = str(last.folder / start.folder / f"step-{last.config.training.steps}")
+        start.initial_load_path = str(last.config.checkpoint_folder / f"step-{last.config.training.steps}")
         start.initial_load_model_only = False
         start.exclude_from_loading = CARRY_EXCLUDES
     return Stage(name, optimizer, config)
+
+
+def recipe_store(recipe: Recipe) -> StorePath:
+    """The recipe's folder on the store that `recipe.folder` names."""
+    return StorePath(recipe.folder) / recipe.name
 
 
 def _with_theta(values: dict[str, Any], shared: dict[str, Any], own: dict[str, Any], before: Rotary) -> dict[str, Any]:

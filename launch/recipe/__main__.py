@@ -67,13 +67,15 @@ def main(arguments: list[str] | None = None) -> int:
 
     from farsight.launch.recipe.check import check_stages, missing
     from farsight.launch.recipe.gpus import fit_stages, machine_of, ranks_of
-    from farsight.launch.recipe.run import run_recipe
+    from farsight.launch.recipe.run import fetch_finished, run_recipe
     from farsight.launch.recipe.text import disk_warning, plan_text
     from farsight.training.stages import load_recipe
 
     overrides = {**parse_options(rest), "tiny": options.tiny}
     recipe, stages = load_recipe(find_config(options.recipe), overrides)
     check_stages(stages)
+    if not options.dry_run:
+        fetch_finished(recipe, stages)
     started = options.nproc or options.torchrun or options.launcher
     ranks = (
         ranks_of(options.nproc, options.torchrun, options.launcher) if started or not options.dry_run else recipe.gpus

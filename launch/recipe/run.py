@@ -2,6 +2,7 @@
 
 import logging
 import tomllib
+from collections.abc import Sequence
 
 from farsight import process
 from farsight.checkpoints.steps import complete_steps
@@ -14,7 +15,9 @@ from farsight.launch.children import train_script, wait_for
 from farsight.launch.plan.fit import BATCH, LAYOUT
 from farsight.launch.recipe.held_out import texts_of
 from farsight.launch.recipe.summary import report
-from farsight.training.stages import Recipe, Stage
+from farsight.stores import is_remote
+from farsight.training.run_store import RunStore
+from farsight.training.stages import Recipe, Stage, recipe_store
 from farsight.training.tokenizer import prepare_tokenizer
 
 logger = logging.getLogger("farsight")
@@ -33,6 +36,7 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
         ConfigError: settings that can't be used, or finished stages that no longer fit.
     """
     root = stages[0].folder.parent
+    copies = _copies(recipe, stages)
     _refuse_stale(stages)
     prepare_tokenizer(stages[0].config, root / "tokenizer")
     load_tokenizer(stages[0].config.tokenizer)  # refuse a bad one before data is read
@@ -53,7 +57,35 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
             if status:
                 return _stopped(status, label, stage)
         report(recipe, stages[: number + 1], root, texts)
+        if copies is not None:
+            copies.push()
     return 0
+
+
+def _copies(recipe: Recipe, stages: Sequence[Stage]) -> RunStore | None:
+    """The store of a recipe's own files, if `recipe.folder` is on one; stages copy theirs up themselves."""
+    if not is_remote(recipe.folder):
+        return None
+    return RunStore(stages[0].folder.parent, str(recipe_store(recipe)), {stage.name for stage in stages})
+
+
+def fetch_finished(recipe: Recipe, stages: Sequence[Stage]) -> None:
+    """Copies what another machine has finished of a recipe on a store: its own files, and those of whole stages.
+
+    Raises:
+        ConfigError: the store can't be read.
+    """
+    own = _copies(recipe, stages)
+    if own is None:
+        return
+    try:
+        own.pull(lambda name: name.partition("/")[0] not in own.kept)
+        for stage in stages:
+            there = RunStore(stage.folder, stage.config.job.store)
+            if not stage.finished and (there.store / "model" / "config.json").is_file():
+                there.pull(lambda name: not name.startswith(f"{stage.config.checkpoint.folder}/"))  # noqa: B023  used here
+    except OSError as error:
+        raise ConfigError(f"recipe.folder = {recipe.folder} can't be read: {error.strerror or error}.") from error
 
 
 def _refuse_stale(stages: list[Stage]) -> None:
@@ -95,7 +127,7 @@ def _run(stage: Stage, launcher: list[str]) -> int:
 
 def _stopped(status: int, label: str, stage: Stage) -> int:
     """Reports how a stage ended early; returns the exit status, which is 128 plus the number for most signals."""
-    steps = complete_steps(stage.folder / stage.config.checkpoint.folder)
+    steps = complete_steps(stage.config.checkpoint_folder)
     rest = f"the same command continues from {f'step {steps[-1]}' if steps else 'its start'}"
     if status == process.EXIT_INTERRUPTED:
         return status  # the stage has reported it

@@ -26,9 +26,11 @@ from farsight.configs.load import build_config
 from farsight.configs.schema import Position
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.errors import ConfigError, SaveError, UserError
+from farsight.launch.recipe.run import fetch_finished
 from farsight.stores import StorePath, path_of
 from farsight.training import run_store
 from farsight.training.run_store import open_run_store
+from farsight.training.stages import load_recipe
 from tests.finetuned import write_base
 from tests.running import metrics
 
@@ -514,3 +516,56 @@ def test_checkpoints_are_read_where_they_are(store, saved, model, capsys):
     shard.write_bytes(shard.read_bytes()[:-1])
     assert intact([web]) == 1
     assert "bytes expected" not in capsys.readouterr().err
+
+
+# ── Recipes ───────────────────────────────────────────────────────────────────────────────────────────
+
+RECIPE = """
+[recipe]
+folder = "s3://bucket/recipes"
+[lr_scheduler]
+warmup_steps = 2
+[tokenizer]
+kind = "bytes"
+[[stages]]
+name = "first"
+[stages.training]
+steps = 6
+[[stages]]
+name = "second"
+optimizer_state = "carry"
+"""
+
+
+def test_another_machine_goes_on_with_a_recipe(store, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two.toml").write_text(RECIPE)
+    recipe, stages = load_recipe(tmp_path / "two.toml", {})
+    assert [(stage.config.job.dump_folder, stage.config.job.store) for stage in stages] == [
+        ("runs/two/first", "s3://bucket/recipes/two/first"),
+        ("runs/two/second", "s3://bucket/recipes/two/second"),
+    ]
+    assert stages[1].config.checkpoint.initial_load_path == "s3://bucket/recipes/two/first/checkpoint/step-6"
+    files = ["metrics.jsonl", "model/config.json", "model/model.safetensors", "checkpoint/step-6/.metadata"]
+    for name in files:
+        (at("recipes/two/first") / name).write_text(name)
+    (at("recipes/two/second") / "metrics.jsonl").write_text("unfinished")
+    (at("recipes/two") / "summary.json").write_text("{}")
+    fetch_finished(recipe, stages)
+    found = {
+        path.relative_to(tmp_path / "runs").as_posix() for path in (tmp_path / "runs").rglob("*") if path.is_file()
+    }
+    assert found == {"two/summary.json", *(f"two/first/{name}" for name in files[:3])}
+    assert [stage.finished for stage in stages] == [True, False]
+
+    (tmp_path / "two.toml").write_text(RECIPE.replace("s3://bucket", "https://host"))
+    with pytest.raises(ConfigError, match="must be a folder on a store that can be written"):
+        load_recipe(tmp_path / "two.toml", {})
+
+
+def test_the_newest_checkpoint_of_a_run_folder_is_found_on_its_store(store, saved, tmp_path):
+    saved("newest").save(3)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "config.toml").write_text('[job]\nstore = "s3://bucket/newest"\n')
+    assert complete_steps(run_store.checkpoints_of(tmp_path / "run")) == [3]
+    assert run_store.checkpoints_of(tmp_path / "other") == tmp_path / "other" / "checkpoint"
