@@ -326,6 +326,9 @@ def download_store(place: StorePath, patterns: tuple[str, ...] = SMALL_FILES) ->
         with progress(total=size, desc="download", unit="B", unit_scale=True) as bar:
             for name in missing:
                 (place / name).fetch(folder / name, resume=True, moved=bar.update)
+                if found[name][0] not in (0, (folder / name).stat().st_size):  # a server may not say the size
+                    (folder / name).unlink()
+                    raise OSError(None, f"{name} has changed meanwhile, or its answer was cut short; try again")
     return folder
 
 
@@ -351,7 +354,7 @@ def _versions(place: StorePath) -> dict[str, tuple[int, str]]:
         if name == INDEX:
             with suppress(ValueError, KeyError, AttributeError):  # refused when the model is read
                 parts = {str(part) for part in json.loads((place / name).read_bytes())["weight_map"].values()}
-                names += sorted(part for part in parts - {*names} if "/" not in part)
+                names += sorted(part for part in parts - {*names} if "/" not in part and part.endswith(".safetensors"))
     if refused is not None and not found:
         raise refused
     return found

@@ -312,7 +312,7 @@ class _Upload(io.BufferedIOBase):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is not None:
             file, self.file = self.file, None
-            file.closed = True  # or it would be completed when Python deletes it
+            file.closed = True  # or Python would try to complete it when it deletes it
             with suppress(Exception):
                 file.discard()
         self.close()

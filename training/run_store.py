@@ -82,10 +82,17 @@ class RunStore:
         """Copies up the files that have changed, a model's `config.json` after its weights.
 
         Raises:
-            SaveError: another run has taken the folder over.
-            OSError: a file can't be copied.
+            SaveError: a file can't be copied, or another run has taken the folder over.
         """
         self.lease.check()
+        try:
+            self._send_changed()
+        except OSError as error:
+            raise SaveError(
+                f"{self.folder} can't be copied to {self.store}: {error}. The same command continues from the newest checkpoint."
+            ) from error
+
+    def _send_changed(self) -> None:
         changed = {}
         for path in self._files():
             with suppress(FileNotFoundError):  # a part that has its name by now
@@ -115,8 +122,8 @@ class RunStore:
         """Copies up what the end of the run wrote, and gives the lease back."""
         try:
             self.push()
-        except (OSError, SaveError) as error:
-            logger.warning(f"{self.folder} was not copied to {self.store} at the end: {error}")
+        except SaveError as error:
+            logger.warning(str(error))
         self.lease.give_back()
 
 

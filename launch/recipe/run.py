@@ -9,7 +9,7 @@ from farsight.checkpoints.steps import complete_steps
 from farsight.configs.schema import JobConfig
 from farsight.configs.typed import to_toml
 from farsight.data.tokenizers.tokenizer import load_tokenizer
-from farsight.errors import ConfigError
+from farsight.errors import ConfigError, SaveError
 from farsight.files import write_text
 from farsight.launch.children import train_script, wait_for
 from farsight.launch.plan.fit import BATCH, LAYOUT
@@ -58,7 +58,10 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
                 return _stopped(status, label, stage)
         report(recipe, stages[: number + 1], root, texts)
         if copies is not None:
-            copies.push()
+            try:
+                copies.push()
+            except SaveError as error:
+                raise ConfigError(str(error)) from error
     return 0
 
 

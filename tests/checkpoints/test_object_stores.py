@@ -360,7 +360,8 @@ def test_only_one_run_uses_a_folder_of_a_store(store, tmp_path, lock, monkeypatc
     second.close()
 
 
-def test_the_lease_of_a_killed_run_is_taken_over(store, tmp_path, lock):
+def test_the_lease_of_a_killed_run_is_taken_over(store, tmp_path, lock, caplog):
+    caplog.set_level("INFO", "farsight")
     lease = at("old") / run_store.LEASE
     lease.write_text(json.dumps({"holder": "elsewhere:/runs/x", "token": "1"}))
     run = opened(tmp_path / "run", "old")
@@ -375,7 +376,9 @@ def test_the_lease_of_a_killed_run_is_taken_over(store, tmp_path, lock):
 
     # On the same machine the lock of the run folder says that no run holds it.
     lease.write_text(json.dumps({"holder": run.lease.holder, "token": "3"}))
+    caplog.clear()
     again = opened(tmp_path / "run", "old")
+    assert "waiting" not in caplog.text
     assert json.loads(lease.read_text())["token"] == again.lease.token
     again.close()
 
@@ -500,6 +503,9 @@ def test_a_web_server_that_fails_now_and_then_is_asked_again(store, model, monke
     assert (folder / "config.json").read_bytes() == (model / "config.json").read_bytes()
     with pytest.raises(UserError, match="has no files of a model"):
         remote.local(f"{store.address}/{BUCKET}/models/none")
+    store.fault = lambda method, path: "403"
+    with pytest.raises(UserError, match="can't be read: the server refuses it with status 403"):
+        remote.local(f"{store.address}/{BUCKET}/models/private")
 
 
 def test_checkpoints_are_read_where_they_are(store, saved, model, capsys):
