@@ -18,7 +18,6 @@ from typing import Any
 
 from farsight import process
 from farsight.errors import UserError
-from farsight.progress import progress
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 SMALL_FILES = (
@@ -248,6 +247,8 @@ def _fetch_hub(url: str, weights: bool) -> Path:
 
 def download_bar(*args: Any, total: float | None = None, desc: str = "", unit: str = "it", **kwargs: Any) -> Any:
     """Our bar for the bytes of a download, in place of huggingface_hub's three."""
+    from farsight.progress import progress
+
     hidden = unit != "B" or desc == "Downloading bytes"
     return progress(total=total, desc="download", unit="B", unit_scale=True, disable=hidden)
 
