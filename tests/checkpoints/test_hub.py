@@ -288,25 +288,24 @@ def test_a_killed_pull_goes_on(hub, large, tmp_path):
     hub.hold = (first, constants.DOWNLOAD_CHUNK_SIZE + 10**6)
     process = start(hub, tmp_path, "pull", "org/model", tmp_path / "out")
     others = {name: len(content) for name, content in contents(large).items() if name != first}
-    begun = lambda: sum(path.stat().st_size for path in tmp_path.glob("out.part/*.incomplete"))  # noqa: E731
-    kill_when(
-        lambda: (
-            hub.held.is_set()
-            and hub.sent | {first: 0} == others | {first: 0}
-            and begun() == constants.DOWNLOAD_CHUNK_SIZE
-        ),
-        process,
-    )
+    part = tmp_path / "out.part"
+    partial = part / f"{first}.incomplete"
+
+    def reached() -> bool:
+        arrived = all((part / name).exists() for name in others)
+        return arrived and partial.exists() and partial.stat().st_size == constants.DOWNLOAD_CHUNK_SIZE
+
+    kill_when(lambda: hub.held.is_set() and reached(), process)
     hub.hold = None
     hub.go_on.set()
-    came, kept = hub.sent[first], begun()
+    came, kept = hub.sent[first], partial.stat().st_size
     assert kept <= came < size
     assert not (tmp_path / "out").exists()
 
     finish(start(hub, tmp_path, "pull", "org/model", tmp_path / "out"))
     assert hub.sent == others | {first: came + size - kept}
     assert contents(tmp_path / "out") == contents(large)
-    assert not (tmp_path / "out.part").exists()
+    assert not part.exists()
 
 
 # ── Results in cards ──────────────────────────────────────────────────────────────────────────────────
