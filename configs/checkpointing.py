@@ -19,8 +19,8 @@ class Checkpoint:
     interval_minutes: NonNegative = 30.0
     """Minutes after which to save, from the end of the last save, if no `interval` of steps ends before; 0 saves by steps alone."""
     initial_load_path: str | None = None
-    """Model directory or checkpoint that a new run starts from; a run with checkpoints of its own resumes from those
-    instead."""
+    """Model directory (or hf://ORG/NAME, docs/inference/hub.md) or checkpoint that a new run starts from; a run with checkpoints
+    of its own resumes from those instead."""
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path; false takes the optimizer state too."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"

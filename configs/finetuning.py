@@ -30,7 +30,7 @@ class Base:
     """The model to fine-tune; its own weights are frozen, except in layers named by `training.layers`."""
 
     path: str = ""
-    """Directory of a model of a known family (docs/inference/models.md): config.json, safetensors (sharded or not), tokenizer files."""
+    """Directory, or hf://ORG/NAME, of a model of a known family (docs/inference/models.md): config.json, safetensors, tokenizer files."""
     quantization: Literal["none", "nf4", "fp4", "int8"] = "nf4"
     """Storage of the blocks' linear layers (bitsandbytes): 4-bit NormalFloat or float, 8-bit, or "none" for `dtype`."""
     double_quantization: bool = True

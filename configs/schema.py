@@ -320,7 +320,7 @@ class Tokenizer:
     kind: Literal["auto", "bytes", "sentencepiece", "huggingface"] = "auto"
     """auto: detected from the files in `path`; without a path, a sentencepiece model trained on the data."""
     path: str = ""
-    """A tokenizer file, or a directory with tokenizer.json or tokenizer.model."""
+    """A tokenizer file, or a directory or hf://ORG/NAME with tokenizer.json or tokenizer.model."""
     vocab_size: Size = 2048
     """Size of a sentencepiece model trained by the run."""
 

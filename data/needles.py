@@ -36,8 +36,9 @@ def main(arguments: list[str] | None = None) -> None:
 
     from farsight.data.retrieval.documents import write_documents
     from farsight.data.tokenizers.tokenizer import BytesTokenizer, load_tokenizer_dir
+    from farsight.remote import local
 
-    tokenizer = load_tokenizer_dir(options.tokenizer) if options.tokenizer else BytesTokenizer()
+    tokenizer = load_tokenizer_dir(local(options.tokenizer, weights=False)) if options.tokenizer else BytesTokenizer()
     missed = write_documents(
         options.out, tokenizer, options.documents, options.tokens, options.seed, options.same, options.questions
     )

@@ -12,6 +12,7 @@ from farsight.files import check_new_folder
 from farsight.new_folder import new_folder
 from farsight.outputs import add_json_option, write_json
 from farsight.progress import progress
+from farsight.remote import local
 
 if TYPE_CHECKING:
     from farsight.configs import schema
@@ -94,7 +95,7 @@ def _show(options: argparse.Namespace) -> dict[str, Any]:
     """Prints the tokens of a text."""
     from farsight.data.tokenizers.tokenizer import load_tokenizer_dir
 
-    tokenizer = load_tokenizer_dir(options.directory)
+    tokenizer = load_tokenizer_dir(local(options.directory, weights=False))
     tokens = [{"id": i, "text": tokenizer.decode([i])} for i in tokenizer.encode(options.text)]
     for token in tokens:
         print(f"{token['id']:>8}  {token['text']!r}")

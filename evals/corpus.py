@@ -53,14 +53,15 @@ def main(arguments: list[str] | None = None) -> None:
     from farsight.data.sources.documents import Split
     from farsight.data.tokenizers.tokenizer import find_tokenizer_dir, load_tokenizer, load_tokenizer_dir
     from farsight.errors import DataError
+    from farsight.remote import local
     from farsight.training.stages import read_job
 
     config = read_job(options.config, rest, options.stage)
-    tokenizer = (
-        load_tokenizer_dir(find_tokenizer_dir(options.tokenizer) or options.tokenizer)
-        if options.tokenizer
-        else load_tokenizer(config.tokenizer)
-    )
+    if options.tokenizer:
+        folder = local(options.tokenizer, weights=False)
+        tokenizer = load_tokenizer_dir(find_tokenizer_dir(folder) or folder)
+    else:
+        tokenizer = load_tokenizer(config.tokenizer)
     filters = {"min_tokens": options.min_tokens, "max_tokens": options.max_tokens}
     data = dataclasses.replace(
         config.data, sources=tuple(dataclasses.replace(source, **filters) for source in config.data.sources)

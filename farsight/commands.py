@@ -48,6 +48,8 @@ GROUPS: dict[str, dict[str, Command]] = {
         "convert": Command("checkpoints.convert.__main__", "convert a checkpoint to a Hugging Face model directory, or back"),
         "merge": Command("checkpoints.merge.__main__", "merge an adapter into its base"),
         "graft": Command("checkpoints.graft.__main__", "join the first layers of one model to the last layers of another"),
+        "push": Command("reports.push", "upload a model directory, an adapter or a run's model to the Hugging Face Hub"),
+        "pull": Command("checkpoints.hub.pull", "download a model from the Hugging Face Hub into a folder"),
         "intact": Command("checkpoints.intact.__main__", "check that a checkpoint is complete and undamaged"),
     },
     "generate and evaluate": {

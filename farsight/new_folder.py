@@ -14,26 +14,31 @@ WRITING, REPLACED = ".farsight-writing", ".farsight-replaced"
 
 
 @contextmanager
-def new_folder(out: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
+def new_folder(out: Path, is_ours: Callable[[Path], bool], resumed: str = "") -> Iterator[Path]:
     """Yields a temporary folder that replaces `out` on success and is removed after an error.
 
     Args:
         is_ours: whether an existing, non-empty folder may be replaced.
+        resumed: what is written, if that can be gone on with: after an error or a kill the temporary folder stays, and the next
+            writer of the same finds it as it was left.
 
     Raises:
         UserError: see `check_new`.
     """
     check_new(out, is_ours)
     part = _part(out)
-    _clear_leftover(part, out)
-    part.mkdir(parents=True)
+    _clear_leftover(part, out, resumed)
+    part.mkdir(parents=True, exist_ok=bool(resumed))
     with (part / WRITING).open("w") as mark:
         fcntl.flock(mark, fcntl.LOCK_EX)
+        mark.write(resumed)
+        mark.flush()
         try:
             yield part
             check_replaceable(out, is_ours)  # again: writing may have taken hours
         except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
+            if not resumed:
+                shutil.rmtree(part, ignore_errors=True)
             raise
         # Renamed rather than deleted: a writer killed between the two renames leaves both versions complete.
         if out.is_dir():
@@ -47,8 +52,8 @@ def new_folder(out: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
     (out / WRITING).unlink()
 
 
-def _clear_leftover(part: Path, out: Path) -> None:
-    """Removes what a killed writer left behind, after putting the folder it was about to replace back.
+def _clear_leftover(part: Path, out: Path, resumed: str) -> None:
+    """Removes what a killed writer left behind, after putting the folder it was about to replace back, unless it is resumed.
 
     Raises:
         UserError: the writer is still running.
@@ -64,7 +69,8 @@ def _clear_leftover(part: Path, out: Path) -> None:
                     f"{out} is being written by another process; wait for it, or name another folder."
                 ) from None
     _restore(part, out)
-    shutil.rmtree(part)
+    if not (resumed and (part / WRITING).is_file() and (part / WRITING).read_text() == resumed):
+        shutil.rmtree(part)
 
 
 def _restore(part: Path, out: Path) -> None:

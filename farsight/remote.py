@@ -17,11 +17,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from farsight import process
 from farsight.errors import UserError
-from farsight.progress import progress
 from farsight.stores import StorePath, path_of
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
@@ -29,6 +26,8 @@ SMALL_FILES = (
     "*.json", "*.jinja", "*.py", "*.txt", "*.md", "tokenizer.model", "LICENSE*", "NOTICE*",
 )  # fmt: skip
 """Files of model directories and adapters beside the weights. Pickles (*.bin, *.pt, *.pth) are never downloaded."""
+SECOND_COPY = "consolidated*.safetensors"
+"""Files with the whole model once more, under Mistral's own names."""
 
 _WAIT = timedelta(hours=12)
 """Longest time that ranks wait for another's download."""
@@ -79,10 +78,8 @@ def local(place: str | Path, weights: bool = True) -> Path:
 
 def shown(path: Path) -> str:
     """The place that a folder of `local`, or a path inside one, was read from; any other path as text."""
-    for folder, url in _urls.items():
-        if path.is_relative_to(folder):
-            return "/".join((url, *path.relative_to(folder).parts))
-    return str(path)
+    folder = next((above for above in (path, *path.parents) if above in _urls), None)
+    return str(path) if folder is None else "/".join((_urls[folder], *path.relative_to(folder).parts))
 
 
 _urls: dict[Path, str] = {}
@@ -165,7 +162,7 @@ def hub_errors(place: str, repository: str, revision: str | None = None) -> Iter
     Raises:
         UserError: in place of any error of the library; the error itself, whose text may hold the token, is dropped.
     """
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants, errors, get_token
 
     page = f"{constants.ENDPOINT}/{repository}"
     try:
@@ -187,12 +184,16 @@ def hub_errors(place: str, repository: str, revision: str | None = None) -> Iter
             )
         else:
             problem = f"can't be used now ({without_token(str(error)).rstrip('.')}); the same command goes on from here"
-    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.RevisionResolutionError) as error:
-        incomplete = isinstance(error, errors.IncompleteSnapshotError)
+    except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, errors.RevisionResolutionError):
         cause = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} can't be reached"
-        problem = f"can't be downloaded, since {cause}, and {constants.HF_HUB_CACHE} has {'only a part of it' if incomplete else 'no copy of it'}"
-    except Exception as error:  # of httpx, hf_xet and the file system
-        problem = f"can't be used now ({type(error).__name__}: {without_token(str(error)).rstrip('.')}); the same command goes on from here"
+        problem = f"can't be downloaded, since {cause}, and {constants.HF_HUB_CACHE} has no complete copy of it"
+    except Exception as error:  # of the HTTP client, hf_xet and the file system
+        token = get_token() or ""
+        if token.isascii() and token.isprintable():
+            said = without_token(str(error)).rstrip(".")
+            problem = f"can't be used now ({type(error).__name__}: {said}); the same command goes on from here"
+        else:  # no header can hold it, and the error may quote the header
+            problem = f"can't be used with the token here, which has characters that no token has: {LOG_IN}"
     else:
         return
     raise UserError(f"{place} {problem}.") from None
@@ -227,48 +228,29 @@ def _pin_hub(url: str) -> str:
 
 
 def _fetch_hub(url: str, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
     uri = parse_hub(url)
     inner = uri.path_in_repo.strip("/")
-    place = f"hf://{uri.id}@{uri.revision}" + f"/{inner}" * bool(inner)
-    folder = download_hub(place, uri.id, uri.revision, inner, (*SMALL_FILES, *WEIGHTS * weights))
+    place, start = f"hf://{uri.id}@{uri.revision}" + f"/{inner}" * bool(inner), f"{inner}/" * bool(inner)
+    with hub_errors(place, uri.id, uri.revision):
+        snapshot = snapshot_download(  # type: ignore[call-overload]  # any callable that makes a bar will do
+            uri.id,
+            revision=uri.revision,
+            allow_patterns=[start + name for name in (*SMALL_FILES, *WEIGHTS * weights)],
+            ignore_patterns=[f"{start}*/*", start + SECOND_COPY],  # subfolders, since `*` matches slashes too
+            tqdm_class=download_bar,
+        )
+    folder = Path(snapshot) / inner
     if not folder.is_dir() or not any(path.is_file() for path in folder.iterdir()):
         raise UserError(f"{place} has no files of a model; name the folder in the repository that holds one.")
     return folder
 
 
-def download_hub(
-    place: str, repository: str, revision: str | None, inner: str, patterns: tuple[str, ...], to: Path | None = None
-) -> Path:
-    """Downloads a folder of a repository of the hub, without its subfolders, and returns it.
+def download_bar(*args: Any, total: float | None = None, desc: str = "", unit: str = "it", **kwargs: Any) -> Any:
+    """Our bar for the bytes of a download, in place of huggingface_hub's three."""
+    from farsight.progress import progress
 
-    Args:
-        place: what was asked for, as the user wrote it.
-        repository: ORG/NAME.
-        inner: the folder in the repository; empty for the repository itself.
-        patterns: names of files to download.
-        to: a folder to download to, in place of the library's cache.
-
-    Raises:
-        UserError: as `hub_errors`.
-    """
-    from huggingface_hub import snapshot_download
-
-    start = f"{inner}/" * bool(inner)
-    with hub_errors(place, repository, revision):
-        folder = snapshot_download(  # type: ignore[call-overload]  # any callable that makes a bar will do
-            repository,
-            revision=revision,
-            local_dir=to,
-            allow_patterns=[start + pattern for pattern in patterns],
-            # Subfolders, since `*` matches slashes too, and the whole model once more under Mistral's own names.
-            ignore_patterns=[f"{start}*/*", f"{start}consolidated*.safetensors"],
-            tqdm_class=_bar,
-        )
-    return Path(folder) / inner
-
-
-def _bar(*args: Any, total: float | None = None, desc: str = "", unit: str = "it", **kwargs: Any) -> Any:
-    """Our bar for the bytes of a download, in place of the library's three."""
     hidden = unit != "B" or desc == "Downloading bytes"
     return progress(total=total, desc="download", unit="B", unit_scale=True, disable=hidden)
 
@@ -313,6 +295,10 @@ def download_store(place: StorePath, patterns: tuple[str, ...] = SMALL_FILES) ->
         UserError: there is no such folder, or nothing of that name in it.
         OSError: it can't be read now, or the cache can't be written.
     """
+    import xxhash
+
+    from farsight.progress import progress
+
     found = _versions(place)
     if not found:
         raise UserError(f"{place} has no files of a model; name the folder that holds one.")

@@ -42,7 +42,7 @@ class Recipe:
     gpus: Size = 1
     """GPUs that batch sizes and layouts are written for. On others each stage fits itself to them, with the same losses."""
     start: str = ""
-    """Model directory or checkpoint that the first stage starts from; empty starts from random weights."""
+    """Model directory, hf://ORG/NAME or checkpoint that the first stage starts from; empty starts from random weights."""
     perplexity_lengths: tuple[Size, ...] = (1, 2, 4)
     """Measure perplexity after each stage at these multiples of its sequence length; empty measures none."""
     perplexity_data: str = ""
@@ -224,7 +224,7 @@ def no_start(start: str) -> str:
                     if any(Path(start).is_relative_to(s.folder) for s in load_recipe(path, {"tiny": tiny})[1]):
                         command = f"farsight recipe {path.stem}{' --tiny' * tiny}"
                         return f"recipe.start = {start!r} does not exist yet: run {command} first."
-    return f"recipe.start = {start!r} does not exist: name a model directory or a checkpoint."
+    return f"recipe.start = {start!r} does not exist: name a model directory, a checkpoint, or hf://ORG/NAME."
 
 
 def read_config(path: Path, stage: str | None = None, options: Sequence[str] = ()) -> ModelConfig:

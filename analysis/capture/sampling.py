@@ -19,6 +19,7 @@ from farsight.inference.decoder import Decoder
 from farsight.inference.loading import LoadedModel
 from farsight.outputs import write_json
 from farsight.progress import progress
+from farsight.remote import shown
 
 PART_BYTES = 64 * 2**20
 """Samples are held and written in parts of about this size, since reading one head opens every part."""
@@ -126,12 +127,12 @@ def capture(
         )
     heads = draw_heads(decoder.config, length, settings.heads, settings.seed)
     found = captured_parts(decoder, heads, tokens_SL, settings.buckets, settings.per_bucket, settings.seed)
-    shown = progress(found, total=len(tokens_SL), unit="sequence", desc="capture")
+    samples = progress(found, total=len(tokens_SL), unit="sequence", desc="capture")
     if folder is None:
-        return Samples(heads, length, settings.buckets, list(joined_parts(shown, PART_BYTES)), key_rows(heads))
+        return Samples(heads, length, settings.buckets, list(joined_parts(samples, PART_BYTES)), key_rows(heads))
     folder.mkdir(parents=True, exist_ok=True)
     files: list[str] = []
-    for part in joined_parts(shown, PART_BYTES):
+    for part in joined_parts(samples, PART_BYTES):
         files.append(f"samples-{len(files):05}.safetensors")
         save_file(part, folder / files[-1])
     manifest = {

@@ -30,6 +30,7 @@ MODEL_TOOLS = (
     "convert from-hf {it} {here}/out",
     "graft --front {it} --back {dense} --layers 1 --out {here}/out",
     "merge {adapter} --base {it} --out {here}/out",
+    "push {it} org/model --dry-run",
     "capture {it} --data {text} --length 32 --sequences 2 --out {here}/out",
     "geometry {it} --data {text} --length 32 --sequences 2",
     "plasticity {it} --data {text} --length 32 --sequences 2",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from farsight.checkpoints.adapter.config import FILES, FORMAT, layer_file_names
 from farsight.checkpoints.adapter.peft import PeftNames
-from farsight.checkpoints.cards.adapter import adapter_card
+from farsight.checkpoints.cards.adapter import adapter_card, hub_name
 from farsight.checkpoints.cards.model import CARD, adapter_entry
 from farsight.checkpoints.model_dir.api import ADAPTER_CONFIG, ADAPTER_MARKER, TOKENIZER_FILES
 from farsight.checkpoints.model_dir.hf_config import MODEL_TYPE
@@ -83,7 +83,7 @@ def _write(
     for name in needs:
         save_file(parts[name], part / FILES[name], metadata={"format": "pt"})
     if parts["lora"]:
-        _write_peft_config(part, config, names, base["path"])
+        _write_peft_config(part, config, names, hub_name(base["path"]) or base["path"])
 
     marker = {
         "format": FORMAT,

@@ -32,8 +32,9 @@ def adapter_card(
         garfa: the learned GARFA factors.
         history: the runs that trained the base's weights, and the adapter's.
     """
-    base = _name_elsewhere(base)
-    lines = heading(name, "peft", needs)
+    repository = hub_name(base)
+    base = repository or _folder_name(base)
+    lines = heading(name, "peft", needs, repository)
     if garfa is not None:
         lines.append(
             "**`peft` loads only a part of this adapter, without a warning.** `garfa.safetensors` holds factors on the RoPE base "
@@ -44,9 +45,11 @@ def adapter_card(
         lines.append("`layers.safetensors` replaces whole layers of the base; `peft` does not read it. Merge it.\n")
     lines += [
         "## What it is\n",
-        # Not in the metadata: hubs refuse a base_model that is a directory.
-        f"Trained on top of `{base}`, which was kept in {_kept(entry)}. On a hub, add the name of the base's repository to this "
-        "file's first lines, as `base_model`.\n",
+        # Hubs refuse a base_model in the metadata that is a directory.
+        f"Trained on top of `{base}`, which was kept in {_kept(entry)}."
+        + " On a hub, add the name of the base's repository to this file's first lines, as `base_model`."
+        * (not repository)
+        + "\n",
         *_parts(entry, needs),
     ]
     if garfa is not None:
@@ -85,11 +88,14 @@ def adapter_card(
     return "\n".join(lines) + "\n"
 
 
-def _name_elsewhere(base: str) -> str:
-    """A base's name on other machines: ORG/NAME if it lies in a hub's cache, otherwise the name of its folder; a run's `model`
-    has the run's name."""
-    if cached := re.search(r"/models--(.+?)--([^/]+)/snapshots/[^/]+$", base):
-        return "/".join(cached.groups())
+def hub_name(base: str) -> str | None:
+    """ORG/NAME of a base that is a place on the hub, hf://ORG/NAME, or lies in a hub's cache; None for any other path."""
+    found = re.match(r"hf://([^/]+)/([^/@]+)", base) or re.search(r"/models--(.+?)--([^/]+)/snapshots/[^/]+$", base)
+    return "/".join(found.groups()) if found else None
+
+
+def _folder_name(base: str) -> str:
+    """A base's name on other machines: that of its folder; a run's `model` has the run's name."""
     path = Path(base)
     return (path.parent if path.name == "model" else path).name
 

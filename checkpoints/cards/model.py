@@ -203,11 +203,12 @@ def _needs(hf_config: dict[str, Any]) -> list[str]:
     ]
 
 
-def heading(title: str, library: str, tags: Sequence[str]) -> list[str]:
-    """The metadata that hubs read, and the title."""
+def heading(title: str, library: str, tags: Sequence[str], base_model: str | None = None) -> list[str]:
+    """The metadata that hubs read, and the title; `base_model` is ORG/NAME of an adapter's base."""
     from huggingface_hub import ModelCardData
 
-    data = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=["farsight", *tags])
+    tags = ["farsight", *tags]
+    data = ModelCardData(library_name=library, pipeline_tag="text-generation", tags=tags, base_model=base_model)
     return [f"---\n{data.to_yaml()}\n---\n", f"# {title}\n"]
 
 

@@ -167,8 +167,7 @@ def read_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     if not directory.is_dir():
         raise ConfigError(
-            f"{directory} is not a model directory: there is no such folder. `hf download ORG/NAME --local-dir DIR` downloads "
-            "a model."
+            f"{directory} is not a model directory: there is no such folder. hf://ORG/NAME names a model of the Hugging Face Hub."
         )
     if not path.is_file():
         inner = _model_within(directory)

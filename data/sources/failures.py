@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from farsight.extras import how_to_install
+from farsight.remote import LOG_IN, without_token
 
 _NOT_JSON = re.compile(r"JSON parse error(?!: Column\()|when decoding|Expected object or value|Trailing data")
 """Messages of pyarrow's parser and that of `datasets` for a line that is not JSON; for a column whose type changes, pyarrow names it."""
@@ -15,10 +16,7 @@ _NOT_JSON = re.compile(r"JSON parse error(?!: Column\()|when decoding|Expected o
 
 def in_words(error: BaseException) -> str:
     """An error's type and message in one line, without the hub's token."""
-    from huggingface_hub import get_token
-
-    said, token = " ".join(str(error).split()).rstrip("."), get_token()
-    said = said.replace(token, "…") if token else said
+    said = without_token(str(error)).rstrip(".")
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
@@ -37,21 +35,20 @@ def what_to_do(error: BaseException, place: str) -> str | None:
     in_url = re.search(r"hf://datasets/([\w.-]+/[\w.-]+)", place)
     repository = in_url[1] if in_url else place.partition(" ")[0]
     page = f"{constants.ENDPOINT}/datasets/{repository}"
-    log_in = "log in with `hf auth login`, or set the environment variable HF_TOKEN"
     if errors.GatedRepoError in kinds or "is a gated dataset" in said:
         if get_token() is None:
-            return f"It is gated: accept its conditions on {page}, and {log_in} (there is no token here)."
+            return f"It is gated: accept its conditions on {page}, and {LOG_IN} (there is no token here)."
         return (
             f"It is gated: accept its conditions on {page} with the account that the token here belongs to; for another "
-            f"account, {log_in}."
+            f"account, {LOG_IN}."
         )
     if errors.RepositoryNotFoundError in kinds or "doesn't exist on the Hub" in said:
-        return f"Correct the name; if {page} is private, {log_in}, with an account that may read it."
+        return f"Correct the name; if {page} is private, {LOG_IN}, with an account that may read it."
     if errors.LocalTokenNotFoundError in kinds or statuses & {401, 403}:
-        return f"The hub refuses the token here, or there is none: {log_in}, with an account that may read {page}."
+        return f"The hub refuses the token here, or there is none: {LOG_IN}, with an account that may read {page}."
     if in_url and isinstance(error, StopIteration | FileNotFoundError):  # to a glob, what may not be read is not there
         return (
-            f"No file matches: correct data_files; if {page} is gated or private, accept its conditions, and {log_in}."
+            f"No file matches: correct data_files; if {page} is gated or private, accept its conditions, and {LOG_IN}."
         )
     if "Dataset scripts are no longer supported" in said:
         return (

@@ -90,8 +90,8 @@ def load_tokenizer(config: schema.Tokenizer) -> Tokenizer:
     path = local(config.path, weights=False).expanduser()
     if not path.exists():
         raise DataError(
-            f"tokenizer.path = {config.path}: no such file or directory. Download a model's tokenizer there "
-            f"(`hf download ORG/NAME --include 'tokenizer*' --local-dir {config.path}`), or set tokenizer.path to where it is."
+            f"tokenizer.path = {config.path}: no such file or directory. Set tokenizer.path to where it is, or to hf://ORG/NAME for "
+            "that of a model of the Hugging Face Hub."
         )
     if config.kind == "auto":
         return load_tokenizer_dir(path) if path.is_dir() else _load_file(path)

@@ -35,7 +35,7 @@ def test_every_command_that_opens_a_model_meets_the_attacks():
         *GROUPS["look inside"],
         "positions",
     }
-    modelless = {"external", "order-simulation", "loss-curves", "plasticity-scores"}
+    modelless = {"external", "order-simulation", "loss-curves", "plasticity-scores", "pull"}
     endless = {"serve"}  # opens models as generate does, and does not end by itself
     tried = {case.command.split()[0] for case in hostile.cases() if "leads out" in case.name}
     assert programs - modelless - endless == tried - {"train.py"} | hostile.WITHOUT_WEIGHTS

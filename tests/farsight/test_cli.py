@@ -13,7 +13,7 @@ import pytest
 from farsight.cli import bounded, command, new_parser
 from farsight.errors import UserError
 from farsight.files import check_new_folder, inside
-from farsight.new_folder import new_folder
+from farsight.new_folder import WRITING, new_folder
 from farsight.ranges import Range
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +154,21 @@ def test_a_writer_that_was_killed_between_its_renames_loses_nothing(tmp_path):
         _ = 1 / 0
     assert (out / "mark").read_text() == ".farsight-replaced"
     assert not part.exists()
+
+
+def test_a_folder_is_resumed_only_by_a_writer_of_the_same(tmp_path):
+    def write(name, what):
+        with new_folder(tmp_path / "out", lambda folder: False, resumed=what) as part:
+            (part / name).touch()
+            raise ZeroDivisionError
+
+    for name, what, left in (("1", "one", {"1"}), ("2", "one", {"1", "2"}), ("3", "other", {"3"})):
+        with pytest.raises(ZeroDivisionError):
+            write(name, what)
+        assert {path.name for path in (tmp_path / "out.part").iterdir()} - {WRITING} == left
+    with new_folder(tmp_path / "out", lambda folder: False):
+        pass
+    assert list(tmp_path.rglob("*")) == [tmp_path / "out"]
 
 
 def test_of_two_writers_the_second_is_refused(tmp_path):

@@ -65,8 +65,8 @@ def with_base(config: FinetuneConfig, theta_named: bool = True) -> FinetuneConfi
     if not directory.is_dir():
         raise ConfigError(
             f"base_model.path = {config.base_model.path!r} does not exist. Name a directory with config.json and *.safetensors: the "
-            "model/ of a run (`make quickstart` makes runs/quickstart/context-2048/model), or a downloaded model "
-            "(`hf download ORG/NAME --local-dir DIR`)."
+            "model/ of a run (`make quickstart` makes runs/quickstart/context-2048/model), or a model of the Hugging Face Hub "
+            "(hf://ORG/NAME)."
         )
     base = read_model_config(directory)
     if config.architecture not in (Architecture(), base.architecture):
