@@ -57,7 +57,7 @@ class RunStore:
         """
         try:
             self.lease.take()
-            self.pull(lambda name: name.partition("/")[0] not in (checkpoints, "model"))
+            self.pull(lambda name: not name.startswith((f"{checkpoints}/", "model/")))
         except OSError as error:
             raise ConfigError(f"job.store = {self.store} can't be used: {_reason(error, self.store)}") from error
         logger.info(f"checkpoints go to {self.store}; logs and figures lie in {self.folder} and are copied there")
