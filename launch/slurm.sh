@@ -15,6 +15,11 @@
 # 8 billion parameters are 96 GB. On preemption that time is the partition's GraceTime.
 # PYTHON is the interpreter (default: .venv/bin/python in that folder, or python without one). Ranks write to runs/slurm/JOB/rank-N.log.
 #
+#     CONTAINER=farsight.sif sbatch --nodes 4 launch/slurm.sh train|recipe …
+#
+# runs all of it in an Apptainer image (containers/farsight.def), which sees that folder: on each node, the image's torchrun.sh
+# starts as many ranks as there would be tasks, and writes to runs/slurm/JOB/node-N.log.
+#
 #SBATCH --job-name=farsight
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
@@ -30,7 +35,7 @@ cd "${SLURM_SUBMIT_DIR:?is not set: $usage}" || exit 2
 python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
 train=(train.py)
 rank=(launch/rank.sh)
-if [[ ! -f train.py ]]; then # no checkout: the installed package has both
+if [[ -z ${CONTAINER:-} && ! -f train.py ]]; then # no checkout: the installed package has both
     train=(-m farsight.train)
     rank=(bash "$("$python" -c 'import farsight; print(farsight.__path__[0])')/launch/rank.sh")
 fi
@@ -47,18 +52,19 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-1}}
 # CPUs per task from the job, and a rank would share one core with its data threads.
 cpus=${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}
 ranks=(srun ${cpus:+"$cpus"} --wait=300 --open-mode=append "--output=$logs/rank-%t.log" "${rank[@]}" "$python")
-case ${1:-} in
-    train)
-        command=("${ranks[@]}" "${train[@]}" "${@:2}")
-        ;;
-    recipe)
-        command=("$python" -m farsight recipe --launcher "${ranks[*]@Q}" "${@:2}")
-        ;;
-    *)
-        echo "$usage" >&2
-        exit 2
-        ;;
-esac
+if [[ ${1:-} != train && ${1:-} != recipe ]]; then
+    echo "$usage" >&2
+    exit 2
+elif [[ -n ${CONTAINER:-} ]]; then
+    export NODES=$SLURM_JOB_NUM_NODES HEAD=$MASTER_ADDR:$MASTER_PORT PROCESSES=${SLURM_NTASKS_PER_NODE:-1}
+    command=(srun --ntasks="$NODES" --ntasks-per-node=1 ${cpus:+--cpus-per-task=$((SLURM_CPUS_PER_TASK * PROCESSES))}
+        --wait=300 --open-mode=append "--output=$logs/node-%t.log"
+        apptainer exec --nv --bind "$PWD" --pwd "$PWD" "$CONTAINER" torchrun.sh "$@")
+elif [[ $1 == train ]]; then
+    command=("${ranks[@]}" "${train[@]}" "${@:2}")
+else
+    command=("$python" -m farsight recipe --launcher "${ranks[*]@Q}" "${@:2}")
+fi
 
 # A plain scancel and one with --full signal this shell as well; the time limit and preemption do not.
 cancelled=

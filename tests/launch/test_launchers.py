@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,9 @@ import pytest
 
 from tests.running import ROOT, TINY, environment, metrics
 
-SCRIPTS = sorted(path.name for path in (ROOT / "launch").glob("*.sh"))
+SCRIPTS = sorted(
+    str(path.relative_to(ROOT)) for folder in ("launch", "containers") for path in (ROOT / folder).glob("*.sh")
+)
 
 SRUN = """#!/usr/bin/env bash
 # Two tasks on each of two nodes, or TASKS, started at once; like srun, the highest status of all.
@@ -36,6 +39,13 @@ exit "$worst"
 SCONTROL = """#!/usr/bin/env bash
 echo "$*" >> "$FAKE/scontrol"
 if [[ $1 == show ]]; then printf '127.0.0.1\\nnode1\\n'; fi
+"""
+# The image's PATH has torchrun.sh; the rest of the file system is the host's.
+APPTAINER = """#!/usr/bin/env bash
+echo "$@" > "$FAKE/apptainer-$SLURM_PROCID"
+while [[ $1 != torchrun.sh ]]; do shift; done
+shift
+exec bash "$FAKE/launch/torchrun.sh" "$@"
 """
 RANK = """
 import os, pathlib, sys, time
@@ -65,6 +75,9 @@ def slurm(tmp_path):
     for name in ("launch", "train.py"):
         (tmp_path / name).symlink_to(ROOT / name)
 
+    (programs / "apptainer").write_text(APPTAINER)
+    (programs / "apptainer").chmod(0o755)
+
     def start(*arguments, status=0, python=programs / "fake-python", **more):
         (tmp_path / "status").write_text(str(status))
         variables = {
@@ -87,9 +100,9 @@ def ended(process):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_shellcheck(script):
     checker = Path(sys.executable).with_name("shellcheck")
-    done = subprocess.run([checker, str(ROOT / "launch" / script)], capture_output=True, text=True)
+    done = subprocess.run([checker, str(ROOT / script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
-    assert os.access(ROOT / "launch" / script, os.X_OK)
+    assert os.access(ROOT / script, os.X_OK)
 
 
 def test_ranks_of_two_nodes(slurm, tmp_path):
@@ -180,6 +193,25 @@ def test_ranks_train(slurm, tmp_path):
     assert [row["step"] for row in metrics(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.parametrize("command", ["train", "recipe"])
+def test_a_container(slurm, tmp_path, command):
+    """One task a node, which starts the node's ranks inside the image."""
+    job = {"CONTAINER": "farsight.sif", "TASKS": "2", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS_PER_NODE": "4"}
+    status, said = ended(slurm(command, "X.toml", status=75, SLURM_CPUS_PER_TASK="8", **job))
+    assert status == 75, said
+    options = (tmp_path / "srun").read_text().splitlines()
+    assert {"--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=32"} <= {*options}
+    for task in range(2):
+        assert (tmp_path / f"apptainer-{task}").read_text() == (
+            f"exec --nv --bind {tmp_path} --pwd {tmp_path} farsight.sif torchrun.sh {command} X.toml\n"
+        )
+        assert (tmp_path / "runs" / "slurm" / "123456" / f"node-{task}.log").exists()
+    head = f"127.0.0.1:{20000 + 123456 % 20000}"
+    meeting = f"--nnodes 2 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint {head} "
+    assert meeting in (tmp_path / "arguments").read_text()
+    assert "requeue 123456" in (tmp_path / "scontrol").read_text()
+
+
 def torchrun(tmp_path, *arguments, **variables):
     """Returns the Python command that launch/torchrun.sh runs."""
     fake_python = tmp_path / "fake-python"
@@ -196,21 +228,76 @@ def test_torchrun(tmp_path):
     assert done.stdout.splitlines() == [*launcher, "train.py", "--job.config_file", "a b.toml"]
     done = torchrun(tmp_path, "recipe", "X.toml", NODES="4", PROCESSES="8", HEAD="node0:29500")
     ranks = "--nnodes 4 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint node0:29500 --rdzv_id farsight"
-    assert done.stdout.splitlines() == ["-m", "farsight", "recipe", "--torchrun", ranks, "X.toml"]
+    waiting = "--rdzv_conf read_timeout=900,join_timeout=900"
+    assert done.stdout.splitlines() == ["-m", "farsight", "recipe", "--torchrun", f"{ranks} {waiting}", "X.toml"]
     done = torchrun(tmp_path, "train", NODES="4")
     assert done.returncode != 0
     assert "HEAD" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"NODES": "2", "HEAD": "pod-0.set", "NODE_RANK": "0"}, ("2", "pod-0.set", "true")),
+        ({"NODES": "2", "HEAD": "pod-0.set", "NODE_RANK": "1"}, ("2", "pod-0.set", "false")),
+        (
+            {"SKYPILOT_NUM_NODES": "3", "SKYPILOT_NODE_IPS": "10.0.0.7\n10.0.0.8\n10.0.0.9", "SKYPILOT_NODE_RANK": "0"},
+            ("3", "10.0.0.7", "true"),
+        ),
+        (
+            {
+                "PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "run-master-0", "PET_MASTER_PORT": "23456",
+                "MASTER_ADDR": "run-master-0", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "2",
+            },
+            ("2", "run-master-0:23456", "false"),
+        ),
+        ({"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.7", "SKYPILOT_NODE_RANK": "0"}, None),
+    ],
+)  # fmt: skip
+def test_torchrun_reads_where_machines_meet(tmp_path, variables, expected):
+    """From its own variables, SkyPilot's, and those of Kubeflow's PyTorchJob and TrainJob."""
+    launcher = torchrun(tmp_path, "train", PROCESSES="8", **variables).stdout.splitlines()[3:-1]
+    if expected is None:
+        assert launcher == ["--nnodes", "1", "--nproc_per_node", "8", "--standalone"]
+        return
+    nodes, head, host = expected
+    meeting = ["--rdzv_backend", "c10d", "--rdzv_endpoint", head, "--rdzv_id", "farsight"]
+    waiting = ["--rdzv_conf", f"read_timeout=900,join_timeout=900,is_host={host}"]
+    assert launcher == ["--nnodes", nodes, "--nproc_per_node", "8", *meeting, *waiting]
+
+
+def test_torchrun_takes_a_number_of_machines(tmp_path):
+    done = torchrun(tmp_path, "train", PET_NNODES="1:4")
+    assert done.returncode == 2
+    assert "'1:4'" in done.stderr
+
+
+def test_machines_meet():
+    """Two machines under the real torchrun, each with one rank, which has nothing to do but to print the help."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["bash", str(ROOT / "launch" / "torchrun.sh"), "train", "--help"]
+    nodes = []
+    for rank in range(2):
+        variables = {"NODES": "2", "NODE_RANK": str(rank), "PROCESSES": "1", "HEAD": f"127.0.0.1:{port}"}
+        given = environment() | {"PYTHON": sys.executable} | variables
+        nodes.append(subprocess.Popen(command, env=given, stdout=subprocess.PIPE, text=True))
+    printed = [node.communicate(timeout=120)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0]
+    assert all("Trains a model from a TOML config" in text for text in printed)
 
 
 def test_torchrun_of_an_installed_package(tmp_path):
     """Without a checkout around it the script runs the package's module, in the folder where it is called."""
     shutil.copytree(ROOT / "launch", tmp_path / "farsight" / "launch")
     fake_python = tmp_path / "fake-python"
-    fake_python.write_text('#!/bin/sh\npwd\nprintf "%s\\n" "$@"\n')
+    fake_python.write_text('#!/bin/sh\npwd\necho "$TRITON_CACHE_DIR"\nprintf "%s\\n" "$@"\n')
     fake_python.chmod(0o755)
     command = ["bash", str(tmp_path / "farsight" / "launch" / "torchrun.sh"), "train", "--job.config_file", "tiny"]
-    given = environment() | {"PYTHON": str(fake_python), "PROCESSES": "2"}
+    given = environment() | {"PYTHON": str(fake_python), "PROCESSES": "2", "TMPDIR": str(tmp_path)}
+    given.pop("TRITON_CACHE_DIR", None)
     done = subprocess.run(command, env=given, cwd=tmp_path, capture_output=True, text=True, check=True)
-    where, *arguments = done.stdout.splitlines()
-    assert where == str(tmp_path)
+    where, cache, *arguments = done.stdout.splitlines()
+    assert (where, cache) == (str(tmp_path), f"{tmp_path}/farsight-{os.getuid()}/triton")
     assert arguments[-4:] == ["-m", "farsight.train", "--job.config_file", "tiny"]
