@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,6 +173,7 @@ def run(work: Work) -> None:
     from farsight.parallel.float8 import check_float8
     from farsight.training.ranks import check_layout
     from farsight.training.run_folder import lock_run_folder
+    from farsight.training.trackers.trackers import check_trackers
 
     config, trainer, together = work.config, None, False
     # Refuse an impossible layout before processes connect.
@@ -179,6 +181,7 @@ def run(work: Work) -> None:
     if config.engine == "deepspeed":
         import_deepspeed()
     check_float8(config)
+    check_trackers(config)
     if process.ranks().rank == 0:
         lock_run_folder(Path(config.job.dump_folder))
     try:
@@ -186,6 +189,7 @@ def run(work: Work) -> None:
         if work.dry_run:
             logger.info(f"dry run: everything is ready for {config.training.steps:,} steps")
         else:
+            trainer.metrics.describe = partial(_describe, config)
             trainer.train()
         together = True
     except (NonFiniteError, SaveError, Interrupted):
@@ -199,6 +203,13 @@ def run(work: Work) -> None:
         # After an error on only this rank, the others are inside a collective: destroying the process group could hang.
         if together and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _describe(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """What trackers are told of the run; imported when there are any."""
+    from farsight.launch.tracked import describe
+
+    return describe(config, process.ranks().world_size)
 
 
 def ending(error: BaseException, run_folder: Path | None) -> tuple[int, str, bool]:

@@ -528,6 +528,7 @@ class Trainer:
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self.checkpoints.finish()
         self._export()
+        metrics.finish(self.step)
 
     # Measuring and saving ────────────────────────────────────────────────────────────────────────
 
