@@ -66,9 +66,9 @@ def wandb_records(file):
             parts = b""
 
 
-def in_wandb(folder):
+def in_wandb(folder, own="*"):
     found = []
-    for file in sorted((folder / "wandb").glob("offline-run-*/*.wandb")):
+    for file in sorted((folder / "wandb").glob(f"offline-run-*-{own}/*.wandb")):
         for record in wandb_records(file):
             if record.WhichOneof("record_type") == "history":
                 items = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
@@ -84,17 +84,18 @@ def mlflow_client(folder, monkeypatch):
     return MlflowClient((folder / "mlruns").as_uri())
 
 
-def in_mlflow(folder, monkeypatch):
+def in_mlflow(folder, monkeypatch, own=None):
     client = mlflow_client(folder, monkeypatch)
-    own = read_ids(folder)["mlflow"]
+    own = own or read_ids(folder)["mlflow"]
     histories = (client.get_metric_history(own, key) for key in client.get_run(own).data.metrics)
     return [((metric.key, metric.step), metric.value) for history in histories for metric in history]
 
 
-def in_trackio(folder):
+def in_trackio(folder, own=None):
     (database,) = (folder / "trackio").glob("*.db")
     with sqlite3.connect(database) as read:
-        rows = [(step, json.loads(text)) for step, text in read.execute("select step, metrics from metrics")]
+        lines = read.execute("select run_name, step, metrics from metrics").fetchall()
+    rows = [(step, json.loads(text)) for name, step, text in lines if own in (None, name)]
     return [((name, step), value) for step, figures in rows for name, value in figures.items() if "/" in name]
 
 
