@@ -22,7 +22,7 @@ def track_summary(stage: Path, root: Path) -> None:
         return
     try:
         (stage / ".tracked").open("x").close()  # on one of several nodes, and not again for a stage that is skipped
-    except FileExistsError:
+    except OSError:  # it exists, or the disk is full
         return
     entries = json.loads((root / "summary.json").read_text(encoding="utf-8"))["stages"]
     step, own = config.training.steps, entries[-1]

@@ -10,6 +10,7 @@ import threading
 import time
 
 import pytest
+from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -30,7 +31,7 @@ BASE = ("--checkpoint.interval=5", "--lr_scheduler.total_steps=14")
 def tracked(folder, *options, names=ALL):
     """A run of twelve steps whose trackers write into `folder` alone."""
     home = f"HOME={folder.parent}"
-    own = ["WANDB_MODE=offline", "WANDB_X_DISABLE_STATS=true", home]
+    own = ["WANDB_MODE=offline", "WANDB_X_DISABLE_STATS=true", "WANDB_INIT_TIMEOUT=60", home]
     return train(folder, *BASE, "--metrics.trackers", names, *own, *options, script="tests/tracked_train.py")
 
 
@@ -194,6 +195,8 @@ def test_each_has_the_config_the_commit_the_plan_and_the_picture(whole, monkeypa
     assert f"| parameters | {parameters} |" in texts["plan"]
     picture = read.Images("positions")[0]
     assert picture.encoded_image_string == (folder / "positions.png").read_bytes()
+    with Image.open(folder / "positions.png") as image:
+        assert (picture.width, picture.height) == image.size
 
 
 def test_steps_that_run_again_are_there_once(whole, monkeypatch):
@@ -227,12 +230,12 @@ def closed_port():
 
 
 def test_without_a_disk_the_run_is_the_same(tmp_path, alone):
-    """Files are in the way of everything that trackers write."""
+    """Files are in the way of everything that trackers write; W&B would then go on in the system's temporary folder."""
     folder = tmp_path / "run"
     folder.mkdir()
     for name in ("tb", "wandb", "mlruns", "trackio"):
         (folder / name).touch()
-    done = tracked(folder)
+    done = tracked(folder, f"WANDB_DIR={folder / 'wandb' / 'inside'}")
     same_run(folder, alone)
     for name in ("wandb", "mlflow", "trackio"):
         assert done.stderr.count(f"{name} failed (") == 1

@@ -124,7 +124,8 @@ class Background:
         try:
             work(tracker)
         except BaseException as error:
-            self.lost += self._writing
+            with self._changed:
+                self.lost += self._writing
             self._report_error(error)
 
     def _report_error(self, error: BaseException) -> None:

@@ -24,7 +24,7 @@ IN_THREADS = {"wandb": "Wandb", "mlflow": "Mlflow", "trackio": "Trackio"}
 """Classes of trackers that may need a network, by the names of their packages and of modules beside this one."""
 CLOSE_SECONDS = 15.0
 """For trackers to pass on what waits when the run ends, all of them together."""
-GIT_SECONDS = 10
+GIT_SECONDS = 5
 
 
 class Trackers:
@@ -127,7 +127,13 @@ def checkout() -> dict[str, Any]:
     found = []
     for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
         try:
-            done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=GIT_SECONDS, check=True)
+            done = subprocess.run(
+                ["git", "--no-optional-locks", *arguments],  # status would leave its lock behind if it is ended
+                capture_output=True,
+                text=True,
+                timeout=GIT_SECONDS,
+                check=True,
+            )
         except (OSError, subprocess.SubprocessError):  # no git, no checkout, or a slow disk
             return {}
         found.append(done.stdout.strip())
