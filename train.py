@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,6 +174,7 @@ def run(work: Work) -> None:
     from farsight.training.ranks import check_layout
     from farsight.training.run_folder import lock_run_folder
     from farsight.training.run_store import open_run_store
+    from farsight.training.trackers.trackers import check_trackers
 
     config, trainer, store, together = work.config, None, None, False
     # Refuse an impossible layout before processes connect.
@@ -180,6 +182,7 @@ def run(work: Work) -> None:
     if config.engine == "deepspeed":
         import_deepspeed()
     check_float8(config)
+    check_trackers(config)
     if process.ranks().rank == 0:
         lock_run_folder(Path(config.job.dump_folder))
         store = open_run_store(config.job, config.checkpoint.folder)
@@ -190,6 +193,7 @@ def run(work: Work) -> None:
         if work.dry_run:
             logger.info(f"dry run: everything is ready for {config.training.steps:,} steps")
         else:
+            trainer.metrics.describe = partial(_describe, config)
             trainer.train()
         together = True
     except (NonFiniteError, SaveError, Interrupted):
@@ -205,6 +209,13 @@ def run(work: Work) -> None:
         # After an error on only this rank, the others are inside a collective: destroying the process group could hang.
         if together and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _describe(config: JobConfig) -> dict[str, dict[str, Any]]:
+    """What trackers are told of the run; imported when there are any."""
+    from farsight.launch.tracked import describe
+
+    return describe(config, process.ranks().world_size)
 
 
 def ending(error: BaseException, run_folder: Path | None) -> tuple[int, str, bool]:

@@ -49,7 +49,7 @@ steps = 2
 
 [metrics]
 log_freq = 1
-enable_tensorboard = false
+trackers = []
 """
 )
 AIMS = {"start-up": 1, "training": 4, "saving": 4, "export": 1}

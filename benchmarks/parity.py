@@ -43,7 +43,7 @@ enable = false
 
 [metrics]
 log_freq = 1
-enable_tensorboard = false
+trackers = []
 
 [position]
 """

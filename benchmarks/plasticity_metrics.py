@@ -77,7 +77,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
                 "lr_scheduler": {"warmup_steps": 2},
                 "checkpoint": {"enable": False},
                 "validation": {"enable": False},
-                "metrics": {**shape.metrics, "log_freq": 1000, "enable_tensorboard": False},
+                "metrics": {**shape.metrics, "log_freq": 1000, "trackers": []},
             }
         )
         trainer = Trainer(config, PlasticityMetrics)

@@ -163,7 +163,7 @@ def our_trainer(rows: int, seq_len: int, folder: str, dtype: Literal["float32", 
         "lr_scheduler": {"warmup_steps": 2},
         "checkpoint": {"enable": False},
         "validation": {"enable": False},
-        "metrics": {"log_freq": 1, "enable_tensorboard": False},
+        "metrics": {"log_freq": 1, "trackers": []},
     }  # fmt: skip
     return _OnSameBatches(build_config(values))
 

@@ -25,6 +25,8 @@ HERE = {
     "checkpoint.initial_load_in_hf": "checkpoint.initial_load_path",
     "optimizer.fused": "optimizer.implementation",
     "optimizer.name": "optimizer.kind",
+    "metrics.enable_tensorboard": "metrics.trackers",
+    "metrics.enable_wandb": "metrics.trackers",
 }
 """torchtitan's options, by its own or an older name, whose meaning has another name here."""
 
@@ -99,6 +101,10 @@ def current(values: dict[str, Any]) -> dict[str, Any]:
         excluded.remove("lr_scheduler")  # the rate depends on the step alone
     if values.get("engine") == "torchtitan":
         values["engine"] = "pytorch"
+    metrics = values.get("metrics")
+    if isinstance(metrics, dict) and isinstance(metrics.get("enable_tensorboard"), bool):
+        on = metrics.pop("enable_tensorboard")
+        metrics.setdefault("trackers", ["tensorboard"] if on else [])
     optimizer = values.get("optimizer")
     if isinstance(optimizer, dict) and "kind" not in optimizer and optimizer.get("name") in OPTIMIZERS:
         optimizer["kind"] = OPTIMIZERS[optimizer.pop("name")]

@@ -1,6 +1,7 @@
 """The config section on what a run reports, and the check of its plasticity settings."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from farsight.ranges import Count, Positive, Size
 
@@ -11,8 +12,12 @@ class Metrics:
 
     log_freq: Size = 10
     """Log every this many steps."""
-    enable_tensorboard: bool = True
-    """Write TensorBoard events beside metrics.jsonl."""
+    trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = field(
+        default_factory=lambda: ["tensorboard"]
+    )
+    """Where figures go beside metrics.jsonl (docs/training/trackers.md); all but TensorBoard are extras to install."""
+    tracker_project: str = ""
+    """Project of W&B and Trackio, experiment of MLflow. Empty takes the tracker's own environment variable, or "farsight"."""
     save_tb_folder: str = "tb"
     """Folder for TensorBoard events, inside the run folder."""
     plasticity_freq: Count = 0

@@ -1,4 +1,4 @@
-"""Metrics of a run while it trains: log lines or a progress bar, TensorBoard, and `metrics.jsonl`."""
+"""Metrics of a run while it trains: log lines or a progress bar, trackers, and `metrics.jsonl`."""
 
 import json
 import logging
@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from farsight.errors import ConfigError
 from farsight.parallel.device import peak_flops, peak_memory_gib
 from farsight.parallel.meshes import ParallelDims
 from farsight.training.metrics_file import row_of
-from farsight.training.records import Records, scalar_event, scalars
+from farsight.training.records import Records
+from farsight.training.trackers.trackers import Trackers, open_trackers
 from farsight.units import duration
 
 logger = logging.getLogger("farsight")
@@ -46,8 +47,13 @@ class RunMetrics:
         self.folder = Path(config.job.dump_folder)
         self._paused, self._waited, self._since = 0.0, 0.0, time.perf_counter()
         self._bar: tqdm | None = None
-        self._tensorboard: Records | None = None
+        self._trackers: Trackers | None = None
         self._jsonl: Records | None = None
+        self.describe: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
+        """Makes what trackers are told of the run beside its config, by group; may write pictures into the run folder."""
+        self._pictures: set[tuple[Path, int]] = set()
+        """Pictures that trackers have been given, with the time at which each was written."""
+        self._finished = False
         self._paced_from: tuple[float, int] | None = None
 
     def start(self, step: int) -> None:
@@ -60,9 +66,11 @@ class RunMetrics:
         if not self.writes:
             return
         self._jsonl = Records(self.folder / "metrics.jsonl")
-        _cut_after(self._jsonl.path, step)
-        if self.config.metrics.enable_tensorboard:
-            self._tensorboard = scalars(self.folder / self.config.metrics.save_tb_folder, step)
+        cut = _cut_after(self._jsonl.path, step)
+        if self.config.metrics.trackers:
+            self._trackers = open_trackers(self.config, step, self._description(), frozenset(cut))
+            self._give_pictures(step, known=step > 0)
+            self._since = time.perf_counter()  # the first step is not slow because of trackers
         if sys.stderr.isatty():
             total = self.config.training.steps
             self._bar = tqdm(total=total, initial=step, unit="step", desc=self.folder.name, dynamic_ncols=True)
@@ -128,6 +136,8 @@ class RunMetrics:
             figures["mfu"] = tflops * 1e12 / (self.peak_flops * self.world_size)
         self._paused, self._waited, self._since = 0.0, 0.0, time.perf_counter()
         self._write("train", step, figures)
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"loss {loss:.4f}, {figures['tokens_per_second']:,.0f} tok/s", refresh=False)
         speed = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1000:.1f} GFLOP/s"
         mfu = f"  mfu {figures['mfu']:.1%}" if "mfu" in figures else ""
         self._say(
@@ -156,12 +166,40 @@ class RunMetrics:
             f"plasticity {shown['ap_overall']}  drop {shown['ap_drop']}  in {seconds:.1f} s"
         )
 
+    def finish(self, step: int) -> None:
+        """Marks the run as finished, and gives trackers the pictures that it has written."""
+        self._finished = True
+        self._give_pictures(step)
+
     def close(self) -> None:
-        """Closes the progress bar and the files."""
-        for part in (self._bar, self._tensorboard, self._jsonl):
+        """Closes the progress bar, the files and the trackers."""
+        for part in (self._bar, self._jsonl):
             if part is not None:
                 part.close()
-        self._bar = self._tensorboard = self._jsonl = None
+        trackers, self._bar, self._trackers, self._jsonl = self._trackers, None, None, None
+        if trackers is not None:
+            trackers.close(self._finished)
+
+    def _description(self) -> Mapping[str, Mapping[str, Any]]:
+        """What trackers are told of the run; nothing if that fails, as they must not stop a run."""
+        try:
+            return self.describe()
+        except Exception as error:
+            logger.warning(f"Trackers get no description of the run ({type(error).__name__}: {error}).")
+            return {}
+
+    def _give_pictures(self, step: int, known: bool = False) -> None:
+        """Gives trackers the pictures in the run folder that are new to them.
+
+        Args:
+            known: all that are there now have been given by an earlier start.
+        """
+        if self._trackers is None:
+            return
+        for path in sorted(self.folder.glob("*.png")):
+            if (written := (path, path.stat().st_mtime_ns)) not in self._pictures and not known:
+                self._trackers.picture(step, path)
+            self._pictures.add(written)
 
     def _most(self, value: float) -> float:
         """The maximum over all ranks: memory runs out first on the rank that uses most."""
@@ -173,9 +211,8 @@ class RunMetrics:
     def _write(self, group: str, step: int, figures: dict[str, Any]) -> None:
         if self._jsonl is not None:
             self._jsonl.append((json.dumps(figures) + "\n").encode())
-        if self._tensorboard is not None:
-            shown = {name: value for name, value in figures.items() if name != "step" and value is not None}
-            self._tensorboard.append(scalar_event(group, step, shown))
+        if self._trackers is not None:
+            self._trackers.log(group, step, figures)
 
     def _left(self, step: int) -> str:
         """The time left at the pace since the first report, including validations and saves; "" with a progress bar, which
@@ -199,8 +236,9 @@ def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
 
 
-def _cut_after(path: Path, step: int) -> None:
-    """Cuts off the rows of steps that run again, and an incomplete last row."""
+def _cut_after(path: Path, step: int) -> list[tuple[int, str]]:
+    """Cuts off the rows of steps that run again, and an incomplete last row; returns the steps and names of figures cut off."""
+    cut: list[tuple[int, str]] = []
     try:
         lines = path.read_bytes().splitlines(keepends=True)
         end = 0
@@ -210,8 +248,11 @@ def _cut_after(path: Path, step: int) -> None:
                 break
             end += len(line)
         if end < path.stat().st_size:
+            rows = map(row_of, path.read_bytes()[end:].splitlines())
+            cut = [(row["step"], name) for row in rows if "step" in row for name in row]
             os.truncate(path, end)
     except FileNotFoundError:
         pass
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror}.") from error
+    return cut

@@ -1,16 +1,8 @@
 """Files that a run appends records to while it trains; a full disk loses records, but does not end the run."""
 
-import io
 import logging
 import os
-import socket
-import time
 from pathlib import Path
-from typing import Any
-
-from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.record_writer import RecordWriter
 
 logger = logging.getLogger("farsight")
 
@@ -62,29 +54,3 @@ class Records:
             except OSError:
                 file.truncate(end)
                 raise
-
-
-def scalars(folder: Path, after: int) -> Records:
-    """A new event file for TensorBoard, whose own writer has a thread that ends the run if the disk is full.
-
-    Args:
-        after: the step that the run resumes from; TensorBoard hides later steps of earlier files.
-    """
-    name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.0"
-    head = event(file_version="brain.Event:2")
-    if after:
-        head += event(step=after + 1, session_log=SessionLog(status=SessionLog.START))
-    return Records(folder / name, head)
-
-
-def event(**fields: Any) -> bytes:
-    """An event, serialised as in TensorBoard's files."""
-    out = io.BytesIO()
-    RecordWriter(out).write(Event(wall_time=time.time(), **fields).SerializeToString())
-    return out.getvalue()
-
-
-def scalar_event(group: str, step: int, figures: dict[str, float]) -> bytes:
-    """A serialised event with a step's figures, each under `group/name`."""
-    values = [Summary.Value(tag=f"{group}/{name}", simple_value=value) for name, value in figures.items()]
-    return event(step=step, summary=Summary(value=values))

@@ -531,6 +531,7 @@ class Trainer:
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self.checkpoints.finish()
         self._export()
+        metrics.finish(self.step)
         self._copy_up()
 
     # Measuring and saving ────────────────────────────────────────────────────────────────────────

@@ -183,7 +183,7 @@ def _save(runs: Runs, folder: Path, more: str = "") -> tuple[list[str], str]:
     """Checkpoints no longer fit: the run ends, keeps what it has, and goes on when there is room."""
     with tmpfs(folder, 1300) as resize:
         run = folder / "run"
-        done = runs.train(run, f"--metrics.enable_tensorboard=false {more}")
+        done = runs.train(run, f"--metrics.trackers=[] {more}")
         wrong = _judge(done, 4, ("could not be saved", "free"))
         resize(20000)
         again = runs.train(run, more)
@@ -216,7 +216,7 @@ def _tensorboard(runs: Runs, folder: Path) -> tuple[list[str], str]:
         run.mkdir()
         (run / "tb").symlink_to(folder / "disk")
         (folder / "disk" / "filler").write_bytes(b"x" * 4096)
-        done = runs.train(run, "--metrics.enable_tensorboard true")
+        done = runs.train(run, "--metrics.trackers tensorboard")
         wrong = _judge(done, 0, ("TensorBoard",))
         if not wrong and weights(run) != weights(runs.whole):
             wrong.append("changed result: other weights than the undisturbed run's")

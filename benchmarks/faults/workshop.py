@@ -36,7 +36,7 @@ steps = 2
 
 [metrics]
 log_freq = 1
-enable_tensorboard = false
+trackers = []
 """
 )
 FINETUNE = """

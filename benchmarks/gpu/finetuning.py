@@ -53,7 +53,7 @@ def settings(folder: Path, rows: Rows, length: int) -> dict[str, Any]:
     own: dict[str, Any] = {
         "base_model.path": folder / "base", "tokenizer.kind": "bytes", "training.seq_len": length, "training.local_batch_size": 1,
         "training.global_batch_size": 1, "training.steps": 8, "validation.enable": False,
-        "checkpoint.enable": False, "metrics.log_freq": 1, "metrics.enable_tensorboard": False, "data.held_out": 0.0,
+        "checkpoint.enable": False, "metrics.log_freq": 1, "metrics.trackers": [], "data.held_out": 0.0,
     }  # fmt: skip
     return own | ({"model.flavor": "tiny", "lora.layers": "0", "garfa.layers": "0"} if rows.small else {})
 

@@ -136,7 +136,7 @@ def pretraining_options(T: int, scope: bool, small: bool, steps: int = 8, kind: 
         "model.flavor": flavor, "tokenizer.kind": "bytes", "data.mask_documents": False, "training.seq_len": T,
         "training.global_batch_size": tokens // T, "training.local_batch_size": max(1, 32768 // T) if not small else 1,
         "training.steps": steps, "lr_scheduler.warmup_steps": 2, "validation.enable": False, "checkpoint.enable": False,
-        "metrics.log_freq": 1, "metrics.enable_tensorboard": False, "compile.enable": not small,
+        "metrics.log_freq": 1, "metrics.trackers": [], "compile.enable": not small,
         "activation_checkpoint.mode": "none", **({"position.heads.kind": "scope"} if scope else {}),
     }  # fmt: skip
     if small:

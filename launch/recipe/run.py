@@ -15,10 +15,12 @@ from farsight.launch.children import train_script, wait_for
 from farsight.launch.plan.fit import BATCH, LAYOUT
 from farsight.launch.recipe.held_out import texts_of
 from farsight.launch.recipe.summary import report
+from farsight.launch.recipe.tracked import track_summary
 from farsight.stores import is_remote
 from farsight.training.run_store import RunStore
 from farsight.training.stages import Recipe, Stage, recipe_store
 from farsight.training.tokenizer import prepare_tokenizer
+from farsight.training.trackers.trackers import check_trackers
 
 logger = logging.getLogger("farsight")
 
@@ -38,6 +40,8 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
     root = stages[0].folder.parent
     copies = _copies(recipe, stages)
     _refuse_stale(stages)
+    for stage in stages:
+        check_trackers(stage.config)
     prepare_tokenizer(stages[0].config, root / "tokenizer")
     load_tokenizer(stages[0].config.tokenizer)  # refuse a bad one before data is read
     texts = texts_of(recipe, stages)
@@ -57,6 +61,7 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
             if status:
                 return _stopped(status, label, stage)
         report(recipe, stages[: number + 1], root, texts)
+        track_summary(stage.folder, root)
         if copies is not None:
             try:
                 copies.push()

@@ -74,3 +74,16 @@ def test_torchtitans_names_lead_to_ours(option):
     config: object = JobConfig()
     for key in HERE[option].split("."):
         config = getattr(config, key)  # it exists
+
+
+@pytest.mark.parametrize(
+    ("metrics", "trackers"),
+    [
+        ({"enable_tensorboard": True}, ["tensorboard"]),
+        ({"enable_tensorboard": False}, []),
+        ({"enable_tensorboard": False, "trackers": ["wandb"]}, ["wandb"]),
+        ({}, ["tensorboard"]),
+    ],
+)
+def test_tensorboards_switch_is_among_the_trackers(metrics, trackers):
+    assert build_config({"metrics": metrics}).metrics.trackers == trackers

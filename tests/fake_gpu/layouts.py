@@ -35,7 +35,7 @@ STEPS = 4
 TINY = {
     "training.steps": STEPS, "lr_scheduler.warmup_steps": 1, "validation.enable": False, "tokenizer.kind": "bytes",
     "training.mixed_precision_param": "bfloat16", "training.local_batch_size": 2,
-    "checkpoint.enable": False, "metrics.enable_tensorboard": False, "metrics.log_freq": 100,
+    "checkpoint.enable": False, "metrics.trackers": [], "metrics.log_freq": 100,
 }  # fmt: skip
 
 

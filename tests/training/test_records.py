@@ -10,7 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from farsight.training.metrics import _cut_after
 from farsight.training.metrics_file import read_metrics
-from farsight.training.records import Records, scalar_event, scalars
+from farsight.training.records import Records
+from farsight.training.trackers.tensorboard import scalar_event, scalars
 from tests.running import ROOT, environment, train_command
 
 
@@ -56,12 +57,12 @@ def test_tensorboard_reads_what_is_written(tmp_path):
     first, then = scalars(tmp_path, 0), scalars(tmp_path, 3)
     assert first.path == then.path  # of one second and process: two in one file
     for step in range(1, 6):
-        first.append(scalar_event("train", step, {"loss": 1 / step, "lr": 0.5}))
+        first.append(scalar_event(step, {"train/loss": 1 / step, "train/lr": 0.5}))
     with files_of_at_most(first.path.stat().st_size + 20):
-        first.append(scalar_event("train", 6, {"loss": 9.0}))
+        first.append(scalar_event(6, {"train/loss": 9.0}))
     later = Records(tmp_path / "events.out.tfevents.9999999999.host.1.0", then.head)
     for step in (4, 5):
-        later.append(scalar_event("train", step, {"loss": -1 / step}))
+        later.append(scalar_event(step, {"train/loss": -1 / step}))
     read = EventAccumulator(str(tmp_path))
     read.Reload()
     assert [(event.step, event.value) for event in read.Scalars("train/loss")] == [
