@@ -57,9 +57,9 @@ In a checkout, `python train.py finetune …` does the same. A shipped config ma
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
-    """A parsed and checked command line."""
+    """A parsed and checked command line, and the trainer that it leads to."""
 
     config: JobConfig
     build: Callable[[], Trainer]
@@ -69,6 +69,13 @@ class Work:
         f"{error}\n`farsight plan` with this config shows what takes the memory, and what to lower."
     )
     """Returns the message for a GPU that ran out of memory."""
+    trainer: Trainer | None = None
+    """Set by `run` once it is built."""
+
+    def log_end(self, status: int, sentence: str) -> None:
+        """Notes in the run's metrics how it ended, if it began."""
+        if self.trainer is not None:
+            self.trainer.metrics.log_end(self.trainer.step, status, sentence)
 
 
 def take_flag(arguments: list[str], flag: str) -> tuple[list[str], bool]:
@@ -182,7 +189,7 @@ def run(work: Work) -> None:
     if process.ranks().rank == 0:
         lock_run_folder(Path(config.job.dump_folder))
     try:
-        trainer = work.build()
+        work.trainer = trainer = work.build()
         if work.dry_run:
             logger.info(f"dry run: everything is ready for {config.training.steps:,} steps")
         else:
@@ -226,9 +233,11 @@ def ending(error: BaseException, run_folder: Path | None) -> tuple[int, str, boo
     return process.EXIT_UNEXPECTED, line.removeprefix(f"rank {process.ranks().rank}: "), False
 
 
-def leave(error: BaseException, run_folder: Path | None) -> int:
+def leave(error: BaseException, work: Work | None) -> int:
     """Reports how the run ended, once for all ranks with the same message; returns the exit status."""
-    status, sentence, follows = ending(error, run_folder)
+    status, sentence, follows = ending(error, Path(work.config.job.dump_folder) if work is not None else None)
+    if work is not None:
+        work.log_end(status, sentence)
     process.leave_note(status, sentence, follows)
     if status == process.EXIT_INTERRUPTED:
         logger.info(sentence)
@@ -242,7 +251,7 @@ def main(arguments: list[str]) -> int:
     if command in ("pretrain", "finetune") and {"-h", "--help"} & {*arguments}:
         return _help([a for a in arguments if not a.startswith("-")], command)
 
-    run_folder: Path | None = None
+    work: Work | None = None
     try:
         from farsight.training.logs import start_logging
 
@@ -266,11 +275,11 @@ def main(arguments: list[str]) -> int:
                     f"{command!r} is not an option. To train a config: --job.config_file {command}; to fine-tune: finetune."
                 )
         if work is not None:
-            run_folder = Path(work.config.job.dump_folder)
             run(work)
+            work.log_end(0, "finished")
         return 0
     except (Exception, KeyboardInterrupt) as error:
-        return leave(error, run_folder)
+        return leave(error, work)
 
 
 @cli.command

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -15,9 +14,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.schema import JobConfig
+from farsight.data.loader import global_batch_size
 from farsight.errors import ConfigError
-from farsight.parallel.device import peak_flops, peak_memory_gib
+from farsight.parallel.device import device_name, peak_flops, peak_memory_gib
 from farsight.parallel.meshes import ParallelDims
 from farsight.training.metrics_file import row_of
 from farsight.training.records import Records, scalar_event, scalars
@@ -29,7 +30,10 @@ logger = logging.getLogger("farsight")
 class RunMetrics:
     """Collects a run's figures and writes them on rank 0.
 
-    `metrics.jsonl` holds one object per logged step (`loss`, `perplexity`, `grad_norm`, `lr`, `tokens`,
+    Every row of `metrics.jsonl` has its `step` and `time` (Unix seconds). There is one at each start (`run`, `kind`, `steps`,
+    `ranks`, `seq_len`, `tokens_per_step`, `device`), one per complete checkpoint (`checkpoint`), and one when the run ends
+    (`ended`, its exit status, and `sentence`), which a killed run lacks. Of figures there is one row per logged step (`loss`,
+    `perplexity`, `grad_norm`, `lr`, `tokens`,
     `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`, and of the rows since the last one the share of
     `padding` and the `cut_documents`; with several ranks the step's `imbalance`, visible query-key pairs of the rank that has
     most over the mean) and one per validation (`val_loss`, `val_perplexity`, `val_tokens`). Padding is not counted as tokens. If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
@@ -44,6 +48,7 @@ class RunMetrics:
         self.world_size = dims.world_size
         self.writes = torch.distributed.get_rank() == 0
         self.folder = Path(config.job.dump_folder)
+        self.tokens_per_step = global_batch_size(config, dims.batch) * config.training.seq_len
         self._paused, self._waited, self._since = 0.0, 0.0, time.perf_counter()
         self._bar: tqdm | None = None
         self._tensorboard: Records | None = None
@@ -61,6 +66,19 @@ class RunMetrics:
             return
         self._jsonl = Records(self.folder / "metrics.jsonl")
         _cut_after(self._jsonl.path, step)
+        folder, training = self.folder.resolve(), self.config.training
+        self._row(
+            {
+                "step": step,
+                "run": f"{folder.parent.name}/{folder.name}" if (folder / "stage.toml").is_file() else folder.name,
+                "kind": "fine-tuning" if isinstance(self.config, FinetuneConfig) else "pre-training",
+                "steps": training.steps,
+                "ranks": self.world_size,
+                "seq_len": training.seq_len,
+                "tokens_per_step": self.tokens_per_step,
+                "device": device_name(self.device),
+            }
+        )
         if self.config.metrics.enable_tensorboard:
             self._tensorboard = scalars(self.folder / self.config.metrics.save_tb_folder, step)
         if sys.stderr.isatty():
@@ -156,12 +174,25 @@ class RunMetrics:
             f"plasticity {shown['ap_overall']}  drop {shown['ap_drop']}  in {seconds:.1f} s"
         )
 
+    def log_checkpoint(self, step: int) -> None:
+        """Notes that the checkpoint of a step is complete; the thread of an asynchronous save may call it."""
+        self._row({"step": step, "checkpoint": f"step-{step}"})
+
+    def log_end(self, step: int, status: int, sentence: str) -> None:
+        """Notes how the run ended. `train.py` calls it after `close`: only then is everything known that can go wrong.
+
+        Args:
+            status: the exit status.
+            sentence: what is said to the user.
+        """
+        self._row({"step": step, "ended": status, "sentence": sentence})
+
     def close(self) -> None:
         """Closes the progress bar and the files."""
         for part in (self._bar, self._tensorboard, self._jsonl):
             if part is not None:
                 part.close()
-        self._bar = self._tensorboard = self._jsonl = None
+        self._bar = self._tensorboard = None
 
     def _most(self, value: float) -> float:
         """The maximum over all ranks: memory runs out first on the rank that uses most."""
@@ -170,9 +201,13 @@ class RunMetrics:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return float(values)
 
-    def _write(self, group: str, step: int, figures: dict[str, Any]) -> None:
+    def _row(self, row: dict[str, Any]) -> None:
+        """Appends a row to metrics.jsonl, if `start` has opened it."""
         if self._jsonl is not None:
-            self._jsonl.append((json.dumps(figures) + "\n").encode())
+            self._jsonl.append((json.dumps({"step": row["step"], "time": time.time(), **row}) + "\n").encode())
+
+    def _write(self, group: str, step: int, figures: dict[str, Any]) -> None:
+        self._row(figures)
         if self._tensorboard is not None:
             shown = {name: value for name, value in figures.items() if name != "step" and value is not None}
             self._tensorboard.append(scalar_event(group, step, shown))
@@ -200,17 +235,17 @@ def perplexity(loss: float) -> float:
 
 
 def _cut_after(path: Path, step: int) -> None:
-    """Cuts off the rows of steps that run again, and an incomplete last row."""
+    """Cuts out the rows of steps that run again, and an incomplete last row."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-        end = 0
-        for line in lines:
-            # A step's validation precedes its checkpoint, so its row is kept. Step 0 is validated again.
-            if not line.endswith(b"\n") or not 0 < step >= row_of(line).get("step", 0):
-                break
-            end += len(line)
-        if end < path.stat().st_size:
-            os.truncate(path, end)
+        with path.open("r+b") as file:
+            lines = file.readlines()
+            # A step's validation precedes its checkpoint, so its row is kept. Step 0 is validated again. What is known of a
+            # step only later, such as that its checkpoint is complete, may stand behind rows that are cut.
+            kept = [line for line in lines if line.endswith(b"\n") and 0 < step >= row_of(line).get("step", 0)]
+            if len(kept) < len(lines):
+                file.seek(0)
+                file.writelines(kept)
+                file.truncate()
     except FileNotFoundError:
         pass
     except OSError as error:
