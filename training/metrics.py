@@ -33,10 +33,10 @@ class RunMetrics:
     Every row of `metrics.jsonl` has its `step` and `time` (Unix seconds). There is one at each start (`run`, `kind`, `steps`,
     `ranks`, `seq_len`, `tokens_per_step`, `device`), one per complete checkpoint (`checkpoint`), and one when the run ends
     (`ended`, its exit status, and `sentence`), which a killed run lacks. Of figures there is one row per logged step (`loss`,
-    `perplexity`, `grad_norm`, `lr`, `tokens`,
-    `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`, and of the rows since the last one the share of
-    `padding` and the `cut_documents`; with several ranks the step's `imbalance`, visible query-key pairs of the rank that has
-    most over the mean) and one per validation (`val_loss`, `val_perplexity`, `val_tokens`). Padding is not counted as tokens. If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
+    `perplexity`, `grad_norm`, `lr`, `tokens`, `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`, and of the rows
+    since the last one the share of `padding` and the `cut_documents`; with several ranks the step's `imbalance`, visible query-key
+    pairs of the rank that has most over the mean) and one per validation (`val_loss`, `val_perplexity`, `val_tokens`). Padding is
+    not counted as tokens. If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
     `metrics.plasticity_freq`, there is one per measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`,
     `ap_last` and `ap_drop` of the model, each also per layer as `<name>.<layer>`, and `plasticity_seconds`. FLOPs count the
     visible query-key pairs of each batch, not full attention.
