@@ -10,17 +10,26 @@ Reads the runs' metrics.jsonl alone, and of it only what was appended since: any
 often as you like, without anything that the run would notice. q or Ctrl-C ends it, and nothing else. NO_COLOR=1 leaves colours out.
 """
 
+from __future__ import annotations
+
 import argparse
 import shlex
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from farsight.cli import above_zero, command, new_parser
 from farsight.outputs import output_file
+from farsight.process import signals_to
+
+if TYPE_CHECKING:
+    from farsight.reports.watch.run import Run
+    from farsight.reports.watch.screen import Screen
 
 POLL = 0.25
 """Seconds between looks at the keyboard and the terminal's size."""
@@ -36,10 +45,6 @@ def main(arguments: list[str] | None = None) -> None:
     add("--html", type=output_file, metavar="FILE", help="write a page with the loss curves here too (.html)")
     options = parser.parse_args(arguments)
     made_by = shlex.join(["farsight", "watch", *(sys.argv[1:] if arguments is None else arguments)])
-    # Whatever asks it to end: the terminal has to be as before, and the page to stop refreshing itself.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     watch(options, made_by)
 
 
@@ -50,7 +55,7 @@ def watch(options: argparse.Namespace, made_by: str) -> None:
         ConfigError: a path that is not a folder.
     """
     from farsight.files import write_text
-    from farsight.reports.watch.run import Run, Watched
+    from farsight.reports.watch.run import Watched
     from farsight.reports.watch.screen import frame, is_terminal, painter, screen, width
     from farsight.reports.watch.web_page import WebPage
 
@@ -69,26 +74,31 @@ def watch(options: argparse.Namespace, made_by: str) -> None:
         print("\n".join(frame(runs, time.time(), width(), painter(sys.stdout))), flush=True)
     if not again:
         return
-    try:
+    # Whatever asks it to end: the terminal has to be as before, and the page to stop refreshing itself.
+    stop = threading.Event()
+    asked = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    with signals_to(dict.fromkeys(asked, lambda number, stack: stop.set())):
         with screen() if live else nullcontext() as terminal:
-            while True:
-                due = time.monotonic() + options.interval
-                while (left := due - time.monotonic()) > 0:
-                    if terminal is None:
-                        time.sleep(left)
-                        continue
-                    if terminal.outdated:
-                        head = f"{datetime.now():%H:%M:%S}, every {options.interval:g} s; q ends this view"
-                        terminal.draw(runs, time.time(), head)
-                    if terminal.key(min(POLL, left)) == "q":
-                        return
-                runs = look(True)
-                if terminal is not None:
-                    terminal.outdated = True
-    except KeyboardInterrupt:
-        pass
-    finally:
+            _follow(look, runs, terminal, options.interval, stop)
         look(False)
+
+
+def _follow(
+    look: Callable[[bool], list[Run]], runs: list[Run], terminal: Screen | None, interval: float, stop: threading.Event
+) -> None:
+    """Looks again and again, until q or a signal, which sets `stop`."""
+    while not stop.is_set():
+        due = time.monotonic() + interval
+        if terminal is not None:
+            terminal.draw(runs, interval)
+        while (left := due - time.monotonic()) > 0 and not stop.is_set():
+            if terminal is None:
+                stop.wait(left)
+            elif terminal.key(min(POLL, left)) == "q":
+                return
+            elif terminal.resized:
+                terminal.draw(runs, interval)
+        runs = look(True)
 
 
 if __name__ == "__main__":

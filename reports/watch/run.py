@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +67,22 @@ class Run:
         """Unix seconds of the last row."""
         self._curves: dict[int, list[Point]] = {}
 
-    def read(self) -> None:
+    @property
+    def unread(self) -> int:
+        """Bytes that were appended since the last call of `read`."""
+        try:
+            return max(0, (self.folder / METRICS).stat().st_size - self._offset)
+        except OSError:
+            return 0
+
+    def read(self, told: Callable[[int], object] = lambda size: None) -> None:
         """Reads what was appended since the last call.
 
         Text after the last newline is incomplete, and is left for the next call. A resumed run cuts rows out of its file, which
         is then read from its beginning.
+
+        Args:
+            told: called with the number of bytes of each row.
         """
         self.problem = ""
         try:
@@ -86,6 +97,7 @@ class Run:
                     self._take(row_of(line))
                     self._offset, self._last_line = self._offset + len(line), line
                     self.version += 1
+                    told(len(line))
                 if self._offset and not self.written:  # rows of earlier versions have no time
                     self.written = os.fstat(file.fileno()).st_mtime
         except FileNotFoundError:
@@ -95,7 +107,7 @@ class Run:
 
     def _take(self, row: dict[str, Any]) -> None:
         step, time = number(row, "step"), number(row, "time")
-        if step is None:
+        if step is None or step < 0 or not step.is_integer():
             return
         self.written = time or 0.0
         self.began = min(self.began, time or math.inf)
@@ -129,7 +141,8 @@ class Run:
     @property
     def steps(self) -> float | None:
         """The number of steps in all; None if the run has not said."""
-        return number(self.start, "steps")
+        steps = number(self.start, "steps")
+        return steps if steps is not None and steps >= 1 else None
 
     def state(self, now: float) -> tuple[str, str]:
         """The run's state, and a few words on it.
@@ -205,8 +218,10 @@ class Watched:
         self._runs = {place: self._runs.get(place) or Run(folder) for place, folder in found.items()}
         for run, name in zip(self._runs.values(), short_names([str(place) for place in found]), strict=True):
             run.name = f"{run.recipe.name}/{name}" if run.recipe and "/" not in name else name
-        for run in progress(self._runs.values(), desc="reading metrics", unit="run"):
-            run.read()
+        total = sum(run.unread for run in self._runs.values())
+        with progress(total=total, desc="reading metrics", unit="B", unit_scale=True) as bar:
+            for run in self._runs.values():
+                run.read(bar.update)
         runs = sorted(self._runs.values(), key=lambda run: (run.began, run.name))
         first = {run.recipe: run.began for run in reversed(runs)}
         return sorted(runs, key=lambda run: first[run.recipe] if run.recipe else run.began)

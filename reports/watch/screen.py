@@ -154,26 +154,22 @@ class Screen:
 
     def __init__(self) -> None:
         self._size = os.terminal_size((0, 0))
-        self._outdated = True
 
     @property
-    def outdated(self) -> bool:
-        """True if what is shown is no longer so, or the terminal has another size since it was drawn."""
-        return self._outdated or shutil.get_terminal_size() != self._size
+    def resized(self) -> bool:
+        """Whether the terminal has another size than when it was last drawn on."""
+        return shutil.get_terminal_size() != self._size
 
-    @outdated.setter
-    def outdated(self, value: bool) -> None:
-        self._outdated = value
-
-    def draw(self, runs: Sequence[Run], now: float, head: str) -> None:
+    def draw(self, runs: Sequence[Run], interval: float) -> None:
         """Replaces what is shown.
 
         Args:
-            now: Unix seconds.
+            interval: seconds between two looks.
         """
-        self._size, self._outdated = shutil.get_terminal_size(), False
+        self._size = shutil.get_terminal_size()
         columns, height = self._size
-        lines = frame(runs, now, columns, painter(sys.stdout), height, head)[:height]
+        head = f"{time.strftime('%H:%M:%S')}, every {interval:g} s; q ends this view"
+        lines = frame(runs, time.time(), columns, painter(sys.stdout), height, head)[:height]
         # Lines are overwritten and their rest is cleared, which flickers less than an empty screen between two views.
         sys.stdout.write("\033[H" + "\n".join(f"{line}\033[K" for line in lines) + "\033[J")
         sys.stdout.flush()
@@ -184,11 +180,8 @@ class Screen:
         if not sys.stdin.isatty():
             time.sleep(seconds)
             return ""
-        return (
-            os.read(sys.stdin.fileno(), 1).decode("ascii", "replace")
-            if select.select([sys.stdin], [], [], seconds)[0]
-            else ""
-        )
+        ready = select.select([sys.stdin], [], [], seconds)[0]
+        return os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") if ready else ""
 
 
 @contextmanager

@@ -141,6 +141,8 @@ def end(status, sentence, step=270):
         ([end(130, "stopped at once")], 65, "stopped", "stopped 60 s ago"),
         ([end(3, "loss nan")], 65, "failed", "failed 60 s ago, status 3"),
         ([end(1, "lost a rank"), start(250)], 3, "running", "running"),  # resumed
+        ([start(270), logged(271), logged(272)], 4 + 55, "running", "running"),  # under a minute
+        ([start(270), logged(271), logged(272)], 4 + 65, "silent", "silent for 65 s"),
         ([end(1, "lost a rank"), start(270)], 600, "running", "running"),  # the first step may take long
     ],
 )
