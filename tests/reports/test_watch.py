@@ -473,6 +473,15 @@ def test_a_view_that_follows(tmp_path, how):
     assert "280/1,000 (28%)" in Page(page.read_text()).rows[1]
 
 
+def test_a_terminal_of_another_size_is_drawn_at_once(tmp_path):
+    view = Terminal([str(write(tmp_path / "run", STORY)), "--interval", "60"])
+    view.wait_for("270/1,000")
+    view.resize(140)
+    view.wait_for("━" * 14 + "─" * 36)
+    os.write(view.terminal, b"q")
+    assert view.close() == 0
+
+
 def test_a_page_without_a_terminal(tmp_path):
     """In the background, it is written until something ends the command."""
     folder, page = write(tmp_path / "run", STORY), tmp_path / "page.html"
