@@ -24,6 +24,7 @@ from farsight.configs.shipped import CONFIGS
 from farsight.errors import ConfigError, Interrupted, NonFiniteError, SaveError
 
 if TYPE_CHECKING:
+    from farsight.training.run_store import RunStore
     from farsight.training.trainer import Trainer
 
 logger = logging.getLogger("farsight")
@@ -58,9 +59,9 @@ In a checkout, `python train.py finetune …` does the same. A shipped config ma
 """
 
 
-@dataclass(frozen=True)
+@dataclass
 class Work:
-    """A parsed and checked command line."""
+    """A parsed and checked command line, and the trainer that it leads to."""
 
     config: JobConfig
     build: Callable[[], Trainer]
@@ -70,6 +71,17 @@ class Work:
         f"{error}\n`farsight plan` with this config shows what takes the memory, and what to lower."
     )
     """Returns the message for a GPU that ran out of memory."""
+    trainer: Trainer | None = None
+    """Set by `run` once it is built."""
+    store: RunStore | None = None
+    """Set by `run` on rank 0 if the config names one."""
+
+    def end(self, status: int, sentence: str) -> None:
+        """Notes in the run's metrics how it ended, if it began, and copies them to its store."""
+        if self.trainer is not None:
+            self.trainer.metrics.log_end(self.trainer.step, status, sentence)
+        if self.store is not None:
+            self.store.close()
 
 
 def take_flag(arguments: list[str], flag: str) -> tuple[list[str], bool]:
@@ -176,7 +188,7 @@ def run(work: Work) -> None:
     from farsight.training.run_store import open_run_store
     from farsight.training.trackers.trackers import check_trackers
 
-    config, trainer, store, together = work.config, None, None, False
+    config, trainer, together = work.config, None, False
     # Refuse an impossible layout before processes connect.
     check_layout(config, process.ranks().world_size)
     if config.engine == "deepspeed":
@@ -185,11 +197,11 @@ def run(work: Work) -> None:
     check_trackers(config)
     if process.ranks().rank == 0:
         lock_run_folder(Path(config.job.dump_folder))
-        store = open_run_store(config.job, config.checkpoint.folder)
+        work.store = open_run_store(config.job, config.checkpoint.folder)
     try:
-        trainer = work.build()
-        if store is not None:
-            trainer.copy_up = store.push
+        work.trainer = trainer = work.build()
+        if work.store is not None:
+            trainer.copy_up = work.store.push
         if work.dry_run:
             logger.info(f"dry run: everything is ready for {config.training.steps:,} steps")
         else:
@@ -204,8 +216,6 @@ def run(work: Work) -> None:
     finally:
         if trainer is not None:
             trainer.close()
-        if store is not None:
-            store.close()
         # After an error on only this rank, the others are inside a collective: destroying the process group could hang.
         if together and dist.is_initialized():
             dist.destroy_process_group()
@@ -243,9 +253,11 @@ def ending(error: BaseException, run_folder: Path | None) -> tuple[int, str, boo
     return process.EXIT_UNEXPECTED, line.removeprefix(f"rank {process.ranks().rank}: "), False
 
 
-def leave(error: BaseException, run_folder: Path | None) -> int:
+def leave(error: BaseException, work: Work | None) -> int:
     """Reports how the run ended, once for all ranks with the same message; returns the exit status."""
-    status, sentence, follows = ending(error, run_folder)
+    status, sentence, follows = ending(error, Path(work.config.job.dump_folder) if work is not None else None)
+    if work is not None:
+        work.end(status, sentence)
     process.leave_note(status, sentence, follows)
     if status == process.EXIT_INTERRUPTED:
         logger.info(sentence)
@@ -259,7 +271,7 @@ def main(arguments: list[str]) -> int:
     if command in ("pretrain", "finetune") and {"-h", "--help"} & {*arguments}:
         return _help([a for a in arguments if not a.startswith("-")], command)
 
-    run_folder: Path | None = None
+    work: Work | None = None
     try:
         from farsight.training.logs import start_logging
 
@@ -283,11 +295,11 @@ def main(arguments: list[str]) -> int:
                     f"{command!r} is not an option. To train a config: --job.config_file {command}; to fine-tune: finetune."
                 )
         if work is not None:
-            run_folder = Path(work.config.job.dump_folder)
             run(work)
+            work.end(0, "finished")
         return 0
     except (Exception, KeyboardInterrupt) as error:
-        return leave(error, run_folder)
+        return leave(error, work)
 
 
 @cli.command

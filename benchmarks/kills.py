@@ -54,8 +54,10 @@ trackers = []
 )
 AIMS = {"start-up": 1, "training": 4, "saving": 4, "export": 1}
 """Kills out of ten, by what they are aimed at."""
-SPEED = {"tokens_per_second", "tflops", "mfu", "memory_gib", "data_seconds", "plasticity_seconds"}
+SPEED = {"time", "tokens_per_second", "tflops", "mfu", "memory_gib", "data_seconds", "plasticity_seconds"}
 """Figures in a row that differ between identical runs."""
+EVENTS = {"run", "checkpoint", "ended"}
+"""Keys of rows that tell of starts, checkpoints and ends, of which a run that was killed has others."""
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,10 @@ def _modified(path: Path) -> float:
 
 
 def rows(folder: Path) -> list[dict]:
-    """The rows of `metrics.jsonl`, without figures of speed."""
+    """The rows of `metrics.jsonl` with figures of a step, without those of speed."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{key: value for key, value in json.loads(line).items() if key not in SPEED} for line in lines]
+    found = [row for row in map(json.loads, lines) if not EVENTS & row.keys()]
+    return [{key: value for key, value in row.items() if key not in SPEED} for row in found]
 
 
 def weights(folder: Path) -> bytes:

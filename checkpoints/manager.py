@@ -13,7 +13,7 @@ import gc
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -92,12 +92,17 @@ class RunCheckpoints:
         config: the job's config; saved with each checkpoint.
         states: parts of the training state by name: "model" (see `ModelWeights`), "optimizer", "dataloader", "train_state". Each
             has a `state_dict`, whose tensors are loaded in place, and a `load_state_dict` for the rest.
+        completed: called on rank 0 with the step of each checkpoint that is complete, by the saving thread if saves are
+            asynchronous.
     """
 
     base: dict[str, str] | None = None
     """In fine-tuning, "base" and "base_checksum": fingerprint and checksum of the base, which checkpoints don't contain."""
 
-    def __init__(self, config: JobConfig, states: dict[str, Any]) -> None:
+    def __init__(
+        self, config: JobConfig, states: dict[str, Any], completed: Callable[[int], None] = lambda step: None
+    ) -> None:
+        self.completed = completed
         self.config, self.model_config, self.states = config, ModelConfig.from_job(config), states
         self.options = config.checkpoint
         self.folder = config.checkpoint_folder
@@ -344,7 +349,10 @@ class RunCheckpoints:
             raise SaveError(self._failure(step, error)) from error
         if self.save_future is not None:
             self.saving = step
-            if dist.get_rank() == 0:
+        if dist.get_rank() == 0:
+            if self.save_future is None:
+                self.completed(step)
+            else:
                 self.save_future.add_done_callback(lambda future: self._report(step, future))
         self.upkeep.follow(step, self.save_future)
         # Not from its beginning: saves that take longer than the interval would follow one another without training between.
@@ -403,7 +411,9 @@ class RunCheckpoints:
 
     def _report(self, step: int, future: Future[Any]) -> None:
         """Logs a failed save, from the saving thread: the next save may be an hour away."""
-        if (error := future.exception()) is not None:
+        if (error := future.exception()) is None:
+            self.completed(step)
+        else:
             logger.error(f"{self._failure(step, error)} The run goes on, and stops if the next save fails too.")
 
     def _failure(self, step: int, error: BaseException) -> str:

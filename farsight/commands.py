@@ -31,6 +31,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "finetune": Command("train", "fine-tune adapters on a base model: LoRA, QLoRA, GARFA", process.BEFORE_TRAINING),
         "recipe": Command("launch.recipe.__main__", "run a recipe: stages in order, each from the weights of the one before", process.BETWEEN_STEPS),
         "torchrun": Command("launch.torchrun", "torchrun that ends by saying which rank failed, and why", process.BEFORE_TRAINING),
+        "watch": Command("reports.watch.__main__", "show runs while they train, on the terminal and as a page that refreshes itself"),
         "ablation": Command("launch.ablation.__main__", "fine-tune several configs, evaluate them, and compare", process.BETWEEN_STEPS),
         "depth-sweep": Command("launch.depth_sweep.__main__", "train recipes at several depths and probe each model's layers"),
     },

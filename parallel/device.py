@@ -73,11 +73,14 @@ def peak_memory_gib(device: torch.device) -> float:
     return torch.accelerator.max_memory_allocated(device) / GIB
 
 
+def device_name(device: torch.device) -> str:
+    """The accelerator's name as its driver gives it, or "CPU"."""
+    return "CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
+
+
 def peak_flops(device: torch.device) -> float | None:
     """Peak bf16 FLOP/s of the accelerator; None if unknown, as on a CPU."""
-    if device.type == "cpu":
-        return None
-    name = torch.get_device_module(device).get_device_name(device)
+    name = device_name(device)
     # Laptops have slower chips under the same names.
     return next((flops for part, flops in PEAK_FLOPS if re.search(rf"\b{part}\b(?!.*Laptop)", name)), None)
 

@@ -21,7 +21,13 @@ _PARTS: Any = _TEMPLATES.get_template("parts.html").module  # has the macros as 
 
 
 def page(
-    title: str, intro: str, sections: Sequence[Markup], made_by: str, files: Sequence[Path], notes: Sequence[str] = ()
+    title: str,
+    intro: str,
+    sections: Sequence[Markup],
+    made_by: str,
+    files: Sequence[Path],
+    notes: Sequence[str] = (),
+    refresh: int | None = None,
 ) -> str:
     """The text of the whole file.
 
@@ -29,6 +35,7 @@ def page(
         made_by: the command line, shown at the page's end.
         files: what the figures come from.
         notes: sentences for the page's end.
+        refresh: seconds after which browsers load the page again; None for a page that stays as it is.
     """
     text = _TEMPLATES.get_template("page.html").render(
         title=title,
@@ -38,6 +45,7 @@ def page(
         files=dict.fromkeys(map(str, files)),
         notes=notes,
         theme=THEME,
+        refresh=refresh,
     )
     return text.encode("utf-8", "replace").decode("utf-8")  # file names may not be valid UTF-8
 

@@ -3,7 +3,6 @@
 import json
 import logging
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +14,11 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from farsight.configs.finetuning import FinetuneConfig
 from farsight.configs.schema import JobConfig
+from farsight.data.loader import global_batch_size
 from farsight.errors import ConfigError
-from farsight.parallel.device import peak_flops, peak_memory_gib
+from farsight.parallel.device import device_name, peak_flops, peak_memory_gib
 from farsight.parallel.meshes import ParallelDims
 from farsight.training.metrics_file import row_of
 from farsight.training.records import Records
@@ -30,10 +31,13 @@ logger = logging.getLogger("farsight")
 class RunMetrics:
     """Collects a run's figures and writes them on rank 0.
 
-    `metrics.jsonl` holds one object per logged step (`loss`, `perplexity`, `grad_norm`, `lr`, `tokens`,
-    `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`, and of the rows since the last one the share of
-    `padding` and the `cut_documents`; with several ranks the step's `imbalance`, visible query-key pairs of the rank that has
-    most over the mean) and one per validation (`val_loss`, `val_perplexity`, `val_tokens`). Padding is not counted as tokens. If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
+    Every row of `metrics.jsonl` has its `step` and `time` (Unix seconds). There is one at each start (`run`, `kind`, `steps`,
+    `ranks`, `seq_len`, `tokens_per_step`, `device`), one per complete checkpoint (`checkpoint`), and one when the run ends
+    (`ended`, its exit status, and `sentence`), which a killed run lacks. Of figures there is one row per logged step (`loss`,
+    `perplexity`, `grad_norm`, `lr`, `tokens`, `tokens_per_second`, `tflops`, `mfu`, `memory_gib`, `data_seconds`, and of the rows
+    since the last one the share of `padding` and the `cut_documents`; with several ranks the step's `imbalance`, visible query-key
+    pairs of the rank that has most over the mean) and one per validation (`val_loss`, `val_perplexity`, `val_tokens`). Padding is
+    not counted as tokens. If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
     `metrics.plasticity_freq`, there is one per measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`,
     `ap_last` and `ap_drop` of the model, each also per layer as `<name>.<layer>`, and `plasticity_seconds`. FLOPs count the
     visible query-key pairs of each batch, not full attention.
@@ -45,6 +49,7 @@ class RunMetrics:
         self.world_size = dims.world_size
         self.writes = torch.distributed.get_rank() == 0
         self.folder = Path(config.job.dump_folder)
+        self.tokens_per_step = global_batch_size(config, dims.batch) * config.training.seq_len
         self._paused, self._waited, self._since = 0.0, 0.0, time.perf_counter()
         self._bar: tqdm | None = None
         self._trackers: Trackers | None = None
@@ -67,6 +72,19 @@ class RunMetrics:
             return
         self._jsonl = Records(self.folder / "metrics.jsonl")
         cut = _cut_after(self._jsonl.path, step)
+        folder, training = self.folder.resolve(), self.config.training
+        self._row(
+            {
+                "step": step,
+                "run": f"{folder.parent.name}/{folder.name}" if (folder / "stage.toml").is_file() else folder.name,
+                "kind": "fine-tuning" if isinstance(self.config, FinetuneConfig) else "pre-training",
+                "steps": training.steps,
+                "ranks": self.world_size,
+                "seq_len": training.seq_len,
+                "tokens_per_step": self.tokens_per_step,
+                "device": device_name(self.device),
+            }
+        )
         if self.config.metrics.trackers:
             self._trackers = open_trackers(self.config, step, self._description(), frozenset(cut))
             self._give_pictures(step, known=step > 0)
@@ -166,6 +184,19 @@ class RunMetrics:
             f"plasticity {shown['ap_overall']}  drop {shown['ap_drop']}  in {seconds:.1f} s"
         )
 
+    def log_checkpoint(self, step: int) -> None:
+        """Notes that the checkpoint of a step is complete; the thread of an asynchronous save may call it."""
+        self._row({"step": step, "checkpoint": f"step-{step}"})
+
+    def log_end(self, step: int, status: int, sentence: str) -> None:
+        """Notes how the run ended. `train.py` calls it after `close`: only then is everything known that can go wrong.
+
+        Args:
+            status: the exit status.
+            sentence: what is said to the user.
+        """
+        self._row({"step": step, "ended": status, "sentence": sentence})
+
     def finish(self, step: int) -> None:
         """Marks the run as finished, and gives trackers the pictures that it has written."""
         self._finished = True
@@ -176,7 +207,7 @@ class RunMetrics:
         for part in (self._bar, self._jsonl):
             if part is not None:
                 part.close()
-        trackers, self._bar, self._trackers, self._jsonl = self._trackers, None, None, None
+        trackers, self._bar, self._trackers = self._trackers, None, None
         if trackers is not None:
             trackers.close(self._finished)
 
@@ -208,9 +239,13 @@ class RunMetrics:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return float(values)
 
-    def _write(self, group: str, step: int, figures: dict[str, Any]) -> None:
+    def _row(self, row: dict[str, Any]) -> None:
+        """Appends a row to metrics.jsonl, if `start` has opened it."""
         if self._jsonl is not None:
-            self._jsonl.append((json.dumps(figures) + "\n").encode())
+            self._jsonl.append((json.dumps({"step": row["step"], "time": time.time(), **row}) + "\n").encode())
+
+    def _write(self, group: str, step: int, figures: dict[str, Any]) -> None:
+        self._row(figures)
         if self._trackers is not None:
             self._trackers.log(group, step, figures)
 
@@ -237,20 +272,23 @@ def perplexity(loss: float) -> float:
 
 
 def _cut_after(path: Path, step: int) -> list[tuple[int, str]]:
-    """Cuts off the rows of steps that run again, and an incomplete last row; returns the steps and names of figures cut off."""
+    """Cuts out the rows of steps that run again, and an incomplete last row; returns the steps and names of figures cut out."""
     cut: list[tuple[int, str]] = []
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-        end = 0
-        for line in lines:
-            # A step's validation precedes its checkpoint, so its row is kept. Step 0 is validated again.
-            if not line.endswith(b"\n") or not 0 < step >= row_of(line).get("step", 0):
-                break
-            end += len(line)
-        if end < path.stat().st_size:
-            rows = map(row_of, path.read_bytes()[end:].splitlines())
-            cut = [(row["step"], name) for row in rows if "step" in row for name in row]
-            os.truncate(path, end)
+        with path.open("r+b") as file:
+            kept, lines = [], file.readlines()
+            for line in lines:
+                row = row_of(line)
+                # A step's validation precedes its checkpoint, so its row is kept. Step 0 is validated again. What is known of a
+                # step only later, such as that its checkpoint is complete, may stand behind rows that are cut.
+                if line.endswith(b"\n") and 0 < step >= row.get("step", 0):
+                    kept.append(line)
+                else:
+                    cut += [(row["step"], name) for name in row if "step" in row]
+            if len(kept) < len(lines):
+                file.seek(0)
+                file.writelines(kept)
+                file.truncate()
     except FileNotFoundError:
         pass
     except OSError as error:

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,12 @@ def loss_points(folder: Path, before: float = 0.0) -> tuple[list[tuple[float, fl
         [(before + row["tokens"], row["loss"]) for row in train],
         [(before + row["step"] * tokens_per_step, row["val_loss"]) for row in validations],
     )
+
+
+def smoothed(points: Sequence[tuple[float, float]], together: int) -> list[tuple[float, float]]:
+    """Means of `together` successive points each; the last may have fewer."""
+    groups = [points[start : start + together] for start in range(0, len(points), together)]
+    return [(statistics.fmean(x for x, _ in group), statistics.fmean(y for _, y in group)) for group in groups]
 
 
 def row_of(line: str | bytes) -> dict[str, Any]:

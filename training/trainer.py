@@ -163,6 +163,7 @@ class Trainer:
                 "dataloader": self.loader,
                 "train_state": self,
             },
+            self.metrics.log_checkpoint,
         )
         if config.validation.enable:
             batches = self._build_validation_loader()

@@ -27,12 +27,6 @@ def read_losses(model: NamedModel) -> dict[str, Any]:
     return {"name": model.name, "training": training, "held_out": held_out, "stages": ends}
 
 
-def smoothed(points: Sequence[tuple[float, float]], together: int) -> list[tuple[float, float]]:
-    """Means of `together` successive points each; the last may have fewer."""
-    groups = [points[start : start + together] for start in range(0, len(points), together)]
-    return [(fmean(x for x, _ in group), fmean(y for _, y in group)) for group in groups]
-
-
 def table(curves: Sequence[dict[str, Any]]) -> str:
     """The losses at the end of each run."""
     width = max(len(curve["name"]) for curve in curves)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from farsight.analysis.loss_curves.curves import smoothed
 from farsight.plots import borders, line_style, picture, token_unit
+from farsight.training.metrics_file import smoothed
 
 
 def draw(curves: Sequence[dict[str, Any]], smooth: int, path: Path) -> None:

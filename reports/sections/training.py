@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from farsight.analysis.loss_curves.curves import read_losses, smoothed
+from farsight.analysis.loss_curves.curves import read_losses
 from farsight.checkpoints.cards.model import read_history, shape_text, training_rows
 from farsight.configs.load import read_toml
 from farsight.model.build import count_parameters
@@ -16,7 +16,7 @@ from farsight.plots import token_unit
 from farsight.remote import shown
 from farsight.reports.charts import Axis, Mark, Point, Series, line_chart, swatch
 from farsight.reports.page import facts, figure, folded, heading, legend, missing, note, section, table
-from farsight.training.metrics_file import loss_points, run_summary
+from farsight.training.metrics_file import loss_points, run_summary, smoothed
 from farsight.training.runs import NamedModel
 
 MOST_POINTS = 1000

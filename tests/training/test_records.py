@@ -92,6 +92,17 @@ def test_rows_after_the_checkpoint_and_a_torn_one_are_cut_off(tmp_path, torn):
         assert path.read_text() == "".join(json.dumps(row) + "\n" for row in kept)
 
 
+def test_rows_of_a_kept_step_stay_wherever_they_stand(tmp_path):
+    """An asynchronous checkpoint is noted behind rows of later steps, and an evaluation beside the run too."""
+    late = [{"step": 2, "checkpoint": "step-2"}, {"step": 3, "checkpoint": "step-3"}, {"step": 2, "needle.mean": 0.5}]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, *late]))
+    _cut_after(path, 2)
+    assert read_metrics(tmp_path) == [*ROWS[:3], late[0], late[2]]
+    _cut_after(path, 0)
+    assert path.read_bytes() == b""
+
+
 def test_a_torn_row_between_others_costs_itself_alone(tmp_path):
     lines = [json.dumps(row) for row in ROWS]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:2], '{"step": 2, "lo', *lines[2:], ""]))
@@ -109,7 +120,8 @@ def test_a_run_goes_on_when_its_figures_cannot_be_written(tmp_path):
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, preexec_fn=limit, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    rows = read_metrics(tmp_path / "run")
+    start, *rows = read_metrics(tmp_path / "run")
+    assert start["steps"] == 100
     assert [row["step"] for row in rows] == [*range(1, len(rows) + 1)]
     assert 20 < len(rows) < 100
     assert f"metrics.jsonl: {100 - len(rows)} records were lost in all" in done.stderr

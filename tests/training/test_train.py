@@ -39,6 +39,40 @@ def assert_same_weights(a, b):
         assert torch.equal(a[name], b[name]), name
 
 
+def events(folder):
+    """(step, what) of the starts, complete checkpoints and ends in a run's metrics, in order."""
+    kinds = {"run": "start", "checkpoint": "saved", "ended": "end"}
+    rows = metrics(folder, "step")
+    return [(row["step"], kinds[key]) for row in rows for key in kinds if key in row]
+
+
+def test_metrics_tell_of_start_checkpoints_and_end(undisturbed):
+    rows = metrics(undisturbed, "step")
+    times = [row["time"] for row in rows]
+    assert times == sorted(times)
+    assert time.time() - 600 < times[0]
+    facts = {
+        "run": "one",
+        "kind": "pre-training",
+        "steps": 12,
+        "ranks": 1,
+        "seq_len": 64,
+        "tokens_per_step": 4 * 64,
+        "device": "CPU",
+    }
+    assert rows[0] == {"step": 0, "time": times[0], **facts}
+    saves = [(step, "saved") for step in (3, 6, 9, 12)]
+    assert events(undisturbed) == [(0, "start"), *saves, (12, "end")]
+    assert [row["checkpoint"] for row in metrics(undisturbed, "checkpoint")] == [
+        "step-3",
+        "step-6",
+        "step-9",
+        "step-12",
+    ]
+    assert rows[-1] == {"step": 12, "time": times[-1], "ended": 0, "sentence": "finished"}
+    assert all(row["tokens"] == row["step"] * facts["tokens_per_step"] for row in metrics(undisturbed))
+
+
 def test_a_run_leaves_what_it_promises(undisturbed):
     losses = [row["loss"] for row in metrics(undisturbed)]
     assert len(losses) == 12
@@ -157,7 +191,14 @@ def test_a_signal_saves_and_the_same_command_goes_on(undisturbed, tmp_path, numb
     (stopped,) = re.findall(r"stopped after step (\d+)", printed)
     assert complete_steps(folder / "checkpoint")[-1] == int(stopped)
     assert faults(folder / "checkpoint" / f"step-{stopped}") == []
+    (end,) = metrics(folder, "ended")
+    assert (end["step"], end["ended"]) == (int(stopped), 75)
+    assert end["sentence"] in printed
+    assert events(folder)[-2:] == [(int(stopped), "saved"), (int(stopped), "end")]
     done = train(folder, *options)
+    told = events(folder)
+    assert told.count((int(stopped), "start")) == 1
+    assert told[-2:] == [(12, "saved"), (12, "end")]
     assert f"step-{stopped}" in done.stderr  # where it resumes from
     assert_same_weights(undisturbed, folder)
 
@@ -284,6 +325,9 @@ def test_a_non_finite_loss_stops_before_the_optimizer_step(undisturbed, tmp_path
     assert not (tmp_path / "run" / "checkpoint").exists()
     (kept,) = (tmp_path / "run" / "non_finite").iterdir()
     assert load_file(kept)["input"].shape == (4, 64)
+    (end,) = metrics(tmp_path / "run", "ended")
+    assert (end["step"], end["ended"]) == (1, 3)
+    assert end["sentence"] in done.stderr
 
 
 @pytest.mark.parametrize(
