@@ -52,6 +52,7 @@ from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.replica import replica_of
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
 from farsight.training.figures import SAVE, STOP, OnTheWay, StepFigures
+from farsight.training.hangs.watch import Watch, set_aside
 from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
 from farsight.training.optimizers.build import build_optimizers
@@ -106,7 +107,10 @@ class Trainer:
     def __init__(self, config: JobConfig, live_plasticity: Callable[..., LiveMeasure] | None = None) -> None:
         self.config, self.folder = config, Path(config.job.dump_folder)
         self.device = prepare_device()
+        if process.ranks().rank == 0:
+            set_aside(config)
         connect(config)
+        self.watch = Watch(config, self.device)
         self.dims = dims = ParallelDims.of(config, dist.get_world_size())
         self.context = Context.of(dims, config)
         batch = dims.mesh("batch")
@@ -248,7 +252,9 @@ class Trainer:
         batches = iter(self.loader)
         while True:
             started = time.perf_counter()
+            self.watch.at(self.step, "waiting for data")
             inputs, labels = next(batches)
+            self.watch.at(self.step, "training")
             self.metrics.waited(time.perf_counter() - started)
             yield inputs, labels
 
@@ -480,6 +486,7 @@ class Trainer:
         process.hand_over()
         if config.job.print_config:
             logger.info(to_toml(config))
+        self.watch.at(0, "loading")
         self.checkpoints.load(step=config.checkpoint.load_step)
         self.tokens_logged = self.tokens_seen
         self._save_run_files()
@@ -515,6 +522,7 @@ class Trainer:
                 if last or measuring:
                     self._measure_plasticity()
                 if last or self.stopping or self.checkpoints.due(self.step):
+                    self.watch.at(self.step, "saving")
                     with metrics.paused():
                         self.checkpoints.save(self.step, last_step=last or self.stopping)
                 profiled()
@@ -524,6 +532,8 @@ class Trainer:
                     # The first step also compiles and connects; from here on a shorter timeout finds lost ranks sooner.
                     first = False
                     self.dims.set_timeout(config.comm.train_timeout_seconds)
+                    self.watch.limit = float(config.comm.train_timeout_seconds)
+        self.watch.at(self.step, "finishing")
         for source, reasons in self.loader.skipped.items():
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self.checkpoints.finish()
@@ -535,6 +545,7 @@ class Trainer:
         """Returns the loss on held-out data; NaN if validation is off."""
         if self.validator is None:
             return math.nan
+        self.watch.at(self.step, "validating")
         with self.metrics.paused():
             loss, tokens = self.validator.loss(self.model_parts)
         self.metrics.log_validation(self.step, loss, tokens)
@@ -545,6 +556,7 @@ class Trainer:
         if self.plasticity is None:
             return
         started = time.perf_counter()
+        self.watch.at(self.step, "measuring plasticity")
         with self.metrics.paused():
             figures = self.plasticity.measure(self.model_parts, self.around_forward)
         self.metrics.log_plasticity(self.step, time.perf_counter() - started, figures)
@@ -634,3 +646,4 @@ class Trainer:
         self.loader.close()
         self.checkpoints.close()
         self.metrics.close()
+        self.watch.close()
