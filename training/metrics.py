@@ -21,6 +21,7 @@ from farsight.parallel.device import peak_flops, peak_memory_gib
 from farsight.parallel.meshes import ParallelDims
 from farsight.training.metrics_file import row_of
 from farsight.training.records import Records, scalar_event, scalars
+from farsight.training.slow_ranks import SlowRanks, busy_seconds
 from farsight.units import duration
 
 logger = logging.getLogger("farsight")
@@ -35,7 +36,8 @@ class RunMetrics:
     most over the mean) and one per validation (`val_loss`, `val_perplexity`, `val_tokens`). Padding is not counted as tokens. If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
     `metrics.plasticity_freq`, there is one per measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`,
     `ap_last` and `ap_drop` of the model, each also per layer as `<name>.<layer>`, and `plasticity_seconds`. FLOPs count the
-    visible query-key pairs of each batch, not full attention.
+    visible query-key pairs of each batch, not full attention. While ranks are slow, one per measurement has them as `slow`:
+    see `training.slow_ranks`.
     """
 
     def __init__(self, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
@@ -49,6 +51,7 @@ class RunMetrics:
         self._tensorboard: Records | None = None
         self._jsonl: Records | None = None
         self._paced_from: tuple[float, int] | None = None
+        self.slow = SlowRanks(self.folder, config.metrics.slow_ranks_freq, dims, device)
 
     def start(self, step: int) -> None:
         """Opens the files; cuts off what an interrupted run wrote after `step`, since those steps run again.
@@ -79,13 +82,16 @@ class RunMetrics:
     def waited(self, seconds: float) -> None:
         """Counts time spent waiting for data."""
         self._waited += seconds
+        self.slow.waited(seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Excludes time spent on validation or saving from the speed figures."""
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), busy_seconds()
         yield
-        self._paused += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._paused += seconds
+        self.slow.left_out(seconds, busy_seconds() - busy)
 
     def log_step(
         self,
@@ -111,6 +117,8 @@ class RunMetrics:
         """
         seconds = max(time.perf_counter() - self._since - self._paused, 1e-9)
         tflops = flops / seconds / 1e12
+        measured = self.slow.measure(step)
+        memory, *by_rank = zip(*self._of_ranks([peak_memory_gib(self.device), *(measured or ())]), strict=True)
         figures: dict[str, Any] = {
             "step": step,
             "loss": loss,
@@ -120,7 +128,7 @@ class RunMetrics:
             "tokens": tokens_seen,
             "tokens_per_second": step_tokens / seconds,
             "tflops": tflops,
-            "memory_gib": self._most(peak_memory_gib(self.device)),
+            "memory_gib": max(memory),  # memory runs out first on the rank that uses most
             "data_seconds": self._waited,
             **packing,
         }
@@ -128,6 +136,8 @@ class RunMetrics:
             figures["mfu"] = tflops * 1e12 / (self.peak_flops * self.world_size)
         self._paused, self._waited, self._since = 0.0, 0.0, time.perf_counter()
         self._write("train", step, figures)
+        if self.writes and measured and (slow := self.slow.find(step, [[*row] for row in zip(*by_rank, strict=True)])):
+            self._write("slow", step, {"step": step, "slow": slow})
         speed = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1000:.1f} GFLOP/s"
         mfu = f"  mfu {figures['mfu']:.1%}" if "mfu" in figures else ""
         self._say(
@@ -163,18 +173,21 @@ class RunMetrics:
                 part.close()
         self._bar = self._tensorboard = self._jsonl = None
 
-    def _most(self, value: float) -> float:
-        """The maximum over all ranks: memory runs out first on the rank that uses most."""
-        values = torch.tensor(value, device=self.device)
+    def _of_ranks(self, own: list[float]) -> list[list[float]]:
+        """The figures of all ranks, from each rank's own."""
+        figures = torch.zeros(self.world_size, len(own), dtype=torch.float64, device=self.device)
+        figures[dist.get_rank()] = torch.tensor(own, dtype=torch.float64, device=self.device)
         if self.world_size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return float(values)
+            dist.all_reduce(figures)
+        return figures.tolist()
 
     def _write(self, group: str, step: int, figures: dict[str, Any]) -> None:
         if self._jsonl is not None:
             self._jsonl.append((json.dumps(figures) + "\n").encode())
         if self._tensorboard is not None:
-            shown = {name: value for name, value in figures.items() if name != "step" and value is not None}
+            shown = {
+                name: value for name, value in figures.items() if name != "step" and isinstance(value, int | float)
+            }
             self._tensorboard.append(scalar_event(group, step, shown))
 
     def _left(self, step: int) -> str:
