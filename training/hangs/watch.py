@@ -8,6 +8,7 @@ import faulthandler
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from farsight import process
 from farsight.configs.schema import JobConfig
+from farsight.errors import DataError
 from farsight.files import write_text
 from farsight.training.hangs.read import (
     ASK,
@@ -56,7 +58,7 @@ def set_aside(config: JobConfig) -> None:
     run, traces = Path(config.job.dump_folder), traces_of(config)
     with suppress(OSError):
         old, beats = [path for path in traces.glob("*") if path.name != PREVIOUS], run / HEARTBEATS
-        if any(path.name.startswith("rank") for path in old):
+        if any(path.name.startswith(("rank", CLAIM)) for path in old):
             previous = traces / PREVIOUS
             shutil.rmtree(previous, ignore_errors=True)
             previous.mkdir()
@@ -78,9 +80,13 @@ def explain(error: BaseException) -> tuple[str, bool] | None:
     Returns:
         None if no hang is known.
     """
-    return (
-        None if _watch is None else _watch.explain("timed out" in str(error).lower() or "timeout" in str(error).lower())
-    )
+    if _watch is None:
+        return None
+    try:
+        return _watch.explain(re.search("timed out|timeout", str(error), re.IGNORECASE) is not None)
+    except (OSError, DataError) as unreadable:
+        logger.warning(f"rank {_watch.rank} can't read what the ranks recorded: {unreadable}")
+        return None
 
 
 class Watch:
@@ -127,7 +133,7 @@ class Watch:
     def close(self) -> None:
         """Ends the thread after a last heartbeat."""
         self._closing.set()
-        self._thread.join()
+        self._thread.join(10)  # no longer, if the file system hangs
         if self._stacks is not None:
             faulthandler.unregister(signal.SIGUSR1)
             self._stacks.close()
