@@ -131,11 +131,15 @@ class Watch:
         self._step, self._phase, self._since = step, phase, time.time()
 
     def close(self) -> None:
-        """Ends the thread after a last heartbeat."""
+        """Ends the thread after a last heartbeat; leaves no file of stacks that is empty."""
         self._closing.set()
         self._thread.join(10)  # no longer, if the file system hangs
         if self._stacks is not None:
             faulthandler.unregister(signal.SIGUSR1)
+            with suppress(OSError):
+                if not self._size():
+                    os.unlink(self._stacks.name)
+                    self.traces.rmdir()  # fails unless it is empty
             self._stacks.close()
             self._stacks = None
 
@@ -247,6 +251,7 @@ class Watch:
         """The sentence about the hang, and whether another rank has said it; the first rank to time out makes it."""
         path = self.traces / SAID
         if timed_out:
+            self.traces.mkdir(exist_ok=True)
             with suppress(FileExistsError):
                 (self.traces / CLAIM).open("x").close()
                 found = hang_sentence(read_heartbeats(self.run), read_dumps(self.traces), now := time.time())
