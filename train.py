@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from farsight import cli, process
 from farsight.configs.check_finetuning import NOT_FOR_FINETUNING
@@ -228,40 +228,51 @@ def _describe(config: JobConfig) -> dict[str, dict[str, Any]]:
     return describe(config, process.ranks().world_size)
 
 
-def ending(error: BaseException, run_folder: Path | None) -> tuple[int, str, bool]:
-    """Returns an error's exit status, its message, and whether another rank's failure caused it."""
+class Ending(NamedTuple):
+    """How this rank ends."""
+
+    status: int
+    sentence: str
+    follows: bool = False
+    """Another rank's failure is the cause."""
+    said: bool = False
+    """Another rank has logged the sentence."""
+
+
+def ending(error: BaseException, run_folder: Path | None) -> Ending:
+    """How an error ends the run."""
     match error:
         case Interrupted():
-            return process.EXIT_INTERRUPTED, str(error), False
+            return Ending(process.EXIT_INTERRUPTED, str(error))
         case KeyboardInterrupt():
-            return process.EXIT_CTRL_C, "stopped at once; the same command continues from the newest checkpoint", False
+            return Ending(process.EXIT_CTRL_C, "stopped at once; the same command continues from the newest checkpoint")
         case NonFiniteError():
-            return process.EXIT_NON_FINITE, str(error), False
+            return Ending(process.EXIT_NON_FINITE, str(error))
         case SaveError():
-            return process.EXIT_SAVE, str(error), False
+            return Ending(process.EXIT_SAVE, str(error))
     if type(error).__name__ == "OutOfMemoryError":
-        return process.EXIT_MEMORY, str(error), False
+        return Ending(process.EXIT_MEMORY, str(error))
     if (sentence := cli.explain(error)) is not None:
-        return process.EXIT_INPUT, sentence, False
+        return Ending(process.EXIT_INPUT, sentence)
 
     from farsight.training.ranks import lost_rank
 
-    if (sentence := lost_rank(error)) is not None:
-        return process.EXIT_UNEXPECTED, sentence, True
+    if (lost := lost_rank(error)) is not None:
+        return Ending(process.EXIT_UNEXPECTED, *lost)
     line = cli.report_unexpected(error, run_folder and run_folder / "errors")
     # The log already names the rank.
-    return process.EXIT_UNEXPECTED, line.removeprefix(f"rank {process.ranks().rank}: "), False
+    return Ending(process.EXIT_UNEXPECTED, line.removeprefix(f"rank {process.ranks().rank}: "))
 
 
 def leave(error: BaseException, work: Work | None) -> int:
     """Reports how the run ended, once for all ranks with the same message; returns the exit status."""
-    status, sentence, follows = ending(error, Path(work.config.job.dump_folder) if work is not None else None)
+    status, sentence, follows, said = ending(error, Path(work.config.job.dump_folder) if work is not None else None)
     if work is not None:
         work.end(status, sentence)
     process.leave_note(status, sentence, follows)
     if status == process.EXIT_INTERRUPTED:
         logger.info(sentence)
-    elif not process.first_rank_says(sentence):
+    elif not said and not process.first_rank_says(sentence):
         logger.error(sentence)
     return status
 

@@ -20,6 +20,9 @@ class Metrics:
     """Project of W&B and Trackio, experiment of MLflow. Empty takes the tracker's own environment variable, or "farsight"."""
     save_tb_folder: str = "tb"
     """Folder for TensorBoard events, inside the run folder."""
+    slow_ranks_freq: Count = 100
+    """Steps between measurements of how fast each rank is by itself, at logged steps; ranks that take 1.2 times as long as
+    the median in three in a row are named (docs/training/hangs.md). 0 disables them."""
     plasticity_freq: Count = 0
     """Steps between measurements of positional bias and attention plasticity (docs/analysis/live.md); one more
     comes before the first step and one after the last. 0 disables them."""

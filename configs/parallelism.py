@@ -50,9 +50,9 @@ class Comm:
     train_timeout_seconds: Size = 100
     """Time limit of a collective afterwards, likewise."""
     trace_buf_size: Count = 20000
-    """Collectives that NCCL's flight recorder keeps; 0 records none."""
+    """Collectives that torch's flight recorder keeps on each of several ranks; 0 records none."""
     save_traces_folder: str = "comm_traces"
-    """Folder for the flight recorder's traces, inside the run folder."""
+    """Folder for what ranks record when they hang, inside the run folder (docs/training/hangs.md)."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "watch": Command("reports.watch.__main__", "show runs while they train, on the terminal and as a page that refreshes itself"),
         "ablation": Command("launch.ablation.__main__", "fine-tune several configs, evaluate them, and compare", process.BETWEEN_STEPS),
         "depth-sweep": Command("launch.depth_sweep.__main__", "train recipes at several depths and probe each model's layers"),
+        "hang": Command("training.hangs.__main__", "say which ranks of a run did not reach which collective"),
     },
     "plan": {
         "plan": Command("launch.plan.__main__", "estimate a config's memory, FLOPs, traffic and time before it runs"),

@@ -105,6 +105,9 @@ def begin(stopped: str = BEFORE_TRAINING, what: str = "loading libraries") -> No
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     for number in TO_STOP:
         signal.signal(number, lambda number, frame: None)
+    # Ranks write their stacks on it once they train; it must not end those that do not yet, or launchers, whose children
+    # inherit this.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
     threading.Thread(target=_watch, args=(read, launcher), name="signals", daemon=True).start()
     if os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & {*sys.argv}:

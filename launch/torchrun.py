@@ -41,6 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from torch.distributed.run import run as torchrun
 
     options = parse_args(given)
+    if options.max_restarts:
+        # In the store that all starts share by default, ranks would find the addresses of those before them, and not meet.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # ranks' failures are reported below
     with tempfile.TemporaryDirectory(prefix="farsight-ranks-") as folder:

@@ -17,16 +17,20 @@ from farsight.parallel.device import default_device
 
 
 def connect(config: JobConfig) -> None:
-    """Connects the run's processes, unless they already are; the flight recorder then dumps NCCL's last collectives if one times out."""
+    """Connects the run's processes, unless they already are; torch's flight recorder keeps their last collectives.
+
+    The recorder dumps NCCL's by itself if one times out; `training.hangs` dumps those of any backend.
+    """
     if dist.is_initialized():
         return
     device, comm = default_device().type, config.comm
     backend = dist.Backend.default_device_backend_map.get(device, "gloo")
+    os.environ["TORCH_FR_BUFFER_SIZE"] = str(comm.trace_buf_size if os.environ["WORLD_SIZE"] != "1" else 0)
     if device != "cpu":
         if config.training.enable_cpu_offload:
             backend = f"{device}:{backend},cpu:gloo"  # gradients are clipped on the host
         # 3: clean up without aborting, so that the recorder has time to write.
-        os.environ |= {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_FR_BUFFER_SIZE": str(comm.trace_buf_size)}
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "3"
         if comm.trace_buf_size:
             traces = os.path.join(config.job.dump_folder, comm.save_traces_folder)
             os.makedirs(traces, exist_ok=True)

@@ -22,6 +22,7 @@ from farsight.parallel.device import device_name, peak_flops, peak_memory_gib
 from farsight.parallel.meshes import ParallelDims
 from farsight.training.metrics_file import row_of
 from farsight.training.records import Records
+from farsight.training.slow_ranks import SlowRanks, busy_seconds
 from farsight.training.trackers.trackers import Trackers, open_trackers
 from farsight.units import duration
 
@@ -40,7 +41,8 @@ class RunMetrics:
     not counted as tokens. If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
     `metrics.plasticity_freq`, there is one per measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`,
     `ap_last` and `ap_drop` of the model, each also per layer as `<name>.<layer>`, and `plasticity_seconds`. FLOPs count the
-    visible query-key pairs of each batch, not full attention.
+    visible query-key pairs of each batch, not full attention. While ranks are slow, one per measurement has them as `slow`:
+    see `training.slow_ranks`.
     """
 
     def __init__(self, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
@@ -60,6 +62,7 @@ class RunMetrics:
         """Pictures that trackers have been given, with the time at which each was written."""
         self._finished = False
         self._paced_from: tuple[float, int] | None = None
+        self.slow = SlowRanks(self.folder, config.metrics.slow_ranks_freq, dims, device)
 
     def start(self, step: int) -> None:
         """Opens the files; cuts off what an interrupted run wrote after `step`, since those steps run again.
@@ -105,13 +108,16 @@ class RunMetrics:
     def waited(self, seconds: float) -> None:
         """Counts time spent waiting for data."""
         self._waited += seconds
+        self.slow.waited(seconds)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Excludes time spent on validation or saving from the speed figures."""
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), busy_seconds()
         yield
-        self._paused += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        self._paused += seconds
+        self.slow.left_out(seconds, busy_seconds() - busy)
 
     def log_step(
         self,
@@ -137,6 +143,8 @@ class RunMetrics:
         """
         seconds = max(time.perf_counter() - self._since - self._paused, 1e-9)
         tflops = flops / seconds / 1e12
+        measured = self.slow.measure(step)
+        memory, *by_rank = zip(*self._of_ranks([peak_memory_gib(self.device), *(measured or ())]), strict=True)
         figures: dict[str, Any] = {
             "step": step,
             "loss": loss,
@@ -146,7 +154,7 @@ class RunMetrics:
             "tokens": tokens_seen,
             "tokens_per_second": step_tokens / seconds,
             "tflops": tflops,
-            "memory_gib": self._most(peak_memory_gib(self.device)),
+            "memory_gib": max(memory),  # memory runs out first on the rank that uses most
             "data_seconds": self._waited,
             **packing,
         }
@@ -154,6 +162,8 @@ class RunMetrics:
             figures["mfu"] = tflops * 1e12 / (self.peak_flops * self.world_size)
         self._paused, self._waited, self._since = 0.0, 0.0, time.perf_counter()
         self._write("train", step, figures)
+        if self.writes and measured and (slow := self.slow.find(step, [[*row] for row in zip(*by_rank, strict=True)])):
+            self._write("slow", step, {"step": step, "slow": slow})
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {figures['tokens_per_second']:,.0f} tok/s", refresh=False)
         speed = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1000:.1f} GFLOP/s"
@@ -232,12 +242,13 @@ class RunMetrics:
                 self._trackers.picture(step, path)
             self._pictures.add(written)
 
-    def _most(self, value: float) -> float:
-        """The maximum over all ranks: memory runs out first on the rank that uses most."""
-        values = torch.tensor(value, device=self.device)
+    def _of_ranks(self, own: list[float]) -> list[list[float]]:
+        """The figures of all ranks, from each rank's own."""
+        figures = torch.zeros(self.world_size, len(own), dtype=torch.float64, device=self.device)
+        figures[dist.get_rank()] = torch.tensor(own, dtype=torch.float64, device=self.device)
         if self.world_size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
-        return float(values)
+            dist.all_reduce(figures)
+        return figures.tolist()
 
     def _row(self, row: dict[str, Any]) -> None:
         """Appends a row to metrics.jsonl, if `start` has opened it."""

@@ -1,12 +1,14 @@
 """Errors between ranks: a wrong number of processes, a failed rendezvous, a lost rank."""
 
 import os
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from farsight.configs.check import check_processes, model_parallel_ranks
 from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
+from farsight.training.hangs.watch import explain
 
 
 def check_layout(config: JobConfig, processes: int) -> None:
@@ -28,7 +30,17 @@ def check_layout(config: JobConfig, processes: int) -> None:
         ) from error
 
 
-def lost_rank(error: BaseException) -> str | None:
+class Lost(NamedTuple):
+    """The message of a rank that failed because of another one."""
+
+    sentence: str
+    follows: bool = True
+    """Another rank knows better why."""
+    said: bool = False
+    """Another rank has logged the same sentence."""
+
+
+def lost_rank(error: BaseException) -> Lost | None:
     """Returns the message for a rank that failed because of another rank, or None for other errors."""
     text = str(error).strip()
     first = text.partition("\n")[0].partition(". ")[0]
@@ -36,10 +48,13 @@ def lost_rank(error: BaseException) -> str | None:
     if not (isinstance(error, dist.DistError) or (type(error) is RuntimeError and ("gloo" in text or "NCCL" in text))):
         return None
     if dist.is_initialized():
-        return f"lost contact with another rank, whose own message says why ({first})"
+        if (hang := explain(error)) is not None:
+            sentence, said = hang
+            return Lost(sentence, follows=said, said=said)
+        return Lost(f"lost contact with another rank, whose own message says why ({first})")
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if "EADDRINUSE" in text or "in use" in text:
-        return (
+        return Lost(
             f"the ranks can't meet at {place} (MASTER_ADDR, MASTER_PORT): another program uses that port; name another."
         )
-    return f"the ranks did not meet at {place} (MASTER_ADDR, MASTER_PORT): {first}"
+    return Lost(f"the ranks did not meet at {place} (MASTER_ADDR, MASTER_PORT): {first}")

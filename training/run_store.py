@@ -20,6 +20,7 @@ from farsight.configs.schema import Job
 from farsight.errors import ConfigError, SaveError
 from farsight.progress import progress
 from farsight.stores import StorePath, path_of
+from farsight.training.hangs.read import HEARTBEATS
 
 logger = logging.getLogger("farsight")
 
@@ -269,7 +270,7 @@ def open_run_store(job: Job, checkpoints: str) -> RunStore | None:
     refuse_another_store(folder, job.store)
     if not job.store:
         return None
-    run = RunStore(folder, job.store)
+    run = RunStore(folder, job.store, {HEARTBEATS})
     run.open(checkpoints)
     return run
 

@@ -52,6 +52,7 @@ from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.replica import replica_of
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
 from farsight.training.figures import SAVE, STOP, OnTheWay, StepFigures
+from farsight.training.hangs.watch import Watch, set_aside
 from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
 from farsight.training.optimizers.build import build_optimizers
@@ -108,7 +109,10 @@ class Trainer:
         self.copy_up: Callable[[], None] = lambda: None
         """On rank 0, copies the run folder's files to the run's object store, if it has one."""
         self.device = prepare_device()
+        if process.ranks().rank == 0:
+            set_aside(config)
         connect(config)
+        self.watch = Watch(config, self.device)
         self.dims = dims = ParallelDims.of(config, dist.get_world_size())
         self.context = Context.of(dims, config)
         batch = dims.mesh("batch")
@@ -251,7 +255,9 @@ class Trainer:
         batches = iter(self.loader)
         while True:
             started = time.perf_counter()
+            self.watch.at(self.step, "waiting for data")
             inputs, labels = next(batches)
+            self.watch.at(self.step, "training")
             self.metrics.waited(time.perf_counter() - started)
             yield inputs, labels
 
@@ -483,6 +489,7 @@ class Trainer:
         process.hand_over()
         if config.job.print_config:
             logger.info(to_toml(config))
+        self.watch.at(0, "loading")
         self.checkpoints.load(step=config.checkpoint.load_step)
         self.tokens_logged = self.tokens_seen
         self._save_run_files()
@@ -518,6 +525,7 @@ class Trainer:
                 if last or measuring:
                     self._measure_plasticity()
                 if last or self.stopping or self.checkpoints.due(self.step):
+                    self.watch.at(self.step, "saving")
                     with metrics.paused():
                         self._copy_up()  # first, so that a checkpoint's figures are there with it
                         self.checkpoints.save(self.step, last_step=last or self.stopping)
@@ -528,6 +536,8 @@ class Trainer:
                     # The first step also compiles and connects; from here on a shorter timeout finds lost ranks sooner.
                     first = False
                     self.dims.set_timeout(config.comm.train_timeout_seconds)
+                    self.watch.limit = float(config.comm.train_timeout_seconds)
+        self.watch.at(self.step, "finishing")
         for source, reasons in self.loader.skipped.items():
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self.checkpoints.finish()
@@ -541,6 +551,7 @@ class Trainer:
         """Returns the loss on held-out data; NaN if validation is off."""
         if self.validator is None:
             return math.nan
+        self.watch.at(self.step, "validating")
         with self.metrics.paused():
             loss, tokens = self.validator.loss(self.model_parts)
         self.metrics.log_validation(self.step, loss, tokens)
@@ -551,6 +562,7 @@ class Trainer:
         if self.plasticity is None:
             return
         started = time.perf_counter()
+        self.watch.at(self.step, "measuring plasticity")
         with self.metrics.paused():
             figures = self.plasticity.measure(self.model_parts, self.around_forward)
         self.metrics.log_plasticity(self.step, time.perf_counter() - started, figures)
@@ -644,3 +656,4 @@ class Trainer:
         self.loader.close()
         self.checkpoints.close()
         self.metrics.close()
+        self.watch.close()

@@ -1,5 +1,6 @@
 """The launch scripts, under a fake Slurm that starts the tasks of two nodes on this machine."""
 
+import json
 import os
 import shutil
 import signal
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import ROOT, TINY, environment, metrics
+from tests.running import ROOT, TINY, environment, metrics, train, train_command
 
 SCRIPTS = sorted(
     str(path.relative_to(ROOT)) for folder in ("launch", "containers") for path in (ROOT / folder).glob("*.sh")
@@ -210,6 +211,54 @@ def test_a_container(slurm, tmp_path, command):
     meeting = f"--nnodes 2 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint {head} "
     assert meeting in (tmp_path / "arguments").read_text()
     assert "requeue 123456" in (tmp_path / "scontrol").read_text()
+
+
+LONG = ["--training.steps=200", "--training.local_batch_size=2", "--checkpoint.interval=20", "--validation.no_enable"]
+
+
+def figures(folder):
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in metrics(folder)]
+
+
+def signal_when_it_trains(run, rank, number):
+    """Signals a rank in the middle of a run, after a checkpoint."""
+    end = time.monotonic() + 120
+    while not (run / "checkpoint" / "step-20" / ".metadata").exists() or len(metrics(run)) < 25:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    os.kill(json.loads((run / "heartbeat" / f"rank-{rank}.json").read_text())["pid"], number)
+
+
+def test_a_requeued_job_goes_on(slurm, tmp_path):
+    """Two ranks are preempted under the fake Slurm; the same script, started again, goes on to the same figures."""
+    (tmp_path / "config.toml").write_text(TINY)
+    train(tmp_path / "whole", *LONG, ranks=2)
+    job = ["train", "--job.config_file", "config.toml", "--job.dump_folder", "run", *LONG]
+    first = slurm(*job, python=sys.executable, TASKS="2")
+    signal_when_it_trains(tmp_path / "run", 0, signal.SIGTERM)
+    assert ended(first)[0] == 75
+    assert "requeue 123456" in (tmp_path / "scontrol").read_text()
+    assert len(metrics(tmp_path / "run")) < 200
+    status, said = ended(slurm(*job, python=sys.executable, TASKS="2"))
+    assert status == 0, said
+    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
+
+
+def test_torchrun_starts_killed_ranks_again(tmp_path):
+    train(tmp_path / "whole", *LONG, ranks=2)
+    launcher = [sys.executable, "-m", "farsight", "torchrun", "--standalone", "--nproc_per_node=2", "--max-restarts=1"]
+    command = [*launcher, *train_command(tmp_path / "run", *LONG)[1:]]
+    job = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        signal_when_it_trains(tmp_path / "run", 1, signal.SIGKILL)
+        said = job.communicate(timeout=200)[0]
+    finally:
+        job.kill()
+    assert job.returncode == 0, said
+    assert f"resuming from {tmp_path}/run/checkpoint/step-" in said
+    assert figures(tmp_path / "run") == figures(tmp_path / "whole")
 
 
 def torchrun(tmp_path, *arguments, **variables):
