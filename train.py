@@ -20,7 +20,7 @@ from farsight.configs.help import help_text
 from farsight.configs.load import load_config
 from farsight.configs.schema import JobConfig
 from farsight.configs.shipped import CONFIGS
-from farsight.errors import ConfigError, Interrupted, NonFiniteError, SaveError
+from farsight.errors import ConfigError, GateError, Interrupted, NonFiniteError, SaveError
 
 if TYPE_CHECKING:
     from farsight.training.trainer import Trainer
@@ -113,6 +113,7 @@ def pretrain(arguments: list[str]) -> Work | None:
             return None
 
     from farsight.analysis.plasticity.live import PlasticityMetrics
+    from farsight.evals.live import LiveEvaluations
     from farsight.model.build import ModelConfig, trained_layers
     from farsight.model.position.layers import describe
     from farsight.parallel.pipeline import layers_by_stage
@@ -124,9 +125,10 @@ def pretrain(arguments: list[str]) -> Work | None:
         layers_by_stage(config)
     report_theta(config, arguments)
     report_length(config)
+    evaluations = LiveEvaluations(config)
 
     def build() -> Trainer:
-        trainer = Trainer(config, PlasticityMetrics)
+        trainer = Trainer(config, PlasticityMetrics, evaluations)
         logger.info(describe(layers))
         if trained is not None:
             logger.info(f"training only layers {config.training.layers}: {trainer.trained_parameters:,} parameters")
@@ -163,7 +165,7 @@ def run(work: Work) -> None:
 
     Raises:
         ConfigError: the processes do not fit the layout, or the run folder is in use.
-        NonFiniteError, SaveError, Interrupted, torch.OutOfMemoryError: how training can end early.
+        NonFiniteError, SaveError, GateError, Interrupted, torch.OutOfMemoryError: how training can end early.
     """
     import torch
     import torch.distributed as dist
@@ -188,7 +190,7 @@ def run(work: Work) -> None:
         else:
             trainer.train()
         together = True
-    except (NonFiniteError, SaveError, Interrupted):
+    except (NonFiniteError, SaveError, GateError, Interrupted):
         together = True
         raise
     except torch.OutOfMemoryError as error:
@@ -212,6 +214,8 @@ def ending(error: BaseException, run_folder: Path | None) -> tuple[int, str, boo
             return process.EXIT_NON_FINITE, str(error), False
         case SaveError():
             return process.EXIT_SAVE, str(error), False
+        case GateError():
+            return process.EXIT_GATE, str(error), False
     if type(error).__name__ == "OutOfMemoryError":
         return process.EXIT_MEMORY, str(error), False
     if (sentence := cli.explain(error)) is not None:

@@ -51,7 +51,8 @@ from farsight.parallel.pipeline import LossShare, Pipeline, pipeline
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.replica import replica_of
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
-from farsight.training.figures import SAVE, STOP, OnTheWay, StepFigures
+from farsight.training.evaluations import Evaluator, RunEvaluations
+from farsight.training.figures import READ, SAVE, STOP, OnTheWay, StepFigures
 from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
 from farsight.training.optimizers.build import build_optimizers
@@ -92,6 +93,7 @@ class Trainer:
         config: the checked config; the tokenizer's size and the number of steps are filled in.
         live_plasticity: builds the measurement for `metrics.plasticity_freq`; `train.py` passes
             `analysis.plasticity.live.PlasticityMetrics`, which `training/` must not import.
+        evaluator: measures for `[[evaluations]]`; `evals.live.LiveEvaluations`, likewise.
     """
 
     adapters: Adapters | None = None
@@ -103,7 +105,12 @@ class Trainer:
 
     # Building ────────────────────────────────────────────────────────────────────────────────────
 
-    def __init__(self, config: JobConfig, live_plasticity: Callable[..., LiveMeasure] | None = None) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        live_plasticity: Callable[..., LiveMeasure] | None = None,
+        evaluator: Evaluator | None = None,
+    ) -> None:
         self.config, self.folder = config, Path(config.job.dump_folder)
         self.device = prepare_device()
         connect(config)
@@ -162,6 +169,7 @@ class Trainer:
                 "train_state": self,
             },
         )
+        self.evaluations = RunEvaluations(config, evaluator, self.tokenizer, self.checkpoints, self.metrics)
         if config.validation.enable:
             batches = self._build_validation_loader()
             self.validator = Validator(
@@ -316,7 +324,11 @@ class Trainer:
         # Ranks of tensor parallelism have the same loss.
         loss = torch.stack(losses).double().sum() / self.dims.tp
         squares = [] if self.zero else [squared_norm(group, self.dims) for group in self._clipped_together()]
-        asked = self._number(STOP * (self.stop_signal is not None) + SAVE * self.checkpoints.minutes_passed())
+        asked = self._number(
+            STOP * (self.stop_signal is not None)
+            + SAVE * self.checkpoints.minutes_passed()
+            + READ * self.evaluations.beside.poll()
+        )
         figures = torch.stack([loss, asked, *(square.to(self.device) for square in squares)])
         if self.dims.world_size > 1:
             dist.all_reduce(figures)
@@ -330,6 +342,7 @@ class Trainer:
         """
         self.stopping = self.stopping or figures.stopping
         self.checkpoints.overdue = self.checkpoints.overdue or figures.saving
+        self.evaluations.arrived = self.evaluations.arrived or figures.reading
         if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
             self._report_non_finite(figures)
 
@@ -472,6 +485,7 @@ class Trainer:
         Raises:
             Interrupted: a signal asked the run to stop; a checkpoint has been saved.
             NonFiniteError: a loss or a gradient norm is not finite.
+            GateError: a figure of an evaluation met its `stop_if`; a checkpoint has been saved.
             SaveError: a checkpoint or the model directory can't be written.
         """
         config, metrics = self.config, self.metrics
@@ -484,6 +498,7 @@ class Trainer:
         self.tokens_logged = self.tokens_seen
         self._save_run_files()
         metrics.start(self.step)
+        self.evaluations.resume(self.step)
         if self.step == 0 and not self._told_to_stop():
             self._validate()
             self._measure_plasticity()
@@ -506,6 +521,7 @@ class Trainer:
                     or measuring
                     or self.stopping
                     or self.checkpoints.due(self.step)
+                    or self.evaluations.due(self.step, last)
                     or metrics.should_log(self.step)
                 ):
                     self._settle()
@@ -514,10 +530,14 @@ class Trainer:
                     last = last or self.enough
                 if last or measuring:
                     self._measure_plasticity()
-                if last or self.stopping or self.checkpoints.due(self.step):
+                if not self.stopping:
+                    self.evaluations.after_step(self.step, last)
+                ending = last or self.stopping or bool(self.evaluations.gate)
+                if ending or self.checkpoints.due(self.step):
                     with metrics.paused():
-                        self.checkpoints.save(self.step, last_step=last or self.stopping)
+                        self.checkpoints.save(self.step, last_step=ending)
                 profiled()
+                self.evaluations.stop_at_gate()
                 if self.stopping and not last:
                     raise Interrupted(self._where_it_stopped())
                 if first and dist.get_world_size() > 1:
@@ -527,6 +547,7 @@ class Trainer:
         for source, reasons in self.loader.skipped.items():
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self.checkpoints.finish()
+        self.evaluations.finish(lambda: self.stop_signal is not None)
         self._export()
 
     # Measuring and saving ────────────────────────────────────────────────────────────────────────
@@ -538,6 +559,7 @@ class Trainer:
         with self.metrics.paused():
             loss, tokens = self.validator.loss(self.model_parts)
         self.metrics.log_validation(self.step, loss, tokens)
+        self.evaluations.validated(self.step, loss)
         return loss
 
     def _measure_plasticity(self) -> None:
@@ -613,6 +635,7 @@ class Trainer:
             logger.info(
                 f"{signal.Signals(number).name}: stopping after this step; Ctrl-C once more stops at once, without saving"
             )
+            self.evaluations.signalled()
         elif number == signal.SIGINT and now - self.stop_asked_at > 1:
             # Launchers often send a signal twice at once; a later one is a person pressing Ctrl-C again.
             raise KeyboardInterrupt
@@ -630,7 +653,8 @@ class Trainer:
         return f"stopped after step {self.step}; {rest}"
 
     def close(self) -> None:
-        """Ends the threads: reading ahead, saving and deleting checkpoints, writing metrics."""
+        """Ends the threads: reading ahead, saving and deleting checkpoints, writing metrics; and an evaluation beside the run."""
+        self.evaluations.close()
         self.loader.close()
         self.checkpoints.close()
         self.metrics.close()
