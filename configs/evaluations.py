@@ -122,6 +122,12 @@ def command_arguments(evaluation: Evaluation) -> list[str]:
     return arguments
 
 
+def files_of(evaluation: Evaluation) -> list[str]:
+    """The files and folders that an evaluation reads."""
+    named = (*getattr(evaluation, "data", ()), getattr(evaluation, "haystack", ""), getattr(evaluation, "data_dir", ""))
+    return [path for path in named if path]
+
+
 # ── Conditions ────────────────────────────────────────────────────────────────────────────────────────
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
