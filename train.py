@@ -140,6 +140,7 @@ def pretrain(arguments: list[str]) -> Work | None:
 def finetune(arguments: list[str]) -> Work | None:
     """Prepares fine-tuning; returns None if only rows were to be shown (--inspect)."""
     from farsight.data.instructions.view import show_rows
+    from farsight.evals.live import LiveEvaluations
     from farsight.launch.plan.out_of_memory import explain_out_of_memory
     from farsight.launch.plan.text import summary
     from farsight.training.finetune.model import load_finetune_config
@@ -157,7 +158,8 @@ def finetune(arguments: list[str]) -> Work | None:
     def explain(error: BaseException, trainer: Any) -> str:
         return explain_out_of_memory(error, config, trainer and trainer.memory.marks, ranks=ranks)
 
-    return Work(config, lambda: Finetuner(config), dry_run, explain)
+    evaluations = LiveEvaluations(config)
+    return Work(config, lambda: Finetuner(config, evaluations), dry_run, explain)
 
 
 def run(work: Work) -> None:

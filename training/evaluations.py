@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from farsight import cli
 from farsight.checkpoints.intact.check import is_complete
-from farsight.checkpoints.manager import MODEL, RunCheckpoints
+from farsight.checkpoints.manager import RunCheckpoints
 from farsight.checkpoints.steps import complete_steps
 from farsight.configs.evaluations import VALIDATION_LOSS, Evaluation, conditions, name_of
 from farsight.configs.schema import JobConfig
@@ -30,7 +31,6 @@ from farsight.errors import GateError, Interrupted
 from farsight.files import write_text
 from farsight.json_files import read_object
 from farsight.model.build import ModelConfig
-from farsight.parallel.gather import gathered
 from farsight.parallel.ranks import on_rank_zero
 from farsight.training.metrics import RunMetrics
 from farsight.training.metrics_file import read_metrics
@@ -45,6 +45,10 @@ POLL_SECONDS = 0.2
 """How often the run's end looks whether a process beside it is done."""
 
 
+Training = tuple[ModelConfig, Iterator[tuple[str, Tensor]]]
+"""Config and parameters of a model that trains."""
+
+
 class Evaluator(Protocol):
     """Evaluates models; `evals.live.LiveEvaluations`."""
 
@@ -55,9 +59,7 @@ class Evaluator(Protocol):
         """Opens what evaluations read; raises ConfigError or DataError for what can't be used."""
         ...
 
-    def measure(
-        self, evaluation: Evaluation, path: Path, training: tuple[ModelConfig, Iterator[tuple[str, Tensor]]] | None
-    ) -> dict[str, Any]:
+    def measure(self, evaluation: Evaluation, path: Path, training: Training | None) -> dict[str, Any]:
         """Evaluates in this process; returns what the command writes as JSON."""
         ...
 
@@ -92,7 +94,9 @@ class RunEvaluations:
         config: the run's.
         evaluator: measures.
         tokenizer: the run's.
-        checkpoints: the run's, whose weights are evaluated, and which keep the best.
+        checkpoints: the run's, of which the best is kept.
+        model: gives the model of a step as an evaluator takes it: its path, and config and parameters if it is not written there; or
+            a directory made for the evaluation. All ranks call it, and exhaust the parameters.
 
     Raises:
         ConfigError, DataError: something that evaluations read can't be used.
@@ -105,8 +109,9 @@ class RunEvaluations:
         tokenizer: Tokenizer,
         checkpoints: RunCheckpoints,
         metrics: RunMetrics,
+        model: Callable[[int], tuple[Path, Training | None]],
     ) -> None:
-        self.config, self.checkpoints, self.metrics = config, checkpoints, metrics
+        self.config, self.checkpoints, self.metrics, self.model = config, checkpoints, metrics, model
         self.folder = Path(config.job.dump_folder)
         self.all = config.evaluations
         assert evaluator is not None or not self.all
@@ -205,8 +210,8 @@ class RunEvaluations:
     def _inside(self, evaluation: Evaluation, step: int) -> Outcome:
         """Evaluates the weights as they are; on failure the run goes on."""
         started = time.perf_counter()
-        tensors = gathered(self.checkpoints.states[MODEL].state_dict())
-        path = self.checkpoints.folder / f"step-{step}"
+        path, training = self.model(step)
+        config, tensors = training or (None, iter(()))
 
         def whole() -> Iterator[tuple[str, Tensor]]:
             yield from tensors
@@ -214,7 +219,8 @@ class RunEvaluations:
 
         def work() -> dict[str, float] | None:
             try:
-                results = self.evaluator.measure(evaluation, path, (self.checkpoints.model_config, whole()))
+                self._interruptible = config is None
+                results = self.evaluator.measure(evaluation, path, None if config is None else (config, whole()))
                 write_results(self.folder, evaluation, step, results)
                 return self.evaluator.figures(evaluation, results)
             except _Told:
@@ -226,6 +232,8 @@ class RunEvaluations:
                 self._interruptible = False
                 for _ in tensors:  # the other ranks send all they hold
                     pass
+                if config is None:
+                    shutil.rmtree(path, ignore_errors=True)
             return None
 
         with self.metrics.paused():

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from farsight import process
 from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
-from farsight.checkpoints.manager import ModelWeights, RunCheckpoints
+from farsight.checkpoints.manager import MODEL, ModelWeights, RunCheckpoints
 from farsight.checkpoints.model_dir.api import TOKENIZER_FILES, check_model_out
 from farsight.configs.schema import JobConfig
 from farsight.configs.typed import to_toml
@@ -43,6 +43,7 @@ from farsight.parallel.balance import PairBalance
 from farsight.parallel.batch import model_inputs, to_device
 from farsight.parallel.device import prepare_device
 from farsight.parallel.float8 import after_step, convert_to_float8
+from farsight.parallel.gather import gathered
 from farsight.parallel.gradients import clip_gradients, squared_norm
 from farsight.parallel.halo import Context
 from farsight.parallel.meshes import ParallelDims, connect
@@ -51,7 +52,7 @@ from farsight.parallel.pipeline import LossShare, Pipeline, pipeline
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.replica import replica_of
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
-from farsight.training.evaluations import Evaluator, RunEvaluations
+from farsight.training.evaluations import Evaluator, RunEvaluations, Training
 from farsight.training.figures import READ, SAVE, STOP, OnTheWay, StepFigures
 from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
@@ -169,7 +170,9 @@ class Trainer:
                 "train_state": self,
             },
         )
-        self.evaluations = RunEvaluations(config, evaluator, self.tokenizer, self.checkpoints, self.metrics)
+        self.evaluations = RunEvaluations(
+            config, evaluator, self.tokenizer, self.checkpoints, self.metrics, self._evaluated
+        )
         if config.validation.enable:
             batches = self._build_validation_loader()
             self.validator = Validator(
@@ -570,6 +573,11 @@ class Trainer:
         with self.metrics.paused():
             figures = self.plasticity.measure(self.model_parts, self.around_forward)
         self.metrics.log_plasticity(self.step, time.perf_counter() - started, figures)
+
+    def _evaluated(self, step: int) -> tuple[Path, Training | None]:
+        """The model of a step for `[[evaluations]]`: its checkpoint, which may be still to come, and its gathered weights."""
+        weights = gathered(self.checkpoints.states[MODEL].state_dict())
+        return self.checkpoints.folder / f"step-{step}", (self.checkpoints.model_config, weights)
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and the tokens of all ranks together, so that a run can resume on a different number of ranks."""
