@@ -97,6 +97,7 @@ class RunEvaluations:
         checkpoints: the run's, of which the best is kept.
         model: gives the model of a step as an evaluator takes it: its path, and config and parameters if it is not written there; or
             a directory made for the evaluation. All ranks call it, and exhaust the parameters.
+        told_to_stop: whether a signal has asked this rank to stop.
 
     Raises:
         ConfigError, DataError: something that evaluations read can't be used.
@@ -110,8 +111,10 @@ class RunEvaluations:
         checkpoints: RunCheckpoints,
         metrics: RunMetrics,
         model: Callable[[int], tuple[Path, Training | None]],
+        told_to_stop: Callable[[], bool],
     ) -> None:
         self.config, self.checkpoints, self.metrics, self.model = config, checkpoints, metrics, model
+        self.told_to_stop = told_to_stop
         self.folder = Path(config.job.dump_folder)
         self.all = config.evaluations
         assert evaluator is not None or not self.all
@@ -176,14 +179,14 @@ class RunEvaluations:
         if self.best is not None:
             self.best.consider(step, {VALIDATION_LOSS: loss})
 
-    def finish(self, told_to_stop: Callable[[], bool]) -> None:
+    def finish(self) -> None:
         """Waits for the processes beside the run.
 
         Raises:
             GateError: the figures of one meet its `stop_if`.
             Interrupted: a signal asked the run to stop.
         """
-        while (outcome := on_rank_zero(lambda: self.beside.wait(told_to_stop))) is not None:
+        while (outcome := on_rank_zero(lambda: self.beside.wait(self.told_to_stop))) is not None:
             self._report(outcome)
         self.stop_at_gate()
 
@@ -215,11 +218,17 @@ class RunEvaluations:
 
         def whole() -> Iterator[tuple[str, Tensor]]:
             yield from tensors
+            gathering_ended()
+
+        def gathering_ended() -> None:
             self._interruptible = True
+            if self.told_to_stop():
+                raise _Told
 
         def work() -> dict[str, float] | None:
             try:
-                self._interruptible = config is None
+                if config is None:
+                    gathering_ended()
                 results = self.evaluator.measure(evaluation, path, None if config is None else (config, whole()))
                 write_results(self.folder, evaluation, step, results)
                 return self.evaluator.figures(evaluation, results)

@@ -170,8 +170,16 @@ class Trainer:
                 "train_state": self,
             },
         )
+        self.stop_signal: int | None = None
+        self.stop_asked_at = 0.0
         self.evaluations = RunEvaluations(
-            config, evaluator, self.tokenizer, self.checkpoints, self.metrics, self._evaluated
+            config,
+            evaluator,
+            self.tokenizer,
+            self.checkpoints,
+            self.metrics,
+            self._evaluated,
+            lambda: self.stop_signal is not None,
         )
         if config.validation.enable:
             batches = self._build_validation_loader()
@@ -184,8 +192,6 @@ class Trainer:
             self.plasticity = live_plasticity(config, dims, self.tokenizer, self.device, self.context, self.pipeline)
         self.stopping = False
         """True once the figures of a step have said that a rank was told to stop; the same on all ranks."""
-        self.stop_signal: int | None = None
-        self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
         self.tokens, self.padding, self.cut = 0, 0, 0
         """Tokens of this rank's rows since the last report, without padding; and what packing did to them: see `Packed`."""
@@ -550,7 +556,7 @@ class Trainer:
         for source, reasons in self.loader.skipped.items():
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self.checkpoints.finish()
-        self.evaluations.finish(lambda: self.stop_signal is not None)
+        self.evaluations.finish()
         self._export()
 
     # Measuring and saving ────────────────────────────────────────────────────────────────────────

@@ -233,6 +233,41 @@ def test_a_process_beside_the_run_finds_the_same_figures(text, tmp_path):
     assert "waiting for evaluations beside the run" in done.stderr
 
 
+def test_a_process_is_run_again_after_an_interruption_and_stops_the_run_at_its_gate(text, tmp_path):
+    """Steps take milliseconds, and the process seconds: it is ended with the run."""
+    config = evaluating(text, perplexity='where = "beside"\nstop_if = "perplexity.64 > 1e6"').partition(
+        'kind = "needle"'
+    )[0]
+    config = config.rpartition("[[evaluations]]")[0]
+    script = tmp_path / "script.py"
+    script.write_text(PATCHED.format(root=str(ROOT), patch=STOPPED))
+    done = train(tmp_path / "run", config=config, script=str(script), check=False)
+    assert done.returncode == 75
+    assert not metrics(tmp_path / "run", "evaluation")
+    gate = ["--checkpoint.keep_best=perplexity.32", "--evaluations.0.stop_if=perplexity.64 > 1"]
+    done = train(tmp_path / "run", *gate, config=config, check=False)
+    assert done.returncode == 6
+    assert [row["step"] for row in metrics(tmp_path / "run", "evaluation")] == [5, 12]
+    assert not (tmp_path / "run" / "model").exists()
+    found = json.loads((tmp_path / "run" / "best.json").read_text())
+    figures = {row["step"]: row["perplexity.32"] for row in metrics(tmp_path / "run", "evaluation")}
+    assert found["value"] == min(figures.values())
+    assert train(tmp_path / "run", *gate, config=config, check=False).returncode == 6
+    train(tmp_path / "run", config=config)
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+
+
+STOPPED = """
+import signal
+step = trainer.Trainer.train_step
+def stopped(self, batches):
+    if self.step == 7:
+        os.kill(os.getpid(), signal.SIGTERM)
+    step(self, batches)
+trainer.Trainer.train_step = stopped
+"""
+
+
 def test_a_process_that_fails_does_not_end_the_run(text, tmp_path):
     data = tmp_path / "data.txt"
     data.write_text(text.read_text())
@@ -276,7 +311,7 @@ import farsight.evals.live as live
 measure = live.LiveEvaluations.measure
 def killed(self, evaluation, path, training):
     results = measure(self, evaluation, path, training)
-    if path.name == "step-10" and evaluation.kind == "needle" and not os.path.exists({mark!r}):
+    if path.name == "step-10" and evaluation.kind == {kind!r} and not os.path.exists({mark!r}):
         open({mark!r}, "w").close()
         os.kill(os.getpid(), {number})
     return results
@@ -284,10 +319,12 @@ live.LiveEvaluations.measure = killed
 """
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGTERM, 75)])
-def test_a_run_that_ends_during_an_evaluation_goes_on_without_doubled_rows(number, status, text, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status", "kind"), [(signal.SIGKILL, -9, "needle"), (signal.SIGTERM, 75, "perplexity")]
+)
+def test_a_run_that_ends_during_an_evaluation_goes_on_without_doubled_rows(number, status, kind, text, tmp_path):
     script, config = tmp_path / "script.py", evaluating(text)
-    patch = INTERRUPTED.format(mark=str(tmp_path / "mark"), number=int(number))
+    patch = INTERRUPTED.format(mark=str(tmp_path / "mark"), number=int(number), kind=kind)
     script.write_text(PATCHED.format(root=str(ROOT), patch=patch))
     done = train(tmp_path / "run", config=config, script=str(script), check=False)
     assert done.returncode == status
@@ -296,8 +333,9 @@ def test_a_run_that_ends_during_an_evaluation_goes_on_without_doubled_rows(numbe
     assert_same_run(tmp_path / "plain", tmp_path / "run")
     rows = [(row["step"], row["evaluation"]) for row in metrics(tmp_path / "run", "evaluation")]
     expected = [(step, name) for step in (5, 10, 12) for name in ("perplexity", "needle")]
-    # A run that is told to stop leaves the evaluation, and saves.
-    assert rows == [row for row in expected if row != (10, "needle") or number == signal.SIGKILL]
+    # A run that is told to stop leaves its evaluations, and saves.
+    assert rows == [row for row in expected if row[0] != 10 or number == signal.SIGKILL]
+    assert ("the evaluation needle is left out, as the run stops" in done.stderr) == (number == signal.SIGTERM)
 
 
 # The best checkpoint ──────────────────────────────────────────────────────────────────────────────
