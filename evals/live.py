@@ -23,6 +23,7 @@ from farsight.configs.evaluations import (
     Evaluation,
     HarnessEvaluation,
     NeedleEvaluation,
+    PerplexityEvaluation,
     command_arguments,
     conditions,
     name_of,
@@ -30,7 +31,16 @@ from farsight.configs.evaluations import (
 from farsight.configs.schema import JobConfig
 from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.errors import ConfigError, nearest
+from farsight.evals.harness.__main__ import read_options as of_harness
+from farsight.evals.harness.run import Tasks, read_tasks
+from farsight.evals.harness.run import measure as measure_tasks
 from farsight.evals.harness.tasks import RULER_LENGTHS, benchmarks
+from farsight.evals.needle.__main__ import read_options as of_needle
+from farsight.evals.needle.measure import about, read_grid
+from farsight.evals.needle.measure import measure as find_needles
+from farsight.evals.perplexity.__main__ import read_options as of_perplexity
+from farsight.evals.perplexity.measure import check_lengths, read_documents
+from farsight.evals.perplexity.measure import measure as measure_perplexity
 from farsight.evals.windows import Windows
 from farsight.inference.loading import load
 from farsight.inference.scope_growth import with_growing_scopes
@@ -52,6 +62,8 @@ class LiveEvaluations:
         self.config, best = config, config.checkpoint.keep_best
         self.higher_is_better = False
         """Whether the best value of `checkpoint.keep_best` is the highest."""
+        self.tasks: dict[str, Tasks] = {}
+        """lm-eval's tasks by the evaluation's name, read once: its index takes seconds."""
         for evaluation in config.evaluations:
             name = name_of(evaluation)
             with _named(name):
@@ -78,9 +90,18 @@ class LiveEvaluations:
         Raises:
             ConfigError, DataError: texts or tasks that can't be used, or lengths that do not fit them.
         """
+        own = Path(self.config.job.dump_folder) / "tokenizer"  # written before the first evaluation
         for evaluation in self.config.evaluations:
             with _named(name_of(evaluation)):
-                _open(evaluation, tokenizer, Path(self.config.job.dump_folder))
+                options = read_options(evaluation, own)
+                if isinstance(evaluation, HarnessEvaluation):
+                    self.tasks[name_of(evaluation)] = read_tasks(own, options)
+                elif isinstance(evaluation, NeedleEvaluation):
+                    grid = read_grid(options)
+                    for length in grid.lengths:
+                        grid.sample(grid.questions(length)[0], tokenizer)
+                else:
+                    check_lengths(read_documents(options, tokenizer), options.lengths, Windows())
 
     def measure(
         self, evaluation: Evaluation, path: Path, training: tuple[ModelConfig, Iterator[tuple[str, Tensor]]] | None
@@ -95,7 +116,13 @@ class LiveEvaluations:
         """
         options = read_options(evaluation, path)
         with _same_randomness():
-            return _measure(evaluation, options, path, training)
+            loaded = load(path, options, training=training)
+            if isinstance(evaluation, HarnessEvaluation):
+                return measure_tasks(loaded, options, self.tasks[name_of(evaluation)])
+            if isinstance(evaluation, PerplexityEvaluation):
+                return measure_perplexity(loaded, options)
+            grid = read_grid(options)
+            return {**about(loaded, grid, options), **find_needles(loaded, grid, options.rows, options.new_tokens)}
 
     def command(self, evaluation: Evaluation, path: Path, out: Path) -> list[str]:
         """The command that evaluates a saved model in a process of its own, and writes its JSON to `out`."""
@@ -115,10 +142,6 @@ def read_options(evaluation: Evaluation, path: Path) -> Namespace:
     Raises:
         ConfigError: the command refuses them.
     """
-    from farsight.evals.harness.__main__ import read_options as of_harness
-    from farsight.evals.needle.__main__ import read_options as of_needle
-    from farsight.evals.perplexity.__main__ import read_options as of_perplexity
-
     read = {"perplexity": of_perplexity, "needle": of_needle, "harness": of_harness}[evaluation.kind]
     said = io.StringIO()
     try:
@@ -168,46 +191,6 @@ def _figures(evaluation: Evaluation, results: dict[str, Any]) -> Iterator[tuple[
         for length, value in by_length.items():
             if not ending or length > trained:
                 yield f"{length}{ending}", value
-
-
-def _open(evaluation: Evaluation, tokenizer: Tokenizer, run: Path) -> None:
-    options = read_options(dataclasses.replace(evaluation, device=""), run / "tokenizer")
-    if isinstance(evaluation, HarnessEvaluation):
-        from farsight.evals.harness.run import read_tasks
-
-        read_tasks(run / "tokenizer", options)
-    elif isinstance(evaluation, NeedleEvaluation):
-        from farsight.evals.needle.measure import read_grid
-
-        grid = read_grid(options)
-        for length in grid.lengths:
-            grid.sample(grid.questions(length)[0], tokenizer)
-    else:
-        from farsight.evals.perplexity.measure import check_lengths, read_documents
-
-        check_lengths(read_documents(options, tokenizer), options.lengths, Windows())
-
-
-def _measure(
-    evaluation: Evaluation,
-    options: Namespace,
-    path: Path,
-    training: tuple[ModelConfig, Iterator[tuple[str, Tensor]]] | None,
-) -> dict[str, Any]:
-    if isinstance(evaluation, HarnessEvaluation):
-        from farsight.evals.harness import run as harness
-
-        tasks = harness.read_tasks(path, options)
-        return harness.measure(load(path, options, training=training), options, tasks)
-    loaded = load(path, options, training=training)
-    if isinstance(evaluation, NeedleEvaluation):
-        from farsight.evals.needle.measure import about, measure, read_grid
-
-        grid = read_grid(options)
-        return {**about(loaded, grid, options), **measure(loaded, grid, options.rows, options.new_tokens)}
-    from farsight.evals.perplexity.measure import measure as measure_perplexity
-
-    return measure_perplexity(loaded, options)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from farsight.configs.load import load_config
 from farsight.configs.schema import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError
+from farsight.evals.harness.__main__ import main as harness
 from farsight.evals.live import LiveEvaluations
 from farsight.evals.needle.__main__ import main as needle
 from farsight.evals.perplexity.__main__ import main as perplexity
@@ -121,6 +122,41 @@ def test_a_run_does_not_notice_evaluations_whose_figures_are_those_of_its_checkp
     assert "perplexity: 32 " in done.stderr
 
 
+def test_the_harness_on_the_way_finds_what_the_command_finds(tmp_path):
+    pytest.importorskip("lm_eval")
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    draw = random.Random(0)
+    with (rows / "piqa.jsonl").open("w") as file:
+        for _ in range(12):
+            goal, *answers = ("".join(draw.choices("abc de", k=12)) for _ in range(3))
+            file.write(
+                json.dumps({"goal": goal, "sol1": answers[0], "sol2": answers[1], "label": draw.randrange(2)}) + "\n"
+            )
+    config = f"""{TINY}
+[[evaluations]]
+kind = "harness"
+name = "public"
+every = 6
+tasks = ["piqa"]
+limit = 8
+data_dir = "{rows}"
+"""
+    train(tmp_path / "plain")
+    train(tmp_path / "run", config=config)
+    assert_same_run(tmp_path / "plain", tmp_path / "run")
+    found = metrics(tmp_path / "run", "evaluation")
+    assert [row["step"] for row in found] == [6, 12]
+    out = tmp_path / "found.json"
+    model = str(tmp_path / "run" / "model")
+    harness([model, "--tasks", "piqa", "--limit", "8", "--data-dir", str(rows), "--json", str(out)])
+    expected = json.loads(out.read_text())
+    assert found[-1]["public.piqa"] == expected["results"]["piqa"]["value"]
+    assert found[-1]["public.mean"] == expected["mean"]
+    complete = json.loads((tmp_path / "run" / "evaluations" / "step-12" / "public.json").read_text())
+    assert complete["results"] == expected["results"]
+
+
 # Gates ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -180,6 +216,7 @@ def start(arguments):
         (["--evaluations.1.evry=5"], "Did you mean 'every'?"),
         (["--evaluations.1.task=paskey"], "evaluation needle: "),
         (["--evaluations.0.field=content"], "evaluation perplexity: --field goes with .jsonl or .parquet"),
+        (["--evaluations.0.device=cuda:99"], "evaluation perplexity: argument --device: cuda:99"),
         (["--evaluations.0.where=beside", "--checkpoint.no_enable"], '"beside" needs checkpoints'),
         (["--checkpoint.keep_best=needles.mean"], "there is no such evaluation. Did you mean 'needle'?"),
         (["--checkpoint.keep_best=needle.men"], "needle has no such figure. Did you mean 'needle.mean'?"),
