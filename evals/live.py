@@ -115,7 +115,7 @@ class LiveEvaluations:
             training: config and parameters of a model that trains, whose checkpoint `path` may be still to come.
         """
         options = read_options(evaluation, path)
-        with _same_randomness():
+        with same_randomness():
             loaded = load(path, options, training=training)
             if isinstance(evaluation, HarnessEvaluation):
                 return measure_tasks(loaded, options, self.tasks[name_of(evaluation)])
@@ -203,7 +203,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _same_randomness() -> Iterator[None]:
+def same_randomness() -> Iterator[None]:
     """Leaves the state of all random number generators as it was: sampling and lm-eval seed and draw."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -27,7 +27,7 @@ from farsight.checkpoints.steps import complete_steps
 from farsight.configs.evaluations import VALIDATION_LOSS, Evaluation, conditions, name_of
 from farsight.configs.schema import JobConfig
 from farsight.data.tokenizers.tokenizer import Tokenizer
-from farsight.errors import GateError, Interrupted
+from farsight.errors import ConfigError, GateError, Interrupted
 from farsight.files import write_text
 from farsight.json_files import read_object
 from farsight.model.build import ModelConfig
@@ -140,18 +140,18 @@ class RunEvaluations:
         Raises:
             GateError: the newest figures of an evaluation still meet its `stop_if`.
         """
-        rows = on_rank_zero(self._rows)
+        rows, saved = on_rank_zero(lambda: (self._rows(), complete_steps(self.checkpoints.folder)))
         if self.best is not None:
-            self.best.read(step)
+            self.best.read(rows)
         for evaluation in self.all:
             own = [row for row in rows if row.get("evaluation") == name_of(evaluation)]
-            if own:
-                self._check(evaluation, own[-1]["step"], own[-1])
+            newest = max(own, key=lambda row: row["step"], default={"step": 0})
+            self._check(evaluation, newest["step"], newest)
             if evaluation.where == "beside" and dist.get_rank() == 0:
-                after = own[-1]["step"] if own else 0
-                for saved in complete_steps(self.checkpoints.folder):
-                    if after < saved <= step and self._due(evaluation, saved, saved == self.config.training.steps):
-                        self.beside.add(evaluation, saved)
+                for number in saved:
+                    last = number == self.config.training.steps
+                    if newest["step"] < number <= step and self._due(evaluation, number, last):
+                        self.beside.add(evaluation, number)
         self.stop_at_gate()
 
     def due(self, step: int, last: bool) -> bool:
@@ -212,8 +212,18 @@ class RunEvaluations:
 
     def _inside(self, evaluation: Evaluation, step: int) -> Outcome:
         """Evaluates the weights as they are; on failure the run goes on."""
-        started = time.perf_counter()
-        path, training = self.model(step)
+        with self.metrics.paused():
+            started = time.perf_counter()
+            figures = self._figures(evaluation, step, *self.model(step))
+            gc.collect()  # the model, where it is in cycles
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            return Outcome(evaluation, step, figures, time.perf_counter() - started)
+
+    def _figures(
+        self, evaluation: Evaluation, step: int, path: Path, training: Training | None
+    ) -> dict[str, float] | None:
+        """Evaluates on rank 0, for all ranks; the last arguments are what `model` gave."""
         config, tensors = training or (None, iter(()))
 
         def whole() -> Iterator[tuple[str, Tensor]]:
@@ -245,15 +255,10 @@ class RunEvaluations:
                     shutil.rmtree(path, ignore_errors=True)
             return None
 
-        with self.metrics.paused():
-            if dist.get_rank() > 0:
-                for _ in tensors:
-                    pass
-            figures = on_rank_zero(work)
-            gc.collect()  # the model, where it is in cycles
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-        return Outcome(evaluation, step, figures, time.perf_counter() - started)
+        if dist.get_rank() > 0:
+            for _ in tensors:
+                pass
+        return on_rank_zero(work)
 
     def _report(self, outcome: Outcome) -> None:
         if outcome.figures is None:
@@ -334,11 +339,14 @@ class Beside:
         if self.running is None and self.waiting:
             evaluation, step = self.waiting[0]
             checkpoint = self.checkpoints.folder / f"step-{step}"
-            if is_complete(checkpoint):
-                self._start(evaluation, step, checkpoint)
-                self.waiting.pop(0)
-            elif any(newer > step for newer in complete_steps(self.checkpoints.folder)):
-                logger.warning(f"the evaluation {name_of(evaluation)} is left out: {checkpoint} is not complete")
+            try:
+                if is_complete(checkpoint):
+                    self._start(evaluation, step, checkpoint)
+                    self.waiting.pop(0)
+                elif any(newer > step for newer in complete_steps(self.checkpoints.folder)):
+                    raise OSError(f"{checkpoint} is not complete")
+            except OSError as error:
+                logger.warning(f"step {step}: the evaluation {name_of(evaluation)} is left out: {error}")
                 self.waiting.pop(0)
         return self.running is not None and self.running.process.poll() is not None
 
@@ -349,12 +357,14 @@ class Beside:
         done, self.running = self.running, None
         done.log.close()
         figures, status = None, done.process.wait()
-        if status == 0:
+        try:
+            if status:
+                raise OSError(f"status {status}")
             results = read_object(results_file(self.folder, done.evaluation, done.step))
             figures = self.evaluator.figures(done.evaluation, results)
-        else:
+        except (OSError, ConfigError) as error:
             logger.warning(
-                f"step {done.step}: the evaluation {name_of(done.evaluation)} failed beside the run (status {status}), which goes "
+                f"step {done.step}: the evaluation {name_of(done.evaluation)} failed beside the run ({error}), which goes "
                 f"on; {done.log.name} has its messages"
             )
         return Outcome(done.evaluation, done.step, figures, time.perf_counter() - done.started)
@@ -400,15 +410,8 @@ class Beside:
 def _alone() -> dict[str, str]:
     """The environment without what launchers tell ranks."""
     of_ranks = (
-        "RANK",
-        "LOCAL_RANK",
-        "WORLD_SIZE",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_RANK",
-        "ROLE_RANK",
-        "MASTER_ADDR",
-        "MASTER_PORT",
-    )
+        "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    )  # fmt: skip
     return {k: v for k, v in os.environ.items() if k not in of_ranks and not k.startswith("TORCHELASTIC_")}
 
 
@@ -434,26 +437,25 @@ class Best:
         """A better step and its value, until its checkpoint is known to be intact."""
         checkpoints.upkeep.on_intact = self.intact
 
-    def read(self, step: int) -> None:
-        """Reads best.json of earlier starts; all ranks call it.
+    def read(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Finds the best of earlier starts; all ranks call it.
 
         Args:
-            step: the step that the run resumes from; of later ones nothing is taken.
+            rows: of metrics.jsonl. Those without a checkpoint do not count.
         """
 
-        def read() -> tuple[int, float] | None:
-            if not self.path.is_file():
+        def best() -> tuple[int, float] | None:
+            measured = {row["step"]: row[self.figure] for row in rows if row.get(self.figure) is not None}
+            saved = [step for step in measured if self.checkpoints.saved(step) is not None]
+            if not saved:
                 return None
-            found = read_object(self.path)
-            known = found.get("figure") == self.figure and found.get("step", step + 1) <= step
-            if known and self.checkpoints.saved(found["step"]) is not None:
-                return found["step"], found["value"]
-            logger.warning(f"{self.path} names no checkpoint of this run by {self.figure}; the best is sought anew")
-            return None
+            step = (max if self.higher else min)(
+                saved, key=lambda step: (measured[step], -step if self.higher else step)
+            )
+            return step, measured[step]
 
-        if (found := on_rank_zero(read)) is not None:
-            self.kept, self.value = found
-            logger.info(f"best {self.figure} so far: {self.value:.6g} at step {self.kept}")
+        if (found := on_rank_zero(best)) is not None:
+            self.consider(found[0], {self.figure: found[1]}, saved=True)
 
     def consider(self, step: int, figures: Mapping[str, float], saved: bool = False) -> None:
         """Takes a step for the best if its figure is better than all before, and has it saved; all ranks call it.
@@ -477,12 +479,8 @@ class Best:
         """Names a better step in best.json once its checkpoint is intact; on rank 0, also from the thread that verifies."""
         if self.next is not None and self.next[0] == step:
             value = self.next[1]
-            found = {
-                "figure": self.figure,
-                "step": step,
-                "value": value,
-                "checkpoint": str(self.checkpoints.folder / f"step-{step}"),
-            }
+            checkpoint = str(self.checkpoints.folder / f"step-{step}")
+            found = {"figure": self.figure, "step": step, "value": value, "checkpoint": checkpoint}
             write_text(self.path, json.dumps(found, indent=2) + "\n")
             self.kept, self.next = step, None
 

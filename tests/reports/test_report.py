@@ -22,6 +22,7 @@ from farsight.reports.build import collect
 from farsight.reports.report import main
 from farsight.reports.results import line_numbers, names, of_kind
 from farsight.reports.sections.training import thin
+from farsight.training.metrics_file import evaluation_points
 from farsight.training.runs import find_models
 
 ARCHITECTURE = Architecture(vocab_size=320, dim=32, n_layers=3, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=48)
@@ -251,6 +252,7 @@ def test_evaluations_on_the_way_are_drawn_by_tokens(tmp_path):
         ]
         text = (root / stage / "metrics.jsonl").read_text().rpartition("\n")[0]
         (root / stage / "metrics.jsonl").write_text("".join(f"{row}\n" for row in [text, *map(json.dumps, rows)]))
+    assert evaluation_points(root / "z-first") == {"needle.mean": [(2000, 0.25), (3000, 0.5)]}
     page = Page(make(tmp_path, root))
     assert any("Evaluations on the way" in said for said in page.texts)
     rows = page.rows[page.rows.index(["million tokens", "needle.mean"]) :]

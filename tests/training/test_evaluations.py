@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,7 +20,7 @@ from farsight.configs.schema import Tokenizer
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError
 from farsight.evals.harness.__main__ import main as harness
-from farsight.evals.live import LiveEvaluations
+from farsight.evals.live import LiveEvaluations, same_randomness
 from farsight.evals.needle.__main__ import main as needle
 from farsight.evals.perplexity.__main__ import main as perplexity
 from farsight.training.evaluations import Best
@@ -155,6 +156,28 @@ data_dir = "{rows}"
     assert found[-1]["public.mean"] == expected["mean"]
     complete = json.loads((tmp_path / "run" / "evaluations" / "step-12" / "public.json").read_text())
     assert complete["results"] == expected["results"]
+
+
+def test_random_numbers_go_on_where_they_were():
+    """Fine-tuning draws its dropout from torch's generator; lm-eval seeds all three."""
+
+    def drawn():
+        return random.random(), np.random.rand(), float(torch.rand(()))
+
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    expected = [drawn() for _ in range(2)]
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    found = [drawn()]
+    with same_randomness():
+        torch.manual_seed(1)
+        np.random.seed(1)
+        random.seed(1)
+        drawn()
+    assert [*found, drawn()] == expected
 
 
 # Gates ────────────────────────────────────────────────────────────────────────────────────────────
@@ -394,12 +417,15 @@ def test_the_best_checkpoint_is_kept(higher, start_run, tmp_path):
     assert complete_steps(run.folder) == sorted({expected, 21, 24})
     found = json.loads((tmp_path / "run" / "best.json").read_text())
     assert (found["figure"], found["step"], found["value"]) == ("a.figure", expected, values[expected])
+    # What is resumed: the best among the steps that are still saved, by this or another figure.
+    rows = [{"step": step, "a.figure": value, "b.figure": -value} for step, value in values.items()]
     again = Best("a.figure", higher, tmp_path / "run", run.manager)
-    again.read(24)
+    again.read([{"step": 0, "a.figure": 99.0 if higher else -99.0}, {"step": 24}, *rows])
     assert (again.kept, again.value) == (expected, values[expected])
     other = Best("b.figure", higher, tmp_path / "run", run.manager)
-    other.read(24)
-    assert other.value is None
+    other.read(rows)
+    assert (other.kept, other.value) == ((21, -3.0) if higher else (24, -3.5))
+    assert json.loads((tmp_path / "run" / "best.json").read_text())["figure"] == "b.figure"
 
 
 def test_a_run_keeps_its_best_checkpoint_over_a_restart(text, tmp_path):
@@ -417,5 +443,5 @@ def test_a_run_keeps_its_best_checkpoint_over_a_restart(text, tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoint" / "step-12")
     shutil.rmtree(tmp_path / "run" / "model")
     done = train(tmp_path / "run", *options, "--optimizer.lr=0.05", config=config)
-    assert f"best perplexity.32 so far: {values[best]:.6g} at step {best}" in done.stderr
+    assert f"step {best}: best perplexity.32 so far, {values[best]:.6g}" in done.stderr
     assert json.loads((tmp_path / "run" / "best.json").read_text()) == found
