@@ -1,4 +1,4 @@
-"""Evaluations of a model that trains (`[[evaluations]]`), with the code of the commands `farsight perplexity`, `needle` and `harness`.
+"""Evaluations of a model that trains (`[[evaluations]]`), with the code of `farsight perplexity`, `needle` and `harness`.
 
 `train.py` passes `LiveEvaluations` to the trainer, which must not import this folder.
 """

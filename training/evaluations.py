@@ -95,8 +95,8 @@ class RunEvaluations:
         evaluator: measures.
         tokenizer: the run's.
         checkpoints: the run's, of which the best is kept.
-        model: gives the model of a step as an evaluator takes it: its path, and config and parameters if it is not written there; or
-            a directory made for the evaluation. All ranks call it, and exhaust the parameters.
+        model: gives the model of a step as an evaluator takes it: the path of its checkpoint, and its config and parameters; or the
+            path of a directory that is made for the evaluation, and deleted after it. All ranks call it.
         told_to_stop: whether a signal has asked this rank to stop.
 
     Raises:
@@ -300,7 +300,7 @@ def results_file(folder: Path, evaluation: Evaluation, step: int) -> Path:
     return path
 
 
-# Beside the run ──────────────────────────────────────────────────────────────────────────────────
+# ── Beside the run ─────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass
@@ -415,7 +415,7 @@ def _alone() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k not in of_ranks and not k.startswith("TORCHELASTIC_")}
 
 
-# The best checkpoint ─────────────────────────────────────────────────────────────────────────────
+# ── The best checkpoint ────────────────────────────────────────────────────────────────────────────
 
 
 class Best:

@@ -539,7 +539,7 @@ class Trainer:
                     last = last or self.enough
                 if last or measuring:
                     self._measure_plasticity()
-                if not self.stopping:
+                if last or not self.stopping:
                     self.evaluations.after_step(self.step, last)
                 ending = last or self.stopping or bool(self.evaluations.gate)
                 if ending or self.checkpoints.due(self.step):
@@ -667,7 +667,7 @@ class Trainer:
         return f"stopped after step {self.step}; {rest}"
 
     def close(self) -> None:
-        """Ends the threads: reading ahead, saving and deleting checkpoints, writing metrics; and an evaluation beside the run."""
+        """Ends an evaluation beside the run, and the threads: reading ahead, saving and deleting checkpoints, writing metrics."""
         self.evaluations.close()
         self.loader.close()
         self.checkpoints.close()

@@ -74,7 +74,8 @@ def _refuse_stale(stages: list[Stage]) -> None:
 
 
 def _learns_otherwise(trained: str, config: JobConfig) -> bool:
-    """True if a stage would learn something else than under `trained`, the settings in its folder: layouts and evaluations do not matter."""
+    """True if a stage would learn something else than under `trained`, the settings in its folder: layouts and evaluations do not
+    matter."""
     try:
         both = tomllib.loads(trained), tomllib.loads(to_toml(config))
     except tomllib.TOMLDecodeError:  # edited by hand

@@ -180,7 +180,7 @@ def test_random_numbers_go_on_where_they_were():
     assert [*found, drawn()] == expected
 
 
-# Gates ────────────────────────────────────────────────────────────────────────────────────────────
+# ── Gates ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -268,7 +268,7 @@ def test_lengths_that_do_not_fit_are_refused_before_training(options, says, text
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-# Beside the run ───────────────────────────────────────────────────────────────────────────────────
+# ── Beside the run ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_process_beside_the_run_finds_the_same_figures(text, tmp_path):
@@ -363,7 +363,7 @@ def test_an_evaluation_inside_that_fails_does_not_end_the_run(text, tmp_path):
     assert {row["evaluation"] for row in metrics(tmp_path / "run", "evaluation")} == {"needle"}
 
 
-# Interruptions ────────────────────────────────────────────────────────────────────────────────────
+# ── Interruptions ──────────────────────────────────────────────────────────────────────────────────
 
 INTERRUPTED = """
 import signal
@@ -398,7 +398,7 @@ def test_a_run_that_ends_during_an_evaluation_goes_on_without_doubled_rows(numbe
     assert ("the evaluation needle is left out, as the run stops" in done.stderr) == (number == signal.SIGTERM)
 
 
-# The best checkpoint ──────────────────────────────────────────────────────────────────────────────
+# ── The best checkpoint ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("higher", [False, True])
