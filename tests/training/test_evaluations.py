@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import signal
+import tomllib
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ import torch.distributed.checkpoint as dcp
 
 from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.steps import complete_steps
-from farsight.configs.evaluations import parse_condition
-from farsight.configs.load import load_config
+from farsight.configs.evaluations import name_of, parse_condition
+from farsight.configs.load import build_config, load_config
 from farsight.configs.schema import Tokenizer
+from farsight.configs.typed import to_dict, to_toml
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError
 from farsight.evals.harness.__main__ import main as harness
@@ -254,6 +256,15 @@ def test_what_can_not_be_used_is_refused_before_training(options, says, text, tm
         start(["--job.config_file", str(path), *options])
 
 
+def test_the_documentations_config_can_be_used():
+    text = (ROOT / "docs" / "training" / "evaluations.md").read_text()
+    (example,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    config = build_config(tomllib.loads(example))
+    assert [name_of(evaluation) for evaluation in config.evaluations] == ["perplexity", "passkey", "harness"]
+    assert LiveEvaluations(config).higher_is_better
+    assert to_dict(build_config(tomllib.loads(to_toml(config)))) == to_dict(config)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -445,3 +456,14 @@ def test_a_run_keeps_its_best_checkpoint_over_a_restart(text, tmp_path):
     done = train(tmp_path / "run", *options, "--optimizer.lr=0.05", config=config)
     assert f"step {best}: best perplexity.32 so far, {values[best]:.6g}" in done.stderr
     assert json.loads((tmp_path / "run" / "best.json").read_text()) == found
+
+
+def test_the_best_validation_loss_is_kept_where_ranks_save_in_the_background(tmp_path):
+    options = ["--checkpoint.interval=100", "--checkpoint.keep_best=val_loss", "--checkpoint.async_mode=async"]
+    options += ["--validation.freq=2", "--validation.steps=1", "--training.local_batch_size=2"]
+    train(tmp_path / "run", *options, "--optimizer.lr=0.2", ranks=2)
+    losses = {row["step"]: row["val_loss"] for row in metrics(tmp_path / "run", "val_loss") if row["step"]}
+    best = min(losses, key=losses.__getitem__)
+    found = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert (found["figure"], found["step"], found["value"]) == ("val_loss", best, losses[best])
+    assert {best, 12} <= {*complete_steps(tmp_path / "run" / "checkpoint")}
