@@ -341,3 +341,9 @@ def test_a_recipe_refuses_evaluations_that_can_not_be_and_stops_at_a_gate(tmp_pa
     path.write_text(text.replace('stop_if = "needle.mean <= 1"', ""))
     status, printed, _ = started(capsys, *options)
     assert (status, f"{'second':<16}needle.mean: 0" in printed) == (0, True)
+    # Other evaluations of a finished stage are no reason to train it again.
+    path.write_text(text.replace("trials = 1", "trials = 2"))
+    caplog.set_level("INFO", "farsight")
+    assert started(capsys, *options)[0] == 0
+    assert "second is finished" in caplog.text
+    assert "settings have changed" not in caplog.text
