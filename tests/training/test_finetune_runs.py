@@ -348,7 +348,7 @@ def test_memory_that_runs_out_is_explained(config, tmp_path, monkeypatch):
     import train
 
     class Full:
-        def __init__(self, config):
+        def __init__(self, config, evaluator):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     said = []
