@@ -21,7 +21,7 @@ from farsight.configs.help import help_text
 from farsight.configs.load import load_config
 from farsight.configs.schema import JobConfig
 from farsight.configs.shipped import CONFIGS
-from farsight.errors import ConfigError, Interrupted, NonFiniteError, SaveError
+from farsight.errors import ConfigError, GateError, Interrupted, NonFiniteError, SaveError
 
 if TYPE_CHECKING:
     from farsight.training.run_store import RunStore
@@ -126,6 +126,7 @@ def pretrain(arguments: list[str]) -> Work | None:
             return None
 
     from farsight.analysis.plasticity.live import PlasticityMetrics
+    from farsight.evals.live import LiveEvaluations
     from farsight.model.build import ModelConfig, trained_layers
     from farsight.model.position.layers import describe
     from farsight.parallel.pipeline import layers_by_stage
@@ -137,9 +138,10 @@ def pretrain(arguments: list[str]) -> Work | None:
         layers_by_stage(config)
     report_theta(config, arguments)
     report_length(config)
+    evaluations = LiveEvaluations(config)
 
     def build() -> Trainer:
-        trainer = Trainer(config, PlasticityMetrics)
+        trainer = Trainer(config, PlasticityMetrics, evaluations)
         logger.info(describe(layers))
         if trained is not None:
             logger.info(f"training only layers {config.training.layers}: {trainer.trained_parameters:,} parameters")
@@ -151,6 +153,7 @@ def pretrain(arguments: list[str]) -> Work | None:
 def finetune(arguments: list[str]) -> Work | None:
     """Prepares fine-tuning; returns None if only rows were to be shown (--inspect)."""
     from farsight.data.instructions.view import show_rows
+    from farsight.evals.live import LiveEvaluations
     from farsight.launch.plan.out_of_memory import explain_out_of_memory
     from farsight.launch.plan.text import summary
     from farsight.training.finetune.model import load_finetune_config
@@ -168,7 +171,8 @@ def finetune(arguments: list[str]) -> Work | None:
     def explain(error: BaseException, trainer: Any) -> str:
         return explain_out_of_memory(error, config, trainer and trainer.memory.marks, ranks=ranks)
 
-    return Work(config, lambda: Finetuner(config), dry_run, explain)
+    evaluations = LiveEvaluations(config)
+    return Work(config, lambda: Finetuner(config, evaluations), dry_run, explain)
 
 
 def run(work: Work) -> None:
@@ -176,7 +180,7 @@ def run(work: Work) -> None:
 
     Raises:
         ConfigError: the processes do not fit the layout, or the run folder is in use.
-        NonFiniteError, SaveError, Interrupted, torch.OutOfMemoryError: how training can end early.
+        NonFiniteError, SaveError, GateError, Interrupted, torch.OutOfMemoryError: how training can end early.
     """
     import torch
     import torch.distributed as dist
@@ -208,7 +212,7 @@ def run(work: Work) -> None:
             trainer.metrics.describe = partial(_describe, config)
             trainer.train()
         together = True
-    except (NonFiniteError, SaveError, Interrupted):
+    except (NonFiniteError, SaveError, GateError, Interrupted):
         together = True
         raise
     except torch.OutOfMemoryError as error:
@@ -250,6 +254,8 @@ def ending(error: BaseException, run_folder: Path | None) -> Ending:
             return Ending(process.EXIT_NON_FINITE, str(error))
         case SaveError():
             return Ending(process.EXIT_SAVE, str(error))
+        case GateError():
+            return Ending(process.EXIT_GATE, str(error))
     if type(error).__name__ == "OutOfMemoryError":
         return Ending(process.EXIT_MEMORY, str(error))
     if (sentence := cli.explain(error)) is not None:

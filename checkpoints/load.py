@@ -43,6 +43,7 @@ def load_model(
     config: ModelConfig | None = None,
     divide: Callable[[Llama], None] | None = None,
     stored: Base | None = None,
+    tensors: Iterator[tuple[str, Tensor]] | None = None,
 ) -> tuple[Llama, ModelConfig]:
     """Builds the model of a model directory, checkpoint or adapter directory and reads its weights, one tensor at a time.
 
@@ -51,6 +52,7 @@ def load_model(
         config: replaces the directory's own, to run the weights with other positions.
         divide: shards the parameters over several ranks, on the meta device; each rank reads its own part.
         stored: quantises the blocks' linear layers as a base of fine-tuning; not for adapters, whose base is kept as in training.
+        tensors: the parameters by our names, in place of those in the directory, which need not exist; goes with `config`.
 
     Returns:
         The model in evaluation mode, and its config.
@@ -58,7 +60,7 @@ def load_model(
     Raises:
         ConfigError: as `read_model_config` and `saved_tensors`; nothing is allocated before files and config agree.
     """
-    if is_adapter(directory):
+    if tensors is None and is_adapter(directory):
         if divide is not None:
             raise ConfigError(f"{directory} is an adapter; merge it first, to divide its model over several processes.")
         if stored is not None:
@@ -67,7 +69,7 @@ def load_model(
             )
         return load_adapter(directory, device=device, dtype=dtype, length=length, config=config)
     config = config or read_model_config(directory)
-    tensors = saved_tensors(directory, config)
+    tensors = tensors or saved_tensors(directory, config)
     with torch.device("meta"):
         model = build_model(config, length)
     if divide is not None:

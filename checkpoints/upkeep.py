@@ -5,6 +5,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -44,6 +45,10 @@ class Upkeep:
         self.folder, self.keep, self.verify = folder, keep, verify
         self.thread = ThreadPoolExecutor(1, "checkpoints", initializer=_lower_priority)
         self.closing = threading.Event()
+        self.on_intact: Callable[[int], None] = lambda step: None
+        """Called on rank 0 with the step of a checkpoint that was found intact, before older ones are deleted."""
+        self.spared: Callable[[int], bool] = lambda step: False
+        """Whether to keep the checkpoint of a step, however old."""
         self.newest: Future[Verdict] | None = None
 
     def follow(self, step: int, save: Future[Any] | None) -> None:
@@ -75,6 +80,7 @@ class Upkeep:
                     f"{checkpoint} was damaged while it was saved. It is kept as {kept.name}; the run goes on."
                 )
             elif dist.get_rank() == 0 and verdict == "intact":
+                self.on_intact(step)
                 self._delete_older(step)
         except (OSError, RuntimeError) as error:  # the store's, if the rank that serves it has ended
             if not self.closing.is_set():
@@ -133,6 +139,8 @@ class Upkeep:
         known = [step for step in complete_steps(self.folder) if step <= newest]
         for step in known[: -self.keep]:
             checkpoint = self.folder / f"step-{step}"
+            if self.spared(step):
+                continue
             try:
                 if not holds_only_ours(checkpoint):
                     continue

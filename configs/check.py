@@ -5,6 +5,7 @@ import math
 from operator import attrgetter
 from pathlib import Path
 
+from farsight.configs.evaluations import check_evaluations
 from farsight.configs.metrics import check_plasticity
 from farsight.configs.schema import Job, JobConfig
 from farsight.errors import ConfigError
@@ -36,6 +37,7 @@ def check(config: JobConfig) -> None:
     _check_schedule(config)
     if problem := check_plasticity(config.metrics, t.seq_len, a.n_heads):
         raise ConfigError(problem)
+    check_evaluations(config.evaluations, config.checkpoint, config.validation)
     _check_together(config)
     _check_engine(config)
 

@@ -3,6 +3,7 @@
 from operator import attrgetter
 
 from farsight.configs.check import model_parallel_ranks
+from farsight.configs.evaluations import name_of
 from farsight.configs.finetuning import PROJECTIONS, FinetuneConfig
 from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
@@ -12,6 +13,7 @@ NOT_FOR_FINETUNING = {
     "parallelism.tensor_parallel_degree": "PEFT's layers can't be divided; use data_parallel_shard_degree",
     "parallelism.pipeline_parallel_degree": "use data_parallel_shard_degree",
     "checkpoint.initial_load_path": "name the model directory in base_model.path",
+    "checkpoint.keep_best": "adapter/ is always that of the step with the best validation loss",
     "training.dtype": "trained parameters are fp32; the rest is in base_model.dtype",
     "training.mixed_precision_param": "set base_model.dtype",
     "training.tokens": "set training.epochs or training.steps",
@@ -58,6 +60,12 @@ def check_base(config: FinetuneConfig, ranks: int) -> None:
         raise ConfigError("early_stopping.patience needs validation: set validation.enable = true.")
     if config.lora.enable and config.lora.dora and b.quantization == "int8":
         raise ConfigError('lora.dora does not work with base_model.quantization = "int8": set "nf4" or "none".')
+    for evaluation in config.evaluations:
+        if evaluation.where == "beside":
+            raise ConfigError(
+                f'the evaluation {name_of(evaluation)} has where = "beside", which is for pre-training: set "inside", which writes the '
+                "adapter and reads it with its base on rank 0."
+            )
     shared = shares_out(config, ranks)
     _check_sharing(config, shared)
     _check_optimizer(config, shared)

@@ -28,6 +28,9 @@ class Checkpoint:
     process."""
     keep_latest_k: Count = 2
     """Checkpoints to keep, 2 or more; 0 keeps all. With verify, an old one is deleted when a newer one is verified."""
+    keep_best: str = ""
+    """Figure of which the best checkpoint so far is kept too: "val_loss", or one of [[evaluations]], such as "needle.mean". A
+    new best is saved at once, and best.json in the run folder names it."""
     load_step: Annotated[int, Range(least=0, also=-1)] = -1
     """Step to resume from; -1 takes the newest."""
     exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = field(default_factory=list)

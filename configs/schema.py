@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from farsight.configs.checkpointing import Checkpoint as Checkpoint
+from farsight.configs.evaluations import Evaluation as Evaluation
 from farsight.configs.metrics import Metrics as Metrics
 from farsight.configs.optimizers import AdamW as AdamW
 from farsight.configs.optimizers import Optimizer as Optimizer
@@ -446,6 +447,7 @@ class JobConfig:
     quantize: Quantize = field(default_factory=Quantize)
     comm: Comm = field(default_factory=Comm)
     validation: Validation = field(default_factory=Validation)
+    evaluations: tuple[Evaluation, ...] = ()
     debug: Debug = field(default_factory=Debug)
     engine: Literal["pytorch", "deepspeed"] = "pytorch"
     """The library that shards the model and runs the steps: PyTorch (every layout in [parallelism]) or DeepSpeed (ZeRO 1 to 3)."""

@@ -41,3 +41,7 @@ class SaveError(RuntimeError):
 
 class Interrupted(Exception):  # noqa: N818  a way for a run to end, not an error
     """A signal asked the run to stop, and its state has been saved."""
+
+
+class GateError(RuntimeError):
+    """A figure of an evaluation met the condition that stops the run; its state has been saved."""

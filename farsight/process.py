@@ -28,6 +28,8 @@ EXIT_SAVE = 4
 """A checkpoint or the model directory could not be written; the newest complete checkpoint is kept."""
 EXIT_MEMORY = 5
 """A device ran out of memory."""
+EXIT_GATE = 6
+"""An evaluation's figure met its `stop_if`; a checkpoint was saved, and the run goes on once the condition is changed."""
 EXIT_INTERRUPTED = 75
 """SIGTERM or SIGINT; the same command continues the run."""
 EXIT_CTRL_C = 130

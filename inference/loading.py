@@ -2,12 +2,13 @@
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from farsight.checkpoints.adapter.config import read_adapter
 from farsight.checkpoints.load import load_model, read_model_config
@@ -84,24 +85,31 @@ class LoadedModel:
         return self.decoder.config
 
 
-def load(path: Path, options: argparse.Namespace, divide: Callable[[Llama], None] | None = None) -> LoadedModel:
+def load(
+    path: Path,
+    options: argparse.Namespace,
+    divide: Callable[[Llama], None] | None = None,
+    training: tuple[ModelConfig, Iterator[tuple[str, Tensor]]] | None = None,
+) -> LoadedModel:
     """Loads the model at `path` as the options say.
 
     Args:
         options: those of `add_model_options`, which say whether models that only transformers builds are taken too;
             `quantization`, if the command has it, is a base's in fine-tuning.
         divide: passed to `load_model`.
+        training: the config and the parameters of a model that trains, by our names; `path` is then its checkpoint's, which need
+            not exist: only the tokenizer is read, that of the run.
 
     Raises:
         ConfigError: no model, no tokenizer, or an extension or growth of scopes that does not fit the model.
     """
-    if hasattr(options, "trust_remote_code") and is_foreign(path):
+    if training is None and hasattr(options, "trust_remote_code") and is_foreign(path):
         return _load_foreign(path, options, divide is not None)
     device = _device(options)
     dtype, stored = _numbers(options, device)
     if stored is not None and divide is not None:
         raise ConfigError("--quantization keeps a model in one process: leave it out, or run without torchrun.")
-    config = read_model_config(path)
+    config, tensors = training or (read_model_config(path), None)
     trained_length = config.trained_length
     if options.scope_max is not None:
         if with_scope_max(config, "trained") == with_scope_max(config, "length"):
@@ -110,7 +118,9 @@ def load(path: Path, options: argparse.Namespace, divide: Callable[[Llama], None
     extension = parse_extension(options.extend) if options.extend else None
     if extension is not None:
         config = extension.change(config)
-    model, config = load_model(path, device=device, dtype=dtype, config=config, divide=divide, stored=stored)
+    model, config = load_model(
+        path, device=device, dtype=dtype, config=config, divide=divide, stored=stored, tensors=tensors
+    )
     tokenizer = load_tokenizer_dir(find_tokenizer_dir(path) or path)
     decoder = Decoder(model, config, extension, options.chunk, str(path))
     return LoadedModel(path, decoder, tokenizer, trained_length, options.scope_max)

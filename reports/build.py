@@ -20,7 +20,13 @@ from farsight.reports.sections.cost import DEFAULT_LENGTHS, GENERATE, ModelCost,
 from farsight.reports.sections.glance import glance
 from farsight.reports.sections.needles import NEEDLE
 from farsight.reports.sections.perplexity import PERPLEXITY
-from farsight.reports.sections.training import losses_section, models_section, stages, trained_tokens
+from farsight.reports.sections.training import (
+    evaluations_section,
+    losses_section,
+    models_section,
+    stages,
+    trained_tokens,
+)
 from farsight.reports.tools import Tool
 from farsight.training.runs import NamedModel
 
@@ -73,6 +79,7 @@ def write_report(
         [
             section("At a glance", glance(models, results, costs, tools)),
             losses_section(models),
+            evaluations_section(models),
             *itertools.chain(*sections),
             models_section(models),
         ],

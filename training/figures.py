@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SAVE, STOP = 1, 2
-"""Requests of ranks in a step, as the terms of one sum: rank 0 alone asks to save, and a rank that was told to stop asks to stop."""
+SAVE, READ, STOP = 1, 2, 4
+"""Requests of ranks in a step, as the terms of one sum: rank 0 alone asks to save, and to read what an evaluation beside the run has
+found; a rank that was told to stop asks to stop."""
 
 
 class OnTheWay:
@@ -68,7 +69,12 @@ class StepFigures:
     @property
     def saving(self) -> bool:
         """True if rank 0 found a save to be due by its clock."""
-        return self.numbers[1] % STOP == SAVE
+        return bool(int(self.numbers[1]) & SAVE)
+
+    @property
+    def reading(self) -> bool:
+        """True if rank 0 found an evaluation beside the run to have ended."""
+        return bool(int(self.numbers[1]) & READ)
 
     @property
     def grad_norm(self) -> float:

@@ -40,7 +40,8 @@ class RunMetrics:
     pairs of the rank that has most over the mean) and one per validation (`val_loss`, `val_perplexity`, `val_tokens`). Padding is
     not counted as tokens. If GARFA trains, one more per logged step has `lr_garfa` and `alpha.<layer>.<head>`. With
     `metrics.plasticity_freq`, there is one per measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`,
-    `ap_last` and `ap_drop` of the model, each also per layer as `<name>.<layer>`, and `plasticity_seconds`. FLOPs count the
+    `ap_last` and `ap_drop` of the model, each also per layer as `<name>.<layer>`, and `plasticity_seconds`. Each of
+    `[[evaluations]]` has its name as `evaluation`, figures `<name>.<figure>`, and `evaluation_seconds`. FLOPs count the
     visible query-key pairs of each batch, not full attention. While ranks are slow, one per measurement has them as `slow`:
     see `training.slow_ranks`.
     """
@@ -193,6 +194,16 @@ class RunMetrics:
             f"step {step}/{self.config.training.steps}  bias × length {shown['bias_context']}  "
             f"plasticity {shown['ap_overall']}  drop {shown['ap_drop']}  in {seconds:.1f} s"
         )
+
+    def log_evaluation(self, step: int, name: str, figures: dict[str, float], seconds: float) -> None:
+        """Reports an evaluation's figures, by "NAME.figure", and how many seconds it took.
+
+        Args:
+            step: the step whose weights it read; those of an evaluation beside the run are reported later.
+        """
+        self._write("evaluation", step, {"step": step, "evaluation": name, **figures, "evaluation_seconds": seconds})
+        shown = "  ".join(f"{key.removeprefix(f'{name}.')} {value:.4g}" for key, value in figures.items())
+        self._say(f"step {step}/{self.config.training.steps}  {name}: {shown} in {seconds:.1f} s")
 
     def log_checkpoint(self, step: int) -> None:
         """Notes that the checkpoint of a step is complete; the thread of an asynchronous save may call it."""

@@ -14,8 +14,8 @@ def run_summary(name: str, folder: Path, seq_len: int, steps: int) -> dict[str, 
         seq_len, steps: the run's settings, copied into the summary.
 
     Returns:
-        `train_loss` and `val_loss` (each [first, last], in nats; `val_loss` may be empty), `tokens_per_second` (median), an
-        empty `perplexity` for the caller to fill, and the arguments.
+        `train_loss` and `val_loss` (each [first, last], in nats; `val_loss` may be empty), `tokens_per_second` (median),
+        `evaluations` (each figure's last value), an empty `perplexity` for the caller to fill, and the arguments.
     """
     rows = read_metrics(folder)
     train = [row for row in rows if "loss" in row]
@@ -31,6 +31,7 @@ def run_summary(name: str, folder: Path, seq_len: int, steps: int) -> dict[str, 
         "val_loss": [validation[0]["val_loss"], validation[-1]["val_loss"]] if validation else [],
         # Without the first step, which includes start-up.
         "tokens_per_second": statistics.median(row["tokens_per_second"] for row in train[1:] or train),
+        "evaluations": {figure: points[-1][1] for figure, points in evaluation_points(folder).items()},
         "perplexity": {},
     }
 
@@ -49,12 +50,32 @@ def loss_points(folder: Path, before: float = 0.0) -> tuple[list[tuple[float, fl
     """
     rows = read_metrics(folder)
     train = [row for row in rows if "loss" in row]
-    tokens_per_step = max((row["tokens"] / row["step"] for row in train), default=0.0)
+    tokens_per_step = _tokens_per_step(rows)
     validations = [row for row in rows if "val_loss" in row]
     return (
         [(before + row["tokens"], row["loss"]) for row in train],
         [(before + row["step"] * tokens_per_step, row["val_loss"]) for row in validations],
     )
+
+
+def evaluation_points(folder: Path, before: float = 0.0) -> dict[str, list[tuple[float, float]]]:
+    """Curves of a run's evaluations by "NAME.figure", as (tokens, value), in the order of steps.
+
+    Args:
+        before: tokens of earlier stages, added to this run's.
+    """
+    rows = read_metrics(folder)
+    tokens_per_step, curves = _tokens_per_step(rows), dict[str, list[tuple[float, float]]]()
+    # Those beside the run are written after rows of later steps.
+    for row in sorted((row for row in rows if "evaluation" in row), key=lambda row: row["step"]):
+        for figure, value in row.items():
+            if figure.startswith(f"{row['evaluation']}."):
+                curves.setdefault(figure, []).append((before + row["step"] * tokens_per_step, value))
+    return curves
+
+
+def _tokens_per_step(rows: list[dict[str, Any]]) -> float:
+    return max((row["tokens"] / row["step"] for row in rows if "loss" in row), default=0.0)
 
 
 def smoothed(points: Sequence[tuple[float, float]], together: int) -> list[tuple[float, float]]:

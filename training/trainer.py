@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from farsight import process
 from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
-from farsight.checkpoints.manager import ModelWeights, RunCheckpoints
+from farsight.checkpoints.manager import MODEL, ModelWeights, RunCheckpoints
 from farsight.checkpoints.model_dir.api import TOKENIZER_FILES, check_model_out
 from farsight.configs.schema import JobConfig
 from farsight.configs.typed import to_toml
@@ -43,6 +43,7 @@ from farsight.parallel.balance import PairBalance
 from farsight.parallel.batch import model_inputs, to_device
 from farsight.parallel.device import prepare_device
 from farsight.parallel.float8 import after_step, convert_to_float8
+from farsight.parallel.gather import gathered
 from farsight.parallel.gradients import clip_gradients, squared_norm
 from farsight.parallel.halo import Context
 from farsight.parallel.meshes import ParallelDims, connect
@@ -51,7 +52,8 @@ from farsight.parallel.pipeline import LossShare, Pipeline, pipeline
 from farsight.parallel.ranks import on_rank_zero
 from farsight.parallel.replica import replica_of
 from farsight.parallel.zero import ZeroOptimizer, ZeroWeights
-from farsight.training.figures import SAVE, STOP, OnTheWay, StepFigures
+from farsight.training.evaluations import Evaluator, RunEvaluations, Training
+from farsight.training.figures import READ, SAVE, STOP, OnTheWay, StepFigures
 from farsight.training.hangs.watch import Watch, set_aside
 from farsight.training.memory_recorder import Phase
 from farsight.training.metrics import RunMetrics
@@ -93,6 +95,7 @@ class Trainer:
         config: the checked config; the tokenizer's size and the number of steps are filled in.
         live_plasticity: builds the measurement for `metrics.plasticity_freq`; `train.py` passes
             `analysis.plasticity.live.PlasticityMetrics`, which `training/` must not import.
+        evaluator: measures for `[[evaluations]]`; `evals.live.LiveEvaluations`, likewise.
     """
 
     adapters: Adapters | None = None
@@ -104,7 +107,12 @@ class Trainer:
 
     # Building ────────────────────────────────────────────────────────────────────────────────────
 
-    def __init__(self, config: JobConfig, live_plasticity: Callable[..., LiveMeasure] | None = None) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        live_plasticity: Callable[..., LiveMeasure] | None = None,
+        evaluator: Evaluator | None = None,
+    ) -> None:
         self.config, self.folder = config, Path(config.job.dump_folder)
         self.copy_up: Callable[[], None] = lambda: None
         """On rank 0, copies the run folder's files to the run's object store, if it has one."""
@@ -169,6 +177,17 @@ class Trainer:
             },
             self.metrics.log_checkpoint,
         )
+        self.stop_signal: int | None = None
+        self.stop_asked_at = 0.0
+        self.evaluations = RunEvaluations(
+            config,
+            evaluator,
+            self.tokenizer,
+            self.checkpoints,
+            self.metrics,
+            self._evaluated,
+            lambda: self.stop_signal is not None,
+        )
         if config.validation.enable:
             batches = self._build_validation_loader()
             self.validator = Validator(
@@ -180,8 +199,6 @@ class Trainer:
             self.plasticity = live_plasticity(config, dims, self.tokenizer, self.device, self.context, self.pipeline)
         self.stopping = False
         """True once the figures of a step have said that a rank was told to stop; the same on all ranks."""
-        self.stop_signal: int | None = None
-        self.stop_asked_at = 0.0
         self.tokens_logged, self.flops = 0, 0.0
         self.tokens, self.padding, self.cut = 0, 0, 0
         """Tokens of this rank's rows since the last report, without padding; and what packing did to them: see `Packed`."""
@@ -325,7 +342,11 @@ class Trainer:
         # Ranks of tensor parallelism have the same loss.
         loss = torch.stack(losses).double().sum() / self.dims.tp
         squares = [] if self.zero else [squared_norm(group, self.dims) for group in self._clipped_together()]
-        asked = self._number(STOP * (self.stop_signal is not None) + SAVE * self.checkpoints.minutes_passed())
+        asked = self._number(
+            STOP * (self.stop_signal is not None)
+            + SAVE * self.checkpoints.minutes_passed()
+            + READ * self.evaluations.beside.poll()
+        )
         figures = torch.stack([loss, asked, *(square.to(self.device) for square in squares)])
         if self.dims.world_size > 1:
             dist.all_reduce(figures)
@@ -339,6 +360,7 @@ class Trainer:
         """
         self.stopping = self.stopping or figures.stopping
         self.checkpoints.overdue = self.checkpoints.overdue or figures.saving
+        self.evaluations.arrived = self.evaluations.arrived or figures.reading
         if not (math.isfinite(figures.loss) and math.isfinite(figures.grad_norm)):
             self._report_non_finite(figures)
 
@@ -481,6 +503,7 @@ class Trainer:
         Raises:
             Interrupted: a signal asked the run to stop; a checkpoint has been saved.
             NonFiniteError: a loss or a gradient norm is not finite.
+            GateError: a figure of an evaluation met its `stop_if`; a checkpoint has been saved.
             SaveError: a checkpoint or the model directory can't be written.
         """
         config, metrics = self.config, self.metrics
@@ -493,7 +516,9 @@ class Trainer:
         self.checkpoints.load(step=config.checkpoint.load_step)
         self.tokens_logged = self.tokens_seen
         self._save_run_files()
+        self._copy_up()
         metrics.start(self.step)
+        self.evaluations.resume(self.step)
         if self.step == 0 and not self._told_to_stop():
             self._validate()
             self._measure_plasticity()
@@ -516,6 +541,7 @@ class Trainer:
                     or measuring
                     or self.stopping
                     or self.checkpoints.due(self.step)
+                    or self.evaluations.due(self.step, last)
                     or metrics.should_log(self.step)
                 ):
                     self._settle()
@@ -524,12 +550,16 @@ class Trainer:
                     last = last or self.enough
                 if last or measuring:
                     self._measure_plasticity()
-                if last or self.stopping or self.checkpoints.due(self.step):
+                if last or not self.stopping:
+                    self.evaluations.after_step(self.step, last)
+                ending = last or self.stopping or bool(self.evaluations.gate)
+                if ending or self.checkpoints.due(self.step):
                     self.watch.at(self.step, "saving")
                     with metrics.paused():
                         self._copy_up()  # first, so that a checkpoint's figures are there with it
-                        self.checkpoints.save(self.step, last_step=last or self.stopping)
+                        self.checkpoints.save(self.step, last_step=ending)
                 profiled()
+                self.evaluations.stop_at_gate()
                 if self.stopping and not last:
                     raise Interrupted(self._where_it_stopped())
                 if first and dist.get_world_size() > 1:
@@ -541,6 +571,7 @@ class Trainer:
         for source, reasons in self.loader.skipped.items():
             logger.warning(f"{source}: rows skipped on rank {dist.get_rank()}: {reasons}")
         self.checkpoints.finish()
+        self.evaluations.finish()
         self._export()
         metrics.finish(self.step)
         self._copy_up()
@@ -555,6 +586,7 @@ class Trainer:
         with self.metrics.paused():
             loss, tokens = self.validator.loss(self.model_parts)
         self.metrics.log_validation(self.step, loss, tokens)
+        self.evaluations.validated(self.step, loss)
         return loss
 
     def _measure_plasticity(self) -> None:
@@ -566,6 +598,12 @@ class Trainer:
         with self.metrics.paused():
             figures = self.plasticity.measure(self.model_parts, self.around_forward)
         self.metrics.log_plasticity(self.step, time.perf_counter() - started, figures)
+
+    def _evaluated(self, step: int) -> tuple[Path, Training | None]:
+        """The model of a step for `[[evaluations]]`: its checkpoint, which may be still to come, and its gathered weights."""
+        self.watch.at(step, "evaluating")
+        weights = gathered(self.checkpoints.states[MODEL].state_dict())
+        return self.checkpoints.folder / f"step-{step}", (self.checkpoints.model_config, weights)
 
     def state_dict(self) -> dict[str, Any]:
         """The step, and the tokens of all ranks together, so that a run can resume on a different number of ranks."""
@@ -635,6 +673,7 @@ class Trainer:
             logger.info(
                 f"{signal.Signals(number).name}: stopping after this step; Ctrl-C once more stops at once, without saving"
             )
+            self.evaluations.signalled()
         elif number == signal.SIGINT and now - self.stop_asked_at > 1:
             # Launchers often send a signal twice at once; a later one is a person pressing Ctrl-C again.
             raise KeyboardInterrupt
@@ -652,7 +691,8 @@ class Trainer:
         return f"stopped after step {self.step}; {rest}"
 
     def close(self) -> None:
-        """Ends the threads: reading ahead, saving and deleting checkpoints, writing metrics."""
+        """Ends an evaluation beside the run, and the threads: reading ahead, saving and deleting checkpoints, writing metrics."""
+        self.evaluations.close()
         self.loader.close()
         self.checkpoints.close()
         self.metrics.close()

@@ -16,6 +16,7 @@ Hugging Face Hub; without a network, --data and --data-dir take their rows from 
 """
 
 import logging
+from argparse import Namespace
 from pathlib import Path
 
 from farsight.cli import command, model_path, natural, new_parser, positive
@@ -26,8 +27,8 @@ from farsight.outputs import add_json_option, output_file, write_figures
 from farsight.remote import shown
 
 
-@command
-def main(arguments: list[str] | None = None) -> None:
+def read_options(arguments: list[str] | None = None) -> Namespace:
+    """Parses the command line."""
     parser = new_parser("farsight harness", __doc__)
     add = parser.add_argument
     add("model_dir", type=model_path, nargs="+")
@@ -61,11 +62,19 @@ def main(arguments: list[str] | None = None) -> None:
     options.lengths = options.lengths or list(RULER_LENGTHS)
     if options.cache and len(options.model_dir) > 1:
         parser.error("--cache: answers of several models can't share one; measure them one by one")
+    return options
+
+
+@command
+def main(arguments: list[str] | None = None) -> None:
+    options = read_options(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
 
-    from farsight.evals.harness.run import measure
+    from farsight.evals.harness.run import measure, read_tasks
+    from farsight.inference.loading import load
 
-    results = {shown(folder): measure(folder, options) for folder in options.model_dir}
+    tasks = {folder: read_tasks(folder, options) for folder in options.model_dir}
+    results = {shown(folder): measure(load(folder, options), options, tasks[folder]) for folder in options.model_dir}
     for folder, figures in results.items():
         if len(results) > 1:
             print(folder)

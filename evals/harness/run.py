@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from farsight.errors import ConfigError
 from farsight.evals.harness.data import EXAMPLES, LocalData, local_data, use_local_data
 from farsight.evals.harness.tasks import Benchmark, benchmarks, leaves
 from farsight.extras import install_command
-from farsight.inference.loading import load
+from farsight.inference.loading import LoadedModel
 from farsight.inference.model_options import reading_options
 from farsight.json_files import read_object
 from farsight.remote import shown
@@ -232,11 +233,24 @@ def _figures(
     }
 
 
-def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """The figures of the model in `folder`, as the command's options say.
+@dataclass(frozen=True)
+class Tasks:
+    """What the command's options ask for."""
+
+    chosen: list[Benchmark]
+    data: dict[str, LocalData]
+    manager: Any
+    """lm-eval's index of tasks."""
+
+
+def read_tasks(folder: Path, options: argparse.Namespace) -> Tasks:
+    """The tasks that the command's options ask for, before any weight is read.
+
+    Args:
+        folder: the model's, whose tokenizer RULER's tasks make their prompts with.
 
     Raises:
-        ConfigError: unknown tasks, data that are missing or do not fit, or a model that cannot be read.
+        ConfigError: unknown tasks, or data that are missing or do not fit.
     """
     chosen = benchmarks(options.tasks, options.shots, options.lengths)
     data = local_data(options.data, options.data_dir)
@@ -252,10 +266,18 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                     f"--data {task}=…: {task} is a group; each of its tasks needs a file of its own (--data-dir)."
                 )
             raise ConfigError(f"--data {task}=…: --tasks does not run {task}.")
+    return Tasks(chosen, data, manager)
+
+
+def measure(loaded: LoadedModel, options: argparse.Namespace, tasks: Tasks) -> dict[str, Any]:
+    """The model's figures on the tasks, as the command's options say.
+
+    Raises:
+        ConfigError: data that do not fit.
+    """
     from farsight.evals.harness.model import HarnessModel, Reading
 
-    loaded = load(folder, options)
-    ruler = any(benchmark.group.startswith("ruler@") for benchmark in chosen)
+    ruler = any(benchmark.group.startswith("ruler@") for benchmark in tasks.chosen)
     reading = Reading(
         options.max_length or max([loaded.trained_length, *(options.lengths if ruler else [])]),
         options.truncate,
@@ -264,10 +286,10 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         options.chat,
     )
     model = HarnessModel(loaded, reading)
-    figures = run_tasks(model, manager, chosen, data, options.limit, options.run_code, options.cache)
+    figures = run_tasks(model, tasks.manager, tasks.chosen, tasks.data, options.limit, options.run_code, options.cache)
     return {
         **figures,
-        "model": shown(folder),
+        "model": shown(loaded.path),
         **reading_options(options),
         "limit": options.limit,
         "max_length": reading.max_length,

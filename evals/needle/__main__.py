@@ -12,6 +12,7 @@ Past the trained length, a model with scopes is measured as it was trained ("tra
 length ("length"). docs/evaluation/needle.md describes tasks, scores and the JSON file.
 """
 
+from argparse import Namespace
 from pathlib import Path
 
 from farsight.cli import bounded, command, model_path, new_parser, positive
@@ -25,8 +26,8 @@ TASKS = (
 """The names in `data.retrieval.tasks.TASKS`, which imports too much for --help."""
 
 
-@command
-def main(arguments: list[str] | None = None) -> None:
+def read_options(arguments: list[str] | None = None) -> Namespace:
+    """Parses the command line."""
     parser = new_parser("farsight needle", __doc__)
     add = parser.add_argument
     add("model_dir", type=model_path, nargs="+", help="model directories, adapters or checkpoints")
@@ -47,7 +48,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--show", action="store_true", help="print the first prompt with its answer, and stop")
     add_model_options(parser, foreign=True)
     add_output_options(parser)
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+@command
+def main(arguments: list[str] | None = None) -> None:
+    options = read_options(arguments)
 
     from farsight.evals.needle.measure import about, measure, read_grid, show, table
     from farsight.evals.needle.picture import draw

@@ -21,6 +21,7 @@ Past the trained length, a model with scopes is measured as it was trained ("tra
 the length ("length").
 """
 
+from argparse import Namespace
 from pathlib import Path
 
 from farsight.cli import bounded, command, model_path, natural, new_parser
@@ -29,8 +30,8 @@ from farsight.outputs import add_output_options, write_figures, write_picture
 from farsight.remote import shown
 
 
-@command
-def main(arguments: list[str] | None = None) -> None:
+def read_options(arguments: list[str] | None = None) -> Namespace:
+    """Parses the command line."""
     parser = new_parser("farsight perplexity", __doc__)
     add = parser.add_argument
     add("model_dir", type=model_path, nargs="+", help="model directories, adapters or checkpoints")
@@ -53,18 +54,25 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     from farsight.data.texts import has_fields
-    from farsight.evals.perplexity.measure import measure, table
-    from farsight.evals.perplexity.picture import draw
-    from farsight.evals.ranks import sharing_processes
-    from farsight.evals.windows import Windows
 
     if options.sliding and (options.documents or options.buckets):
         parser.error("--sliding can't be combined with --documents or --buckets, whose windows do not overlap")
     if options.field and not any(has_fields(path) for path in options.data):
         parser.error("--field goes with .jsonl or .parquet files: other texts are whole files")
+    return options
+
+
+@command
+def main(arguments: list[str] | None = None) -> None:
+    options = read_options(arguments)
+
+    from farsight.evals.perplexity.measure import measure, table
+    from farsight.evals.perplexity.picture import draw
+    from farsight.evals.ranks import sharing_processes
+    from farsight.inference.loading import load
+
     with sharing_processes() as (rank, world):
-        windows = Windows(options.windows, options.documents, options.buckets, options.sliding, rank, world)
-        results = {shown(folder): measure(folder, options, windows) for folder in options.model_dir}
+        results = {shown(folder): measure(load(folder, options), options, rank, world) for folder in options.model_dir}
     if rank:
         return
     for folder, figures in results.items():

@@ -4,7 +4,6 @@ import argparse
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from farsight.data.texts import encode_file
+from farsight.data.tokenizers.tokenizer import Tokenizer
 from farsight.errors import ConfigError
 from farsight.evals.windows import SIDE_BY_SIDE, TARGETS, Windows, first_target
 from farsight.inference.decoder import CHUNK, Decoder
 from farsight.inference.extend import Extension
-from farsight.inference.loading import load
+from farsight.inference.loading import LoadedModel
 from farsight.inference.model_options import reading_options
 from farsight.inference.scope_growth import with_growing_scopes
 from farsight.model.build import ModelConfig, set_length
@@ -116,7 +116,7 @@ def perplexity_by_length(
     Raises:
         ConfigError: documents too short for a length, or windows too short for the buckets or the stride.
     """
-    _check_lengths(documents, lengths, windows)
+    check_lengths(documents, lengths, windows)
     if windows.final:
         documents = [document for document in documents if len(document) >= max(lengths)]
     readings = {"": config}
@@ -147,8 +147,8 @@ def perplexity_by_length(
     return result
 
 
-def _check_lengths(documents: Sequence[Tensor], lengths: Sequence[int], windows: Windows) -> None:
-    """Checks every length before hours are spent on the first."""
+def check_lengths(documents: Sequence[Tensor], lengths: Sequence[int], windows: Windows) -> None:
+    """Raises ConfigError if documents are too short for a length, or windows too short for the buckets or the stride."""
     longest = max((len(document) for document in documents), default=0)
     for length in lengths:
         if length < 2:
@@ -167,13 +167,20 @@ def _perplexities(sums: Tensor, counts: Tensor) -> list[float]:
     return [math.exp(min(mean, 700)) for mean in (sums / counts).tolist()]
 
 
-def measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict[str, Any]:
-    """The figures of the model in `folder` on the files that the command's options name."""
-    loaded = load(folder, options)
+def read_documents(options: argparse.Namespace, tokenizer: Tokenizer) -> list[Tensor]:
+    """The documents in the files that the command's options name, [n] ids each."""
+    return [document for path in options.data for document in encode_file(path, tokenizer, options.field or "text")]
+
+
+def measure(loaded: LoadedModel, options: argparse.Namespace, rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """The model's figures on the files that the command's options name.
+
+    Args:
+        rank, world: this process's number, and how many share the windows; every process returns all figures.
+    """
+    windows = Windows(options.windows, options.documents, options.buckets, options.sliding, rank, world)
     decoder, config = loaded.decoder, loaded.config
-    documents = [
-        document for path in options.data for document in encode_file(path, loaded.tokenizer, options.field or "text")
-    ]
+    documents = read_documents(options, loaded.tokenizer)
     figures = perplexity_by_length(
         decoder.model,
         config,
@@ -188,7 +195,7 @@ def measure(folder: Path, options: argparse.Namespace, windows: Windows) -> dict
     kept = [d for d in documents if not windows.final or len(d) >= max(options.lengths)]
     return {
         **figures,
-        "model": shown(folder),
+        "model": shown(loaded.path),
         "data": [str(path) for path in options.data],
         "tokens": sum(map(len, documents)),
         "documents": len(kept),

@@ -21,6 +21,7 @@ from farsight.launch.plan.run import Run
 from farsight.launch.plan.suggest import Change, Options, suggestions
 from farsight.model.build import ModelConfig, count_parameters
 from farsight.model.position.scope import HeadLayout, cost_ratio
+from farsight.units import gib
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,11 @@ def make_plan(
             'under FSDP leave --engine out, or set it to "pytorch".'
         )
     config, notes = with_vocabulary(config)
+    if not finetunes and any(e.where == "inside" and e.device != "cpu" for e in config.evaluations):
+        size = gib(2 * count_parameters(ModelConfig.from_job(config)))
+        notes.append(
+            f"while an evaluation runs inside, rank 0 holds the whole model too, {size} GiB in bf16, besides the memory below"
+        )
     changes, suggestion = {}, None
     if not finetunes:
         runs = can_run(config, gpus)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from farsight.checkpoints.load import read_model_config
 from farsight.checkpoints.resume import refuse_another_model, take_its_settings
+from farsight.configs.evaluations import files_of, name_of
 from farsight.configs.schema import HubSource, StdlibSource
 from farsight.data.sources.build import open_sources
 from farsight.data.tokenizers.tokenizer import load_tokenizer
 from farsight.errors import ConfigError, DataError
+from farsight.evals.live import LiveEvaluations
 from farsight.model.build import ModelConfig, trained_layers
 from farsight.remote import local
 from farsight.training.run_folder import check_run_folder, is_run
@@ -18,7 +20,7 @@ from farsight.training.stages import Recipe, Stage, no_start
 
 
 def check_stages(stages: Sequence[Stage]) -> None:
-    """Refuses layers that a stage's model does not have.
+    """Refuses layers that a stage's model does not have, and figures that its evaluations do not have.
 
     Raises:
         ConfigError: naming the stage and what is wrong.
@@ -27,6 +29,7 @@ def check_stages(stages: Sequence[Stage]) -> None:
         try:
             ModelConfig.from_job(stage.config).layers()
             trained_layers(stage.config)
+            LiveEvaluations(stage.config)
         except ConfigError as error:
             raise ConfigError(f"stage {stage.name}: {error}") from error
 
@@ -65,6 +68,10 @@ def _missing_of(stage: Stage, trained_here: Path) -> Iterator[str]:
     config = stage.config
     local = tuple(source for source in config.data.sources if not isinstance(source, HubSource | StdlibSource))
     tokenizer = None
+    for evaluation in config.evaluations:
+        for path in files_of(evaluation):
+            if not Path(path).exists():
+                yield f"evaluation {name_of(evaluation)}: {path} does not exist."
     try:
         if Path(config.tokenizer.path) != trained_here:
             tokenizer = load_tokenizer(config.tokenizer)

@@ -114,7 +114,8 @@ def _refuse_stale(stages: list[Stage]) -> None:
 
 
 def _learns_otherwise(trained: str, config: JobConfig) -> bool:
-    """True if a stage would learn something else than under `trained`, the settings in its folder: layouts do not matter."""
+    """True if a stage would learn something else than under `trained`, the settings in its folder: layouts and evaluations do not
+    matter."""
     try:
         both = tomllib.loads(trained), tomllib.loads(to_toml(config))
     except tomllib.TOMLDecodeError:  # edited by hand
@@ -123,6 +124,8 @@ def _learns_otherwise(trained: str, config: JobConfig) -> bool:
     for values in both:
         for section, key in (name.split(".") for name in (*LAYOUT, *[BATCH] * unset)):
             values.get(section, {}).pop(key, None)
+        values.pop("evaluations", None)
+        values.get("checkpoint", {}).pop("keep_best", None)
     return both[0] != both[1]
 
 

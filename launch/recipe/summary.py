@@ -116,7 +116,14 @@ def summary_table(entries: Sequence[dict[str, Any]]) -> str:
     if any("perplexity_last" in e for e in entries):
         lines.append("perplexity on the last stage's documents:")
         lines += [f"{e['name']:<16}{_by_length(e.get('perplexity_last', e['perplexity']))}" for e in entries]
+    if any(e.get("evaluations") for e in entries):
+        lines.append("last evaluations on the way:")
+        lines += [f"{e['name']:<16}{_values(e['evaluations'])}" for e in entries if e.get("evaluations")]
     return "\n".join(lines)
+
+
+def _values(figures: dict[str, float]) -> str:
+    return "   ".join(f"{name}: {value:.4g}" for name, value in figures.items())
 
 
 def _by_length(figures: dict[str, float]) -> str:

@@ -54,7 +54,8 @@ def _totals(stages: Sequence[Stage]) -> list[str]:
         for stage in stages
         if stage.config.training.layers
     ]
-    root, kept = stages[0].folder.parent, stages[0].config.checkpoint.keep_latest_k
+    root, checkpoint = stages[0].folder.parent, stages[0].config.checkpoint
+    kept = checkpoint.keep_latest_k and checkpoint.keep_latest_k + bool(checkpoint.keep_best)
     # An old checkpoint is deleted once the new one is complete.
     size, free = max(checkpoint_bytes(stage.config) for stage in stages), free_bytes(root)
     lines.append(

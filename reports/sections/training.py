@@ -15,8 +15,8 @@ from farsight.model.position.layers import describe
 from farsight.plots import token_unit
 from farsight.remote import shown
 from farsight.reports.charts import Axis, Mark, Point, Series, line_chart, swatch
-from farsight.reports.page import facts, figure, folded, heading, legend, missing, note, section, table
-from farsight.training.metrics_file import loss_points, run_summary, smoothed
+from farsight.reports.page import facts, figure, folded, heading, legend, line_figure, missing, note, section, table
+from farsight.training.metrics_file import evaluation_points, loss_points, run_summary, smoothed
 from farsight.training.runs import NamedModel
 
 MOST_POINTS = 1000
@@ -95,6 +95,30 @@ def losses_section(models: Sequence[NamedModel]) -> Markup:
     caption += " Vertical lines mark the ends of stages." * bool(marks)
     keys = legend([s for s in scaled if s.markers])
     return section("Loss", keys, figure(chart, caption, _stages_table(models)), *absent)
+
+
+def evaluations_section(models: Sequence[NamedModel]) -> Markup:
+    """Figures of evaluations on the way over tokens, a chart for each evaluation; empty if no run has any."""
+    charts: dict[str, list[Series]] = {}
+    for model in models:
+        curves: dict[str, list[Point]] = {}
+        tokens = 0.0
+        for run in model.runs:
+            for name, points in evaluation_points(run.folder, tokens).items():
+                curves.setdefault(name, []).extend(points)
+            tokens = loss_points(run.folder, tokens)[0][-1][0]
+        for name, points in curves.items():
+            lines = charts.setdefault(name.partition(".")[0], [])
+            lines.append(Series(f"{model.name}, {name}" if len(models) > 1 else name, points, len(lines)))
+    if not charts:
+        return Markup()
+    unit, size = token_unit(max(line.points[-1][0] for lines in charts.values() for line in lines))
+    parts = []
+    for name, lines in charts.items():
+        scaled = [dataclasses.replace(line, points=[(x / size, y) for x, y in line.points]) for line in lines]
+        x, y = Axis(f"{unit} tokens", say="{:,.4g}".format), Axis(name, "auto", say="{:.4g}".format)
+        parts.append(line_figure(scaled, x, y, (f"{name}, evaluated while the model trained.", "From metrics.jsonl.")))
+    return section("Evaluations on the way", *parts)
 
 
 def _without_runs(models: Sequence[NamedModel]) -> list[Markup]:

@@ -117,3 +117,7 @@ def test_the_table_compares_stages_on_the_last_ones_documents():
         f"{'b':<16}128: 30.0",
     ]
     assert len(summary_table([last]).splitlines()) == 3
+    assert summary_table([first, {**last, "evaluations": {"needle.mean": 0.25, "ppl.64": 31.5}}]).splitlines()[-2:] == [
+        "last evaluations on the way:",
+        f"{'b':<16}needle.mean: 0.25   ppl.64: 31.5",
+    ]

@@ -448,3 +448,17 @@ def test_what_cannot_be_planned_is_said(capsys):
         assert says in capsys.readouterr().err
     with pytest.raises(ConfigError, match="Did you mean"):
         find_gpu("b200")
+
+
+def test_a_plan_notes_the_model_that_is_gathered_for_evaluations():
+    """8.03B parameters in 2 bytes each."""
+    _, stages = load_recipe(CONFIGS["scope_llama3_8b"], {})
+    needle = {"kind": "needle", "lengths": [4096]}
+    for evaluation, noted in (
+        (needle, ["14.96 GiB in bf16"]),
+        ({**needle, "device": "cpu"}, []),
+        ({**needle, "where": "beside"}, []),
+    ):
+        (evaluation,) = build_config({"evaluations": [evaluation]}).evaluations
+        notes = make_plan("stage", replace(stages[0].config, evaluations=(evaluation,)), 32, H100).notes
+        assert [note.partition("too, ")[2].partition(",")[0] for note in notes if "evaluation" in note] == noted

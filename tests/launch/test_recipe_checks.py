@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from farsight.benchmarks.tiny import MODEL, SETTINGS
 from farsight.checkpoints.model_dir.api import write_model_dir
 from farsight.configs.load import load_config, parse_options
 from farsight.configs.schema import Architecture, Position, Rope
@@ -19,7 +20,7 @@ from farsight.launch.recipe.text import checkpoint_bytes
 from farsight.model.build import ModelConfig, build_model
 from farsight.training.stages import load_recipe
 from farsight.units import GIB
-from tests.running import train
+from tests.running import forked, train
 
 CONFIGS = shipped_configs()
 
@@ -296,3 +297,53 @@ def test_a_stage_is_not_trained_under_finished_ones(tmp_path):
         ConfigError, match=r"stage a is not finished, but later ones are \(b, c\), from weights that are gone"
     ):
         run_recipe(recipe, stages, ["no-launcher"])
+
+
+GATED = """
+[[stages]]
+name = "first"
+
+[[stages]]
+name = "second"
+
+[[stages.evaluations]]
+kind = "needle"
+lengths = [192]
+depths = 1
+trials = 1
+stop_if = "needle.mean <= 1"
+"""
+
+
+def test_a_recipe_refuses_evaluations_that_can_not_be_and_stops_at_a_gate(tmp_path, monkeypatch, capsys, caplog):
+    path = tmp_path / "gated.toml"
+    path.write_text(MODEL + SETTINGS + GATED)
+    options = [
+        str(path), "--recipe.folder", str(tmp_path), "--recipe.perplexity_lengths", "[]", "--training.steps", "2",
+        "--lr_scheduler.warmup_steps", "1", "--training.seq_len", "64", "--training.mixed_precision_param", "float32",
+    ]  # fmt: skip
+    text = path.read_text()
+    path.write_text(text.replace("needle.mean", "needle.maen"))
+    status, _, wrong = started(capsys, *options, "--dry-run")
+    assert (status, "stage second: stop_if of the evaluation needle: it has no figure 'needle.maen'." in wrong) == (
+        2,
+        True,
+    )
+    path.write_text(text.replace("trials = 1", 'haystack = "nowhere.txt"'))
+    status, _, wrong = started(capsys, *options, "--dry-run")
+    assert (status, "second: evaluation needle: nowhere.txt does not exist." in wrong) == (2, True)
+    path.write_text(text)
+    monkeypatch.setattr(recipes, "wait_for", lambda command: forked(command[2:], tmp_path / "printed").returncode)
+    assert started(capsys, *options)[0] == 6
+    assert "stage 2/2: second ended with status 6" in caplog.text
+    assert (tmp_path / "gated" / "first" / "model").is_dir()
+    assert not (tmp_path / "gated" / "second" / "model").exists()
+    path.write_text(text.replace('stop_if = "needle.mean <= 1"', ""))
+    status, printed, _ = started(capsys, *options)
+    assert (status, f"{'second':<16}needle.mean: 0" in printed) == (0, True)
+    # Other evaluations of a finished stage are no reason to train it again.
+    path.write_text(text.replace("trials = 1", "trials = 2"))
+    caplog.set_level("INFO", "farsight")
+    assert started(capsys, *options)[0] == 0
+    assert "second is finished" in caplog.text
+    assert "settings have changed" not in caplog.text

@@ -22,6 +22,7 @@ from farsight.reports.build import collect
 from farsight.reports.report import main
 from farsight.reports.results import line_numbers, names, of_kind
 from farsight.reports.sections.training import thin
+from farsight.training.metrics_file import evaluation_points
 from farsight.training.runs import find_models
 
 ARCHITECTURE = Architecture(vocab_size=320, dim=32, n_layers=3, n_heads=8, n_kv_heads=4, head_dim=8, ffn_dim=48)
@@ -236,6 +237,26 @@ def test_what_is_missing_is_named_with_its_command(two_models, tmp_path):
         )
     ]
     assert any("losses of <script>" in text for text in said)
+
+
+def test_evaluations_on_the_way_are_drawn_by_tokens(tmp_path):
+    """A step of the first stage is 1,000 tokens; the second stage begins at 3,000. What arrives late is in the order of steps."""
+    root = tmp_path / "recipe"
+    write_run(root / "z-first", [6.0, 5.0, 4.0], stage=True)
+    write_run(root / "a-second", [4.5, 3.5], start=str(root / "z-first" / "model"), stage=True)
+    write_model(root / "a-second" / "model")
+    assert not any("Evaluations on the way" in said for said in Page(make(tmp_path, root)).texts)
+    for stage, found in {"z-first": {3: 0.5, 2: 0.25}, "a-second": {1: 0.75}}.items():
+        rows = [
+            {"step": s, "evaluation": "needle", "needle.mean": v, "evaluation_seconds": 9.0} for s, v in found.items()
+        ]
+        text = (root / stage / "metrics.jsonl").read_text().rpartition("\n")[0]
+        (root / stage / "metrics.jsonl").write_text("".join(f"{row}\n" for row in [text, *map(json.dumps, rows)]))
+    assert evaluation_points(root / "z-first") == {"needle.mean": [(2000, 0.25), (3000, 0.5)]}
+    page = Page(make(tmp_path, root))
+    assert any("Evaluations on the way" in said for said in page.texts)
+    rows = page.rows[page.rows.index(["million tokens", "needle.mean"]) :]
+    assert rows[1:4] == [["0.002", "0.25"], ["0.003", "0.5"], ["0.004", "0.75"]]
 
 
 def test_measure_runs_the_tools_for_what_is_missing(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from farsight.checkpoints.load import load_model
 from farsight.configs.schema import Llama3Rope, Position
+from farsight.evals.perplexity.__main__ import main as perplexity
 from tests.finetuned import tokens, write_base
 from tests.running import contents, forked, metrics
 
@@ -347,7 +348,7 @@ def test_memory_that_runs_out_is_explained(config, tmp_path, monkeypatch):
     import train
 
     class Full:
-        def __init__(self, config):
+        def __init__(self, config, evaluator):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     said = []
@@ -396,3 +397,39 @@ def test_what_is_refused(config, tmp_path, monkeypatch, options, said):
         options = options[:-1]
     with pytest.raises(ValueError, match=said):
         train.finetune(["--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run"), *options])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_evaluations_read_the_adapter_as_it_is(ranks, config, tmp_path):
+    """The run does not notice them, and the last figure is that of the adapter that it leaves."""
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"{n} and {n % 7} make {n + n % 7}." for n in range(99)))
+    options = ["--validation.no_enable", "--training.local_batch_size=2"]
+    finetune(config, tmp_path / "plain", *options, ranks=ranks)
+    evaluations = f"""
+[[evaluations]]
+kind = "perplexity"
+every = 4
+data = ["{text}"]
+lengths = [32]
+"""
+    path = tmp_path / "evaluating.toml"
+    path.write_text(config.read_text() + evaluations)
+    finetune(path, tmp_path / "run", *options, ranks=ranks)
+    assert metrics(tmp_path / "plain")
+    for key in ("loss", "grad_norm", "lr_garfa"):
+        a, b = ([row[key] for row in metrics(tmp_path / run, key)] for run in ("plain", "run"))
+        assert a == b
+    for name in ("adapter_model.safetensors", "garfa.safetensors"):
+        a, b = (load_file(tmp_path / run / "adapter" / name) for run in ("plain", "run"))
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    rows = metrics(tmp_path / "run", "perplexity.32")
+    assert [row["step"] for row in rows] == [4, 6]
+    out = tmp_path / "figures.json"
+    perplexity([str(tmp_path / "run" / "adapter"), "--data", str(text), "--lengths", "32", "--json", str(out)])
+    assert json.loads(out.read_text())["lengths"]["32"] == rows[-1]["perplexity.32"] != rows[0]["perplexity.32"]
+    assert not list(tmp_path.rglob("evaluations/*/adapter"))
+    done = finetune(path, tmp_path / "run", "--evaluations.0.where=beside", check=False)
+    assert done.returncode == 2
+    assert 'where = "beside", which is for pre-training' in done.stderr

@@ -25,8 +25,8 @@ def started(tmp_path, monkeypatch):
         config = build_config(
             values | {"metrics": {"log_freq": 1, "trackers": []}, "lr_scheduler": {"warmup_steps": 1}}
         )
-        run = RunMetrics(config, SimpleNamespace(world_size=2), torch.device("cpu"))
-        monkeypatch.setattr(run, "_most", lambda value: value)
+        run = RunMetrics(config, SimpleNamespace(world_size=2, batch=2, pp=1), torch.device("cpu"))
+        monkeypatch.setattr(run, "_of_ranks", lambda own: [own, own])
         run.start(0)
         return run
 

@@ -39,8 +39,9 @@ def expected(folder):
     """Figures of metrics.jsonl by (group/name, step)."""
     found = {}
     for row in read_metrics(folder):
-        group = next(group for key, group in GROUPS.items() if key in row)
-        found |= {(f"{group}/{key}", row["step"]): value for key, value in row.items() if key not in ("step", "time")}
+        for group in (group for key, group in GROUPS.items() if key in row):
+            figures = {key: value for key, value in row.items() if key not in ("step", "time")}
+            found |= {(f"{group}/{key}", row["step"]): value for key, value in figures.items()}
     return found
 
 

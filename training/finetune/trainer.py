@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ from farsight.model.llama import Llama, name_seed
 from farsight.model.position.garfa import alphas, garfa_of_tensors
 from farsight.parallel.ranks import on_rank_zero
 from farsight.remote import local
+from farsight.training.evaluations import FOLDER, Evaluator, Training
 from farsight.training.finetune.garfa_picture import draw_alphas
 from farsight.training.finetune.model import TrainedWeights, adapters_of, build_adapted, whole_weights
 from farsight.training.memory_recorder import MemoryRecorder, Phase
@@ -54,8 +56,8 @@ class Finetuner(Trainer):
     config: FinetuneConfig
     leaves: ClassVar = {"adapter": check_adapter_out, "model": check_model_out}
 
-    def __init__(self, config: FinetuneConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: FinetuneConfig, evaluator: Evaluator | None = None) -> None:
+        super().__init__(config, evaluator=evaluator)
         (model,) = self.model_parts
         base = local(config.base_model.path).expanduser()
         self.base, self.checkpoints.history = on_rank_zero(lambda: (base_entry(base), read_history(base)))
@@ -166,11 +168,18 @@ class Finetuner(Trainer):
         patience = self.config.early_stopping.patience
         return 0 < patience <= self.no_better
 
-    def _write_adapter(self) -> None:
-        """Writes `adapter/` from the current weights."""
+    def _evaluated(self, step: int) -> tuple[Path, Training | None]:
+        """The adapter as it is, in a directory that is deleted once it is evaluated."""
+        self.watch.at(step, "evaluating")
+        adapter = self.folder / FOLDER / f"step-{step}" / "adapter"
+        self._write_adapter(adapter)
+        return adapter, None
+
+    def _write_adapter(self, adapter: Path | None = None) -> None:
+        """Writes `adapter/`, or another directory, from the current weights."""
         weights = whole_weights(self.model_parts[0])
         history = self.checkpoints.training_so_far(self.step)
-        adapter = self.folder / "adapter"
+        adapter = adapter or self.folder / "adapter"
         self._on_rank_zero(lambda: write_adapter(adapter, self.config, weights, self.base, history))
 
     def _export(self) -> None:
