@@ -5,7 +5,6 @@ import runpy
 
 import pytest
 import torch
-import transformers
 
 from farsight.checkpoints.load import load_model
 from farsight.checkpoints.model_dir.hf_config import TRANSFORMERS
@@ -200,6 +199,8 @@ def test_card_and_config_name_the_versions_that_the_tests_run(exported):
 
 def test_an_older_transformers_is_told_which_one_it_takes(exported, monkeypatch):
     parent, _ = exported
+    import transformers  # here, since it may have put another module in its place
+
     monkeypatch.setattr(transformers, "__version__", "4.45.2")
     with pytest.raises(ImportError, match=r"needs transformers 4\.46 or later, and 4\.45\.2 is installed: pip install"):
         runpy.run_path(str(parent / "called" / "modeling_farsight.py"))
