@@ -386,8 +386,9 @@ class Beside:
         return self.take()
 
     def close(self) -> None:
-        """Ends the process that runs."""
+        """Ends the process that runs. Its checkpoint stays spared: the next start evaluates it again."""
         if self.running is not None:
+            self.waiting.insert(0, (self.running.evaluation, self.running.step))
             self.running.process.terminate()
             self.running.process.wait()
             self.running.log.close()

@@ -98,7 +98,8 @@ class RunStore:
         for path in self._files():
             with suppress(FileNotFoundError):  # a part that has its name by now
                 found = path.stat()
-                if self.sent.get(path) != (now := (found.st_size, found.st_mtime_ns)):
+                # Files of stacks are empty, and most are deleted so when the run ends.
+                if found.st_size and self.sent.get(path) != (now := (found.st_size, found.st_mtime_ns)):
                     changed[path] = now
         order = sorted(changed, key=_config_last)
         with progress(

@@ -158,7 +158,7 @@ class Screen:
     @property
     def resized(self) -> bool:
         """Whether the terminal has another size than when it was last drawn on."""
-        return shutil.get_terminal_size() != self._size
+        return _window() != self._size
 
     def draw(self, runs: Sequence[Run], interval: float) -> None:
         """Replaces what is shown.
@@ -166,7 +166,7 @@ class Screen:
         Args:
             interval: seconds between two looks.
         """
-        self._size = shutil.get_terminal_size()
+        self._size = _window()
         columns, height = self._size
         head = f"{time.strftime('%H:%M:%S')}, every {interval:g} s; q ends this view"
         lines = frame(runs, time.time(), columns, painter(sys.stdout), height, head)[:height]
@@ -182,6 +182,12 @@ class Screen:
             return ""
         ready = select.select([sys.stdin], [], [], seconds)[0]
         return os.read(sys.stdin.fileno(), 1).decode("ascii", "replace") if ready else ""
+
+
+def _window() -> os.terminal_size:
+    """The window's size now, which COLUMNS and LINES do not follow where a shell has exported them."""
+    now = os.get_terminal_size(sys.stdout.fileno())
+    return now if now.columns else shutil.get_terminal_size()  # a serial line has no size
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def test_equal_to_the_analysis_of_its_model(one):
     """Against a capture of the model directory, which reads with a cache, and figures put together by hand."""
     rows = metrics(one, "ap_drop")
     assert [row["step"] for row in rows] == [0, 2]
-    assert all(row.keys() == {"step", "plasticity_seconds", *NAMES, *OF_LAYERS} for row in rows)
+    assert all(row.keys() == {"step", "time", "plasticity_seconds", *NAMES, *OF_LAYERS} for row in rows)
     assert all(rows[0][name] != rows[1][name] for name in NAMES)
 
     config = load_config(["--job.config_file", str(one / "config.toml")])

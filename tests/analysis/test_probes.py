@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,7 +195,7 @@ def test_states_go_with_their_positions(monkeypatch):
         length=64, probe="linear", tokens_per_sequence=9, epochs=40, learning_rate=0.03, batch=16, buckets=4
     )
     config = ModelConfig(SMALL, Position(), trained_length=64)
-    loaded = LoadedModel("m", Decoder(fresh_model(config), config), None, 64)
+    loaded = LoadedModel(Path("m"), Decoder(fresh_model(config), config), None, 64)
     figures = probes_measure.probe_model(loaded, torch.zeros(20, 64, dtype=torch.long), settings)
     assert kept == [9] * 20
     assert figures["guess"] > 10

@@ -474,7 +474,7 @@ def test_a_view_that_follows(tmp_path, how):
 
 
 def test_a_terminal_of_another_size_is_drawn_at_once(tmp_path):
-    view = Terminal([str(write(tmp_path / "run", STORY)), "--interval", "60"])
+    view = Terminal([str(write(tmp_path / "run", STORY)), "--interval", "60"], COLUMNS="80", LINES="24")
     view.wait_for("270/1,000")
     view.resize(140)
     view.wait_for("━" * 14 + "─" * 36)
