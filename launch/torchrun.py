@@ -55,10 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             torchrun(options)
         except SignalException as error:
-            # A --log_dir of the user's may hold notes of earlier runs.
+            # A --log_dir of the user's may hold notes of earlier runs, and ranks that were started again left one each time.
             found = map(read_note, Path(options.log_dir).rglob("error.json"))
             notes = [note for note in found if note is not None and note.time >= begin]
-            return _say_first(notes) if notes else 128 + error.sigval
+            last = {note.rank: note for note in sorted(notes, key=lambda note: note.time)}
+            return _say_first([*last.values()]) if last else 128 + error.sigval
         except ChildFailedError as error:
             return _say_first([_ended(*item) for item in error.failures.items()])
         except (DistError, RendezvousError) as error:

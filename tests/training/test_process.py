@@ -127,7 +127,10 @@ if cases == "killed":
     sys.exit(1)
 if cases == "silent":
     sys.exit(7)
-if cases == "stopped":
+if cases == "again" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    leave_note(1, "broken")
+    sys.exit(1)
+if cases in ("stopped", "again"):
     def stop(number, frame):
         leave_note(75, "stopped")
         sys.exit(75)
@@ -160,11 +163,13 @@ def test_torchruns_last_line_says_which_rank_and_why(tmp_path, case, status, say
     assert "Traceback" not in done.stderr
 
 
-def test_torchrun_that_is_stopped_ends_as_its_ranks_do(tmp_path):
+@pytest.mark.parametrize("case", ["stopped", "again"])
+def test_torchrun_that_is_stopped_ends_as_its_ranks_do(tmp_path, case):
+    """As they end now, also if they failed before and were started again."""
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     launcher = [sys.executable, "-m", "farsight", "torchrun", "--standalone", "--nproc_per_node", "2"]
-    child = start([*launcher, str(script), "stopped"])
+    child = start([*launcher, "--max-restarts", str(int(case == "again")), str(script), case])
     while child.stderr.readline() != "ready\n":
         assert child.poll() is None
     assert child.stderr.readline() == "ready\n"
