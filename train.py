@@ -187,6 +187,7 @@ def run(work: Work) -> None:
 
     from farsight.parallel.device import import_deepspeed
     from farsight.parallel.float8 import check_float8
+    from farsight.training.hangs.read import LAST_PHASE
     from farsight.training.ranks import check_layout
     from farsight.training.run_folder import lock_run_folder
     from farsight.training.run_store import open_run_store
@@ -219,6 +220,8 @@ def run(work: Work) -> None:
         raise torch.OutOfMemoryError(work.out_of_memory(error, trainer)) from error
     finally:
         if trainer is not None:
+            if together:
+                trainer.watch.at(trainer.step, LAST_PHASE)
             trainer.close()
         # After an error on only this rank, the others are inside a collective: destroying the process group could hang.
         if together and dist.is_initialized():
@@ -226,7 +229,7 @@ def run(work: Work) -> None:
 
 
 def _describe(config: JobConfig) -> dict[str, dict[str, Any]]:
-    """What trackers are told of the run; imported when there are any."""
+    """The description of the run that trackers get; imported when there are any."""
     from farsight.launch.tracked import describe
 
     return describe(config, process.ranks().world_size)

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from farsight.training.hangs.read import (
     Heartbeat,
     describe,
     find_hang,
+    hang_sentence,
     plain_unpickle,
     ranks_text,
     read_dumps,
@@ -151,6 +153,8 @@ def test_heartbeats_and_asking(start, tmp_path):
     for rank in ranks.processes:
         os.kill(rank.pid, signal.SIGTERM)
     assert ranks.wait().returncode == 75
+    assert {beat.phase for beat in read_heartbeats(run).values()} == {"ending"}
+    assert main([str(run)]) == 0
     path = run / "heartbeat" / "rank-0.json"
     assert path.stat().st_mtime == pytest.approx(json.loads(path.read_text())["since"], abs=1e-3)
 
@@ -203,6 +207,24 @@ def test_all_ranks_in_a_collective_that_does_not_end():
     assert "ranks 0–3 (step 7) entered all_reduce #5 (float64, 3 elements) 30 s ago" in describe(
         find_hang(dumps), dumps, beats(4), 1000.0
     )
+
+
+def test_ranks_that_have_got_on_do_not_hang(tmp_path, capsys):
+    """Rank 1 recorded itself while it waited for an evaluation on rank 0; what counts is whether it still stands there."""
+    (tmp_path / "heartbeat").mkdir()
+    (tmp_path / "comm_traces").mkdir()
+    dump(1, entry(9), groups={"0": Group("", (0, 1))}).write(tmp_path / "comm_traces")
+    for since, hangs in ((960.0, 1), (999.5, 0)):
+        for rank, beat in beats(2).items():
+            (tmp_path / "heartbeat" / f"rank-{rank}.json").write_text(json.dumps(vars(beat) | {"since": since}))
+        assert main([str(tmp_path)]) == hangs
+        assert ("did not reach all_reduce #9" in capsys.readouterr().out) == bool(hangs)
+
+
+def test_ranks_that_have_ended_are_not_missed():
+    for phase, missed in (("training", True), ("ending", False)):
+        found = {rank: replace(beat, phase=phase) for rank, beat in beats(2, silent=[1]).items()}
+        assert (hang_sentence(found, {}, 1000.0) is not None) == missed
 
 
 def test_a_dump_of_an_earlier_hang_does_not_count():

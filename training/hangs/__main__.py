@@ -1,4 +1,4 @@
-"""Says where the ranks of a run stand that hangs or has hung: which of them did not reach which collective.
+"""Says why a run hangs or has hung: which ranks did not reach which collective.
 
     farsight hang runs/my_run
     farsight hang runs/my_run --ask          first has the ranks that still run write their stacks and collectives
@@ -31,8 +31,8 @@ from farsight.training.hangs.read import (
     find_hang,
     hang_sentence,
     is_silent,
-    read_dumps,
     read_heartbeats,
+    read_traces,
 )
 from farsight.units import duration
 
@@ -52,10 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError(f"{run} has no heartbeats: name the folder of a run, such as runs/my_run.")
     if options.ask:
         _ask(run, traces)
-    beats, dumps = read_heartbeats(run), read_dumps(traces)
+    beats, dumps = read_traces(run, traces)
     if not dumps and not (traces / SAID).exists() and (before := traces / PREVIOUS).is_dir():
         print(f"nothing since the run's newest start; from the start before it, in {before}:")
-        traces, beats, dumps = before, read_heartbeats(before), read_dumps(before)
+        traces, (beats, dumps) = before, read_traces(before, before)
 
     times = [beat.time for beat in beats.values()] + [dump.time for dump in dumps.values()]
     with suppress(OSError, ValueError, KeyError):
@@ -123,7 +123,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
             lines[-1] += f"  {row['host']}, process {row['pid']}, {row['device']}"
             beat = f"{'silent' if row['silent'] else 'heartbeat'} {duration(max(0.0, row['heartbeat_seconds']))} ago"
             lines.append(
-                f"    step {row['step']}, {row['phase']} since {duration(max(0.0, row['phase_seconds']))}; {beat}"
+                f"    step {row['step']}, {row['phase']} for {duration(max(0.0, row['phase_seconds']))}; {beat}"
             )
         for wait in row["waits_in"]:
             where = f", called in {wait['where']}" if wait["where"] else ""

@@ -1,4 +1,4 @@
-"""Where the ranks of a run that hangs stand: reading their heartbeats and recorded collectives, and the sentence about them.
+"""Reads the heartbeats and recorded collectives of a run's ranks, and says in a sentence why they hang.
 
 Uses only the standard library. All functions take the run folder, or what was read from it.
 """
@@ -33,13 +33,15 @@ WAITS_SECONDS = 5.0
 """A collective that is younger when it is recorded is merely on its way."""
 KEPT = 2000
 """Collectives that a dump keeps beside the unfinished ones."""
+LAST_PHASE = "ending"
+"""The phase of ranks that end together. Rank 0 may take longer, since it closes files and trackers."""
 NAMED = 8
 """Ranks that a sentence describes one by one."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """What a rank last wrote about itself. Times are in Unix seconds."""
+    """A rank's last note about itself. Times are in Unix seconds."""
 
     rank: int
     world_size: int
@@ -153,6 +155,18 @@ def ask(traces: Path) -> None:
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_traces(run: Path, traces: Path) -> tuple[dict[int, Heartbeat], dict[int, Dump]]:
+    """The last heartbeats and the newest dumps, by rank. Dumps of ranks that have got on since are left out: ranks also record when
+    they wait for a long evaluation or save.
+
+    Raises:
+        DataError: as `read_dumps`.
+    """
+    beats, dumps = read_heartbeats(run), read_dumps(traces)
+    stood = {rank: dump for rank, dump in dumps.items() if rank not in beats or beats[rank].since <= dump.time}
+    return beats, stood
 
 
 def read_heartbeats(run: Path) -> dict[int, Heartbeat]:
@@ -338,7 +352,7 @@ def describe(hang: Hang, dumps: Mapping[int, Dump], beats: Mapping[int, Heartbea
 
 def describe_silent(beats: Mapping[int, Heartbeat], now: float) -> str | None:
     """One sentence on ranks that no longer write heartbeats, for collectives that are not recorded; None if all write, or none."""
-    silent = [rank for rank, beat in beats.items() if is_silent(beat, now)]
+    silent = [rank for rank, beat in beats.items() if is_silent(beat, now) and beat.phase != LAST_PHASE]
     if not silent or len(silent) == len(beats):
         return None
     who = list_of([_one(rank, beats, {}, now) for rank in silent] if len(silent) <= NAMED else [ranks_text(silent)])
@@ -352,7 +366,7 @@ def is_silent(beat: Heartbeat, now: float) -> bool:
 
 
 def hang_sentence(beats: Mapping[int, Heartbeat], dumps: Mapping[int, Dump], now: float) -> str | None:
-    """What heartbeats and dumps say about a hang at a time in Unix seconds; None if nothing."""
+    """The sentence about a hang at a time in Unix seconds; None if heartbeats and dumps tell of none."""
     hang = find_hang(dumps)
     return describe_silent(beats, now) if hang is None else describe(hang, dumps, beats, now)
 

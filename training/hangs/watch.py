@@ -39,8 +39,7 @@ from farsight.training.hangs.read import (
     dump_of,
     hang_sentence,
     plain_unpickle,
-    read_dumps,
-    read_heartbeats,
+    read_traces,
 )
 
 logger = logging.getLogger("farsight")
@@ -127,7 +126,7 @@ class Watch:
         _watch = self
 
     def at(self, step: int, phase: str) -> None:
-        """Says what training does from now on."""
+        """Sets the step and the phase that training is in from now on."""
         self._step, self._phase, self._since = step, phase, time.time()
 
     def close(self) -> None:
@@ -254,7 +253,7 @@ class Watch:
             self.traces.mkdir(exist_ok=True)
             with suppress(FileExistsError):
                 (self.traces / CLAIM).open("x").close()
-                found = hang_sentence(read_heartbeats(self.run), read_dumps(self.traces), now := time.time())
+                found = hang_sentence(*read_traces(self.run, self.traces), now := time.time())
                 sentence = found and f"step {self._step} hung: {found}; see farsight hang {self.run}"
                 write_text(path, json.dumps({"time": now, "rank": self.rank, "sentence": sentence}))
                 return None if sentence is None else (sentence, False)
@@ -267,7 +266,7 @@ class Watch:
 
 
 def _recorder(entries: bool = True) -> dict[str, Any]:
-    """What torch's flight recorder holds, with stack traces, or only how many collectives of each group have ended."""
+    """The contents of torch's flight recorder, with stack traces, or only how many collectives of each group have ended."""
     c10d: Any = torch._C._distributed_c10d
     # In releases where NCCL has a recorder of its own, it is the one that training records to.
     nccl = dist.get_backend() != "gloo" and hasattr(c10d, "_dump_nccl_trace")
