@@ -523,7 +523,7 @@ class Trainer:
             self._validate()
             self._measure_plasticity()
         if self._told_to_stop():  # loading and validating may take long
-            raise Interrupted
+            raise Interrupted(process.BEFORE_TRAINING)
         if self.step >= config.training.steps:
             logger.info(f"step {self.step} of {config.training.steps} is already done: nothing is left to train")
         batches, first = self.micro_batches(), True
