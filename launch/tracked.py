@@ -1,4 +1,4 @@
-"""What trackers are told of a run beside its config: its plan's figures, and a picture of its positions."""
+"""Describes a run to its trackers: its plan's figures, and a picture of its positions."""
 
 from pathlib import Path
 from typing import Any

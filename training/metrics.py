@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class RunMetrics:
         self._trackers: Trackers | None = None
         self._jsonl: Records | None = None
         self.describe: Callable[[], Mapping[str, Mapping[str, Any]]] = dict
-        """Makes what trackers are told of the run beside its config, by group; may write pictures into the run folder."""
+        """Describes the run to trackers beside its config, by group; may write pictures into the run folder."""
         self._pictures: set[tuple[Path, int]] = set()
         """Pictures that trackers have been given, with the time at which each was written."""
         self._finished = False
@@ -201,7 +201,7 @@ class RunMetrics:
         Args:
             step: the step whose weights it read; those of an evaluation beside the run are reported later.
         """
-        self._write("evaluation", step, {"step": step, "evaluation": name, **figures, "evaluation_seconds": seconds})
+        self._write(name, step, {"step": step, "evaluation": name, **figures, "evaluation_seconds": seconds})
         shown = "  ".join(f"{key.removeprefix(f'{name}.')} {value:.4g}" for key, value in figures.items())
         self._say(f"step {step}/{self.config.training.steps}  {name}: {shown} in {seconds:.1f} s")
 
@@ -233,7 +233,7 @@ class RunMetrics:
             trackers.close(self._finished)
 
     def _description(self) -> Mapping[str, Mapping[str, Any]]:
-        """What trackers are told of the run; nothing if that fails, as they must not stop a run."""
+        """The description of the run that trackers get; nothing if that fails, as they must not stop a run."""
         try:
             return self.describe()
         except Exception as error:
@@ -249,9 +249,10 @@ class RunMetrics:
         if self._trackers is None:
             return
         for path in sorted(self.folder.glob("*.png")):
-            if (written := (path, path.stat().st_mtime_ns)) not in self._pictures and not known:
-                self._trackers.picture(step, path)
-            self._pictures.add(written)
+            with suppress(OSError):  # a link to nothing
+                if (written := (path, path.stat().st_mtime_ns)) not in self._pictures and not known:
+                    self._trackers.picture(step, path)
+                self._pictures.add(written)
 
     def _of_ranks(self, own: list[float]) -> list[list[float]]:
         """The figures of all ranks, from each rank's own."""

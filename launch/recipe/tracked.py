@@ -1,4 +1,4 @@
-"""What trackers get of a recipe when a stage is finished: the summary as a table and as figures, and the loss curves."""
+"""Gives the trackers of a recipe's finished stage the summary, as a table and as figures, and the loss curves."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -75,7 +75,7 @@ def test_stages_are_in_one_group_with_the_summary(tmp_path, monkeypatch):
 
 
 def figures(root, stage, monkeypatch):
-    """What each tracker has of a stage."""
+    """A stage's figures in each tracker."""
     ids = read_ids(stage)
     return {
         "wandb": dict(in_wandb(root, ids["wandb"])),

@@ -1,17 +1,21 @@
-"""What a run says of itself while it trains: lines with speed, MFU and time left, or a progress bar in a terminal."""
+"""Reports of a run while it trains: lines with speed, MFU and time left, a progress bar in a terminal, figures for trackers."""
 
 import io
 import logging
+import os
 import re
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from farsight.configs.load import build_config
 from farsight.training import metrics
 from farsight.training.metrics import RunMetrics
+from farsight.training.metrics_file import read_metrics
 
 
 @pytest.fixture
@@ -21,13 +25,12 @@ def started(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics, "peak_flops", lambda device: 1e12)
     values = {"job": {"dump_folder": str(tmp_path / "run")}, "training": {"steps": 10}}
 
-    def start():
-        config = build_config(
-            values | {"metrics": {"log_freq": 1, "trackers": []}, "lr_scheduler": {"warmup_steps": 1}}
-        )
+    def start(step=0, **settings):
+        chosen = {"log_freq": 1, "trackers": []} | settings
+        config = build_config(values | {"metrics": chosen, "lr_scheduler": {"warmup_steps": 1}})
         run = RunMetrics(config, SimpleNamespace(world_size=2, batch=2, pp=1), torch.device("cpu"))
         monkeypatch.setattr(run, "_of_ranks", lambda own: [own, own])
-        run.start(0)
+        run.start(step)
         return run
 
     return start
@@ -67,3 +70,40 @@ def test_the_progress_bar_has_loss_and_speed(started, monkeypatch):
     assert "2/10 [" in sys.stderr.getvalue()
     assert f"{run._bar.postfix}]" in sys.stderr.getvalue()
     run.close()
+
+
+def test_evaluations_that_end_late_keep_their_step_in_trackers(started, monkeypatch):
+    """Those of one step stay apart, and a run that goes on from a later step has them once."""
+    run = started(trackers=["tensorboard"])
+    for step in (1, 2, 3):
+        log(run, step)
+    run.log_evaluation(2, "needle", {"needle.mean": 0.25}, 8.0)
+    run.log_evaluation(2, "long", {"long.mean": 0.5}, 2.0)
+    run.close()
+    monkeypatch.setattr(os, "getpid", lambda: 999_999_999)  # each start has a file, behind those before it
+    run = started(step=2, trackers=["tensorboard"])
+    log(run, 3)
+    run.close()
+    rows = [(row["step"], row["evaluation"]) for row in read_metrics(run.folder) if "evaluation" in row]
+    assert rows == [(2, "needle"), (2, "long")]
+    read = EventAccumulator(str(run.folder / "tb"))
+    read.Reload()
+    found = {tag: [(e.step, e.value) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    assert {tag: points for tag, points in found.items() if not tag.startswith("train/")} == {
+        "needle/needle.mean": [(2, 0.25)],
+        "needle/evaluation_seconds": [(2, 8.0)],
+        "long/long.mean": [(2, 0.5)],
+        "long/evaluation_seconds": [(2, 2.0)],
+    }
+    assert [step for step, _ in found["train/loss"]] == [1, 2, 3]
+
+
+def test_evaluations_do_not_make_a_rank_slow(started):
+    run = started(slow_ranks_freq=1)
+    log(run, 1)
+    with run.paused():
+        begin = time.thread_time()
+        while time.thread_time() - begin < 0.3:
+            pass
+    seconds, own, waited = run.slow.measure(2)
+    assert (seconds < 0.3, own < 0.3, waited) == (True, True, 0)

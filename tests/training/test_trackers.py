@@ -126,7 +126,7 @@ def alone(tmp_path_factory):
 
 
 def same_run(folder, other):
-    """Whether two runs have the same losses and the same final checkpoint, bit for bit."""
+    """Compares the losses and the final checkpoints of two runs, bit for bit."""
     for key in ("loss", "val_loss", "grad_norm"):
         assert [row.get(key) for row in read_metrics(folder)] == [row.get(key) for row in read_metrics(other)]
     ours, theirs = (contents(run / "checkpoint" / "step-12") for run in (folder, other))
@@ -379,8 +379,21 @@ def test_figures_given_before_are_left_out_if_the_tracker_goes_on():
 def test_only_numbers_are_passed_on(tmp_path):
     opened = Trackers(TrackedRun(tmp_path, "", 0, {}, ""), ["tensorboard"], tmp_path / "tb")
     opened.log("slow", 3, {"step": 3, "time": 1.0, "slow": [{"rank": 1}], "ratio": 2, "none": None, "name": "x"})
+    (file,) = (tmp_path / "tb").iterdir()
+    size = file.stat().st_size
+    opened.log("slow", 4, {"step": 4, "time": 1.0, "slow": []})
+    assert file.stat().st_size == size
     opened.close(True)
     assert in_tensorboard(tmp_path) == [(("slow/ratio", 3), 2.0)]
+
+
+def test_a_picture_that_is_none_costs_itself_alone(tmp_path, caplog):
+    opened = Trackers(TrackedRun(tmp_path, "", 0, {}, ""), ["tensorboard"], tmp_path / "tb")
+    (tmp_path / "empty.png").touch()
+    for name in ("empty.png", "gone.png"):
+        opened.picture(1, tmp_path / name)
+        assert f"{name} can't be read for TensorBoard: " in said(caplog)[-1]
+    opened.close(True)
 
 
 def test_a_missing_package_is_refused_with_its_extra(monkeypatch):

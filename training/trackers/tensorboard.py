@@ -41,10 +41,10 @@ class TensorBoard(Tracker):
     def picture(self, step: int, path: Path) -> None:
         try:
             data = path.read_bytes()
-        except OSError as error:
-            logger.warning(f"{path} can't be read for TensorBoard: {error.strerror}.")
+            width, height = struct.unpack_from(">II", data, 16)  # where a PNG file has them
+        except (OSError, struct.error) as error:
+            logger.warning(f"{path} can't be read for TensorBoard: {error}.")
             return
-        width, height = struct.unpack(">II", data[16:24])  # where a PNG file has them
         image = Summary.Image(width=width, height=height, colorspace=4, encoded_image_string=data)
         self._append(step, Summary.Value(tag=path.stem, image=image))
 

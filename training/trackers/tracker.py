@@ -1,4 +1,4 @@
-"""The interface of experiment trackers, what a run tells them about itself, and the ids that they go on under."""
+"""The interface of experiment trackers, a run's description of itself, and the ids that trackers go on under."""
 
 import json
 import threading

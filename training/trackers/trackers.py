@@ -59,7 +59,7 @@ class Trackers:
             for name, value in figures.items()
             if name not in ("step", "time") and isinstance(value, int | float)
         }
-        for tracker in self._all:
+        for tracker in self._all if numbers else ():
             tracker.log(step, numbers)
 
     def picture(self, step: int, path: Path) -> None:
