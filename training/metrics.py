@@ -42,8 +42,8 @@ class RunMetrics:
     `metrics.plasticity_freq`, there is one per measurement: `bias_strength`, `bias_context`, `ap_overall`, `ap_first`,
     `ap_last` and `ap_drop` of the model, each also per layer as `<name>.<layer>`, and `plasticity_seconds`. Each of
     `[[evaluations]]` has its name as `evaluation`, figures `<name>.<figure>`, and `evaluation_seconds`. FLOPs count the
-    visible query-key pairs of each batch, not full attention. While ranks are slow, one per measurement has them as `slow`:
-    see `training.slow_ranks`.
+    visible query-key pairs of each batch, not full attention. While ranks are slow, one per measurement has them as `slow`, which is
+    empty in the last: see `training.slow_ranks`.
     """
 
     def __init__(self, config: JobConfig, dims: ParallelDims, device: torch.device) -> None:
@@ -163,8 +163,10 @@ class RunMetrics:
             figures["mfu"] = tflops * 1e12 / (self.peak_flops * self.world_size)
         self._paused, self._waited, self._since = 0.0, 0.0, time.perf_counter()
         self._write("train", step, figures)
-        if self.writes and measured and (slow := self.slow.find(step, [[*row] for row in zip(*by_rank, strict=True)])):
-            self._write("slow", step, {"step": step, "slow": slow})
+        if self.writes and measured:
+            slow = self.slow.find(step, [[*row] for row in zip(*by_rank, strict=True)])
+            if slow is not None:
+                self._write("slow", step, {"step": step, "slow": slow})
         if self._bar is not None:
             self._bar.set_postfix_str(f"loss {loss:.4f}, {figures['tokens_per_second']:,.0f} tok/s", refresh=False)
         speed = f"{tflops:.1f} TFLOP/s" if tflops >= 1 else f"{tflops * 1000:.1f} GFLOP/s"

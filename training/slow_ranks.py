@@ -78,15 +78,20 @@ class SlowRanks:
         self._waited = self._left_out = self._left_out_busy = 0.0
         return figures
 
-    def find(self, step: int, figures: list[list[float]]) -> list[dict[str, Any]]:
+    def find(self, step: int, figures: list[list[float]]) -> list[dict[str, Any]] | None:
         """The ranks that were slow in this and the last measurements; logs when they change.
 
         Args:
             figures: what `measure` returned, by rank.
+
+        Returns:
+            Empty once when no rank is slow any more, then None.
         """
         ratios = self.ratios(figures)
         self._in_a_row = [row + 1 if ratio > SLOW else 0 for row, ratio in zip(self._in_a_row, ratios, strict=True)]
         slow = frozenset(rank for rank, row in enumerate(self._in_a_row) if row >= IN_A_ROW)
+        if not slow and not self._named:
+            return None
         beats = read_heartbeats(self.run) if slow else {}
         found = [
             {

@@ -7,7 +7,7 @@ from farsight.units import duration
 
 
 def about(run: Run) -> str:
-    """What the run said of itself when it started."""
+    """The run's kind, length and devices, from the row of its last start."""
     start, ranks, length = run.start, number(run.start, "ranks"), number(run.start, "seq_len")
     device = str(start.get("device", ""))
     parts = [
@@ -45,21 +45,16 @@ def figures(run: Run, now: float) -> dict[str, str]:
     if run.checkpoint:
         age = duration(max(0.0, now - (number(run.checkpoint, "time") or run.written)))
         found["checkpoint"] = f"{run.checkpoint['checkpoint']}, {age} ago"
-    for name, measured in run.evaluations.items():
+    for measured in run.evaluations.values():
         step, values = measured[-1]
-        found |= {figure_name(name, figure): f"{value:.4g} (step {step:,.0f})" for figure, value in values.items()}
+        found |= {figure: f"{value:.4g} (step {step:,.0f})" for figure, value in values.items()}
     if slow := slow_ranks(run):
         found["slow"] = slow
     return found
 
 
-def figure_name(evaluation: str, figure: str) -> str:
-    """What a figure of an evaluation is called: most begin with the evaluation's name."""
-    return figure if figure.startswith(evaluation) else f"{evaluation}.{figure}"
-
-
 def slow_ranks(run: Run) -> str:
-    """The ranks that the run last reported as slow, each with its host, its device, and its step time over the median's."""
+    """The ranks that the run last found slow, each with its host, its device, and its step time over the median's."""
     ranks = run.slow.get("slow")
     said = [
         f"rank {rank.get('rank')} on {rank.get('host')}, {rank.get('device')}: {number(rank, 'ratio') or math.nan:.2f} × the median"

@@ -10,7 +10,7 @@ from typing import Any
 
 from farsight.errors import ConfigError
 from farsight.outputs import short_names
-from farsight.process import EXIT_CTRL_C, EXIT_INTERRUPTED
+from farsight.process import EXIT_CTRL_C, EXIT_GATE, EXIT_INTERRUPTED
 from farsight.progress import progress
 from farsight.training.metrics_file import row_of, smoothed
 from farsight.training.run_folder import is_run
@@ -27,7 +27,7 @@ Point = tuple[float, float]
 
 
 class Run:
-    """What is known of a run.
+    """A run and its figures so far.
 
     Args:
         folder: the run folder; it need not have metrics yet.
@@ -36,7 +36,7 @@ class Run:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = folder.name
-        """What the views call it."""
+        """Its name in the views."""
         self.recipe = folder.resolve().parent if (folder / "stage.toml").is_file() else None
         """The folder of the recipe that the run is a stage of."""
         self.problem = ""
@@ -112,7 +112,7 @@ class Run:
         self.written = time or 0.0
         self.began = min(self.began, time or math.inf)
         if "run" in row:
-            self.start, self.end, self.first = row, {}, None
+            self.start, self.end, self.slow, self.first = row, {}, {}, None
             self.times.clear()
         elif "ended" in row:
             self.end = row
@@ -121,9 +121,10 @@ class Run:
         elif "slow" in row:
             self.slow = row
         elif "evaluation" in row:
-            known = {name: value for name in row if (value := number(row, name)) is not None}
-            figures = {name: known[name] for name in known if name not in ("step", "time", "evaluation_seconds")}
-            self.evaluations.setdefault(str(row["evaluation"]), []).append((step, figures))
+            name = str(row["evaluation"])
+            known = {key: value for key in row if (value := number(row, key)) is not None}
+            figures = {key: value for key, value in known.items() if key.startswith(f"{name}.")}
+            self.evaluations.setdefault(name, []).append((step, figures))
         elif (loss := number(row, "loss")) is not None:
             self.step, self._curves = row, {}
             self.losses.append((step, loss))
@@ -152,7 +153,7 @@ class Run:
 
         Returns:
             One of "unreadable", "waiting" (no figures yet), "running", "silent" (nothing was written for longer than the run's
-            pace explains), "finished", "stopped" (by a signal) and "failed".
+            pace explains), "finished", "stopped" (by a signal or a gate) and "failed".
         """
         if self.problem:
             return "unreadable", f"can't be read: {self.problem}"
@@ -163,7 +164,7 @@ class Run:
             status = self.end["ended"]
             if status == 0:
                 return "finished", f"finished {duration(since)} ago"
-            if status in (EXIT_INTERRUPTED, EXIT_CTRL_C):
+            if status in (EXIT_GATE, EXIT_INTERRUPTED, EXIT_CTRL_C):
                 return "stopped", f"stopped {duration(since)} ago"
             return "failed", f"failed {duration(since)} ago, status {status}"
         gaps = [after - before for (_, before), (_, after) in itertools.pairwise(self.times)]

@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from farsight.reports.charts import Axis, Series, line_chart
 from farsight.reports.page import facts, figure, note, page, section, table, warning
-from farsight.reports.watch.figures import about, figure_name, figures
+from farsight.reports.watch.figures import about, figures
 from farsight.reports.watch.run import METRICS, Run
 
 MOST_POINTS = 500
@@ -92,11 +92,9 @@ def _losses(run: Run) -> Markup:
 def _evaluations(run: Run) -> Markup:
     """The last evaluations, a step in a row and a figure in a column."""
     rows: dict[float, dict[str, str]] = {}
-    for name, measured in run.evaluations.items():
+    for measured in run.evaluations.values():
         for step, values in measured:
-            rows.setdefault(step, {}).update(
-                {figure_name(name, figure): f"{value:.4g}" for figure, value in values.items()}
-            )
+            rows.setdefault(step, {}).update({figure: f"{value:.4g}" for figure, value in values.items()})
     columns = list(dict.fromkeys(column for values in rows.values() for column in values))
     steps = sorted(rows)[-MOST_EVALUATIONS:]
     caption = "Evaluations on the way." + f" The last {MOST_EVALUATIONS} of {len(rows)}." * (len(rows) > len(steps))

@@ -84,7 +84,7 @@ STORY = [
         "needle.512": 0.5,
         "evaluation_seconds": 3.0,
     },
-    {"step": 250, "time": at(250), "evaluation": "mine", "score": 12, "evaluation_seconds": 3.0},
+    {"step": 250, "time": at(250), "evaluation": "mine", "mine.score": 12, "evaluation_seconds": 3.0},
     {"step": 250, "time": at(250), "checkpoint": "step-250"},
     {"step": 260, "time": at(260), "slow": [{"rank": 3, "host": "node7", "device": "cuda:3", "ratio": 1.5}]},
     logged(270),
@@ -108,6 +108,24 @@ def test_figures_are_those_of_the_newest_rows(tmp_path):
         "mine.score": "12 (step 250)",
         "slow": "rank 3 on node7, cuda:3: 1.50 × the median (step 260)",
     }
+
+
+def test_ranks_are_slow_until_they_no_longer_are(tmp_path):
+    folder = write(tmp_path, STORY)
+    for after in ({"step": 280, "time": at(280), "slow": []}, start(270)):  # a start may be on other machines
+        assert "slow" in figures(read(write(tmp_path, STORY)), at(280))
+        append(folder, json.dumps(after) + "\n")
+        assert "slow" not in figures(read(folder), at(280))
+
+
+def test_figures_that_come_late_are_shown_with_their_step(tmp_path):
+    """Those of an evaluation beside the run, behind rows of later steps; the page has one row for a step."""
+    late = {"step": 250, "time": at(290), "evaluation": "long", "long.mean": 0.125, "evaluation_seconds": 80.0}
+    run = read(write(tmp_path, [*STORY, logged(280), late]))
+    assert figures(run, at(290)) | {"step": "280/1,000 (28%)", "long.mean": "0.125 (step 250)"} == figures(run, at(290))
+    page = Page(WebPage("").text([run], at(290), None))
+    assert ["step", "needle.mean", "needle.512", "mine.score", "long.mean"] in page.rows
+    assert ["250", "0.75", "0.5", "12", "0.125"] in page.rows
 
 
 def test_the_terminal_shows_them_all(tmp_path):
@@ -139,6 +157,7 @@ def end(status, sentence, step=270):
         ([end(0, "finished")], 65, "finished", "finished 60 s ago"),
         ([end(75, "stopped after step 270")], 65, "stopped", "stopped 60 s ago"),
         ([end(130, "stopped at once")], 65, "stopped", "stopped 60 s ago"),
+        ([end(6, "needle.mean meets stop_if")], 65, "stopped", "stopped 60 s ago"),
         ([end(3, "loss nan")], 65, "failed", "failed 60 s ago, status 3"),
         ([end(1, "lost a rank"), start(250)], 3, "running", "running"),  # resumed
         ([start(270), logged(271), logged(272)], 4 + 55, "running", "running"),  # under a minute
