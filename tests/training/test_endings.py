@@ -1,16 +1,21 @@
 """How `train.py` ends on errors: one sentence and a distinct status on every rank, and no traceback."""
 
+import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 import torch
 
+from farsight.benchmarks.forked import Forked
 from farsight.configs.load import load_config
 from farsight.errors import ConfigError
 from farsight.launch.plan.text import summary
 from farsight.training.finetune.model import load_finetune_config
+from farsight.training.hangs.read import read_heartbeats
 from farsight.training.run_folder import lock_run_folder
 from farsight.training.start import report_length, report_theta
 from tests.finetuned import write_base
@@ -192,6 +197,37 @@ def test_a_fault_on_one_rank_ends_all_and_is_kept_in_the_run_folder(tmp_path):
     (report,) = (tmp_path / "run" / "errors").iterdir()
     assert str(report) in done.stderr
     assert "in broken" in report.read_text()
+    (end,) = metrics(tmp_path / "run", "ended")
+    assert (end["step"], end["ended"], "lost contact with another rank" in end["sentence"]) == (2, 1, True)
+
+
+STUCK = """
+step = trainer.Trainer.train_step
+def stuck(self, batches):
+    if self.step == 3:
+        self.watch.at(self.step, "stuck")
+        __import__("time").sleep(100)
+    step(self, batches)
+trainer.Trainer.train_step = stuck
+"""
+
+
+def test_a_second_ctrl_c_stops_in_the_middle_of_a_step(tmp_path):
+    (tmp_path / "patched.py").write_text(PATCHED.format(root=str(ROOT), patch=STUCK))
+    arguments = train_command(tmp_path / "run", "--validation.no_enable")[2:]
+    started = Forked(arguments, 1, tmp_path / "printed", str(tmp_path / "patched.py"))
+    (process,), end = started.processes, time.monotonic() + 60
+    while (beat := read_heartbeats(tmp_path / "run").get(0)) is None or beat.phase != "stuck":
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGINT)
+    time.sleep(1.1)  # two at once count as one
+    os.kill(process.pid, signal.SIGINT)
+    done = started.wait(60)
+    assert done.returncode == 130
+    (last,) = metrics(tmp_path / "run", "ended")
+    assert (last["step"], last["ended"]) == (3, 130)
+    assert last["sentence"] in done.stderr
 
 
 @pytest.mark.parametrize(("seq_len", "warns"), [(64, True), (128, False), (256, False)])

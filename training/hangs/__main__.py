@@ -121,7 +121,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
         lines.append(f"rank {row['rank']}")
         if "host" in row:
             lines[-1] += f"  {row['host']}, process {row['pid']}, {row['device']}"
-            beat = f"{'silent' if row['silent'] else 'heartbeat'} {duration(max(0.0, row['heartbeat_seconds']))} ago"
+            ago = duration(max(0.0, row["heartbeat_seconds"]))
+            beat = f"silent for {ago}" if row["silent"] else f"heartbeat {ago} ago"
             lines.append(
                 f"    step {row['step']}, {row['phase']} for {duration(max(0.0, row['phase_seconds']))}; {beat}"
             )
