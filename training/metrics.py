@@ -113,7 +113,7 @@ class RunMetrics:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Excludes time spent on validation or saving from the speed figures."""
+        """Excludes time spent on validations, evaluations or saves from the speed figures and from what makes a rank slow."""
         started, busy = time.perf_counter(), busy_seconds()
         yield
         seconds = time.perf_counter() - started

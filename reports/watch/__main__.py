@@ -6,8 +6,8 @@
     farsight watch runs --once                 print it once, as without a terminal
     farsight watch runs --html runs.html       also write a page with the loss curves, again and again
 
-Reads the runs' metrics.jsonl alone, and of it only what was appended since: anywhere where the run folders can be read, over ssh, as
-often as you like, without anything that the run would notice. q or Ctrl-C ends it, and nothing else. NO_COLOR=1 leaves colours out.
+Reads the runs' metrics.jsonl alone, and each time only what was appended: it works wherever the run folders can be read, over ssh
+for example, and runs do not notice. q or Ctrl-C ends the view, and the runs go on. NO_COLOR=1 leaves colours out.
 """
 
 from __future__ import annotations

@@ -102,8 +102,8 @@ def _fields(run: Run, now: float, kind: str, bar: int, curve: int) -> Iterator[t
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve in blocks of eight heights. Losses fall steeply at first: what is further above the median than four times the lowest
-    value is below it is cut off."""
+    """A curve in blocks of eight heights. Losses fall steeply at first, so high values are cut off: further above the median than
+    four times its distance from the lowest."""
     low, middle = min(values), sorted(values)[len(values) // 2]
     high = min(max(values), middle + 4 * (middle - low)) if middle > low else max(values)
     scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
