@@ -13,7 +13,7 @@ import gc
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -59,6 +59,7 @@ from farsight.configs.typed import to_toml
 from farsight.errors import ConfigError, SaveError
 from farsight.model.build import ModelConfig
 from farsight.model.llama import unwrapped
+from farsight.parallel.float8 import plain
 from farsight.parallel.ranks import file_group, new_file_group, on_every_rank, on_rank_zero
 from farsight.remote import local
 from farsight.stores import StorePath
@@ -79,7 +80,8 @@ class ModelWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors by their names in the model as it was built; DTensors where they are sharded."""
-        return {unwrapped(name): tensor for part in self.parts for name, tensor in get_model_state_dict(part).items()}
+        states: Iterator[Any] = (get_model_state_dict(part) for part in self.parts)
+        return {unwrapped(name): plain(tensor) for state in states for name, tensor in state.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Does nothing: the tensors were loaded in place."""

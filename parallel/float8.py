@@ -4,9 +4,11 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from farsight.configs.schema import JobConfig
 from farsight.errors import ConfigError
@@ -72,6 +74,20 @@ def convert_to_float8(model: nn.Module, config: JobConfig, sharded: bool) -> Non
     layers = sum(converted(module, name) for name, module in model.named_modules())
     convert_to_float8_training(model, config=settings, module_filter_fn=converted)
     logger.info(f"float8: {layers} linear layers, scaled {recipe}")
+
+
+def plain(weight: Tensor) -> Tensor:
+    """A weight in the same memory without the class by which torchao has FSDP gather it in float8; any other tensor as it is.
+
+    A tensor of that class can't be read from a checkpoint where torchao is not imported.
+    """
+    local: Any = weight.to_local() if isinstance(weight, DTensor) else weight
+    if type(local).__name__ != "WeightWithDynamicFloat8CastTensor":
+        return weight
+    if not isinstance(weight, DTensor):
+        return local._tensor
+    shape, stride = weight.shape, weight.stride()
+    return DTensor.from_local(local._tensor, weight.device_mesh, weight.placements, shape=shape, stride=stride)
 
 
 def after_step(model_parts: Sequence[nn.Module], config: JobConfig, sharded: bool) -> None:

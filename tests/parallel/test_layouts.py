@@ -1,17 +1,20 @@
 """The same losses and gradient norms under every layout; `python -m benchmarks.parity` runs all of them."""
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from farsight.benchmarks import parity
+from farsight.checkpoints.load import load_model
 from farsight.configs.load import build_config
 from farsight.errors import ConfigError
 from farsight.parallel.gradients import clip_gradients, squared_norm
 from farsight.parallel.meshes import ParallelDims
 from farsight.parallel.pipeline import modules_of_stages
-from tests.running import TINY, metrics, train
+from tests import running
+from tests.running import TINY, contents, metrics, train
 
 LAYOUTS = {layout.name: layout for layout in parity.LAYOUTS}
 ZERO_BUBBLE = torch.__version__ >= "2.13"
@@ -118,6 +121,30 @@ def test_mixed_precision_needs_no_fsdp(tmp_path):
                 (x["loss"], x["grad_norm"]) for x in (row, exact)
             )  # a loss may come out the same by chance
             assert figures != pytest.approx(in_fp32, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", [(2, []), (4, [TENSOR])])
+def test_checkpoints_of_weights_gathered_in_float8_are_plain(layout, tmp_path):
+    """They are read where torchao is not imported, and a run goes on from them as if it had not stopped."""
+    pytest.importorskip("torchao")
+    ranks, options = layout
+    float8 = ["--model.converters=quantize.linear.float8", "--quantize.linear.float8.emulate"]
+    options = [*options, *float8, "--quantize.linear.float8.enable_fsdp_float8_all_gather"]
+    options += ["--training.local_batch_size=2", "--lr_scheduler.total_steps=6", "--validation.no_enable"]
+    train(tmp_path / "whole", *options, "--training.steps=6", ranks=ranks)
+    train(tmp_path / "run", *options, "--training.steps=3", ranks=ranks)
+    train(tmp_path / "run", *options, "--training.steps=6", ranks=ranks)
+    ends = [contents(tmp_path / name / "checkpoint" / "step-6") for name in ("whole", "run")]
+    for name, value in ends[0].items():
+        if isinstance(value, torch.Tensor):
+            assert type(ends[1][name]) is torch.Tensor
+            assert torch.equal(value, ends[1][name]), name
+    checkpoint = tmp_path / "run" / "checkpoint" / "step-6"
+    for shard in checkpoint.glob("*.distcp"):
+        assert b"torchao" not in shard.read_bytes()
+    running.run([sys.executable, "-m", "farsight", "convert", "to-hf", str(checkpoint), str(tmp_path / "model")])
+    saved, exported = load_model(checkpoint)[0].state_dict(), load_model(tmp_path / "model")[0].state_dict()
+    assert all(torch.equal(tensor, exported[name]) for name, tensor in saved.items())
 
 
 def test_float8_layers_train(tmp_path):
