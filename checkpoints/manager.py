@@ -122,6 +122,8 @@ class RunCheckpoints:
         self.save_future: Future[Any] | None = None
         self.saving = 0
         """The step of `save_future`."""
+        self.newest = 0
+        """On rank 0, the newest step whose checkpoint is complete, as far as this start has loaded or saved it."""
         self.upkeep = Upkeep(self.folder, self.options.keep_latest_k, self.options.verify)
         self.clock = time.monotonic
         self.saved_at: float | None = None
@@ -143,6 +145,7 @@ class RunCheckpoints:
             on_every_rank(lambda: self._check_resumable(checkpoint))
             self._read(checkpoint, [*self.states])
             self._continue_history(checkpoint, newest)
+            self.newest = newest
             logger.info(f"resuming from {checkpoint}")
             return True
         if not self.options.initial_load_path:
@@ -353,7 +356,7 @@ class RunCheckpoints:
             self.saving = step
         if dist.get_rank() == 0:
             if self.save_future is None:
-                self.completed(step)
+                self._completed(step)
             else:
                 self.save_future.add_done_callback(lambda future: self._report(step, future))
         self.upkeep.follow(step, self.save_future)
@@ -414,9 +417,13 @@ class RunCheckpoints:
     def _report(self, step: int, future: Future[Any]) -> None:
         """Logs a failed save, from the saving thread: the next save may be an hour away."""
         if (error := future.exception()) is None:
-            self.completed(step)
+            self._completed(step)
         else:
             logger.error(f"{self._failure(step, error)} The run goes on, and stops if the next save fails too.")
+
+    def _completed(self, step: int) -> None:
+        self.newest = step
+        self.completed(step)
 
     def _failure(self, step: int, error: BaseException) -> str:
         if isinstance(error, CheckpointException):

@@ -81,7 +81,7 @@ class Upkeep:
                 )
             elif dist.get_rank() == 0 and verdict == "intact":
                 self.on_intact(step)
-                self._delete_older(step)
+                self.delete_older(step)
         except (OSError, RuntimeError) as error:  # the store's, if the rank that serves it has ended
             if not self.closing.is_set():
                 logger.warning(f"{checkpoint} is not looked after ({error}); no older checkpoint is deleted.")
@@ -128,10 +128,13 @@ class Upkeep:
             logger.error(f"{checkpoint}: {'; '.join(found)}")
         return "damaged" if found else "intact"
 
-    def _delete_older(self, newest: int) -> None:
-        """Deletes all but the last `keep` complete checkpoints up to the newest intact one.
+    def delete_older(self, newest: int) -> None:
+        """Deletes all but the last `keep` complete checkpoints up to the newest intact one, and those that are spared; on rank 0.
 
         Each first becomes an interrupted save, in case the run is killed meanwhile.
+
+        Raises:
+            OSError: the folder can't be read now.
         """
         if self.keep == 0:
             return

@@ -11,7 +11,8 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -27,7 +28,7 @@ from farsight.checkpoints.steps import complete_steps
 from farsight.configs.evaluations import VALIDATION_LOSS, Evaluation, conditions, name_of
 from farsight.configs.schema import JobConfig
 from farsight.data.tokenizers.tokenizer import Tokenizer
-from farsight.errors import ConfigError, GateError, Interrupted
+from farsight.errors import ConfigError, GateError, Interrupted, SaveError
 from farsight.files import write_text
 from farsight.json_files import read_object
 from farsight.model.build import ModelConfig
@@ -42,7 +43,7 @@ FOLDER = "evaluations"
 BEST = "best.json"
 """File in the run folder that names the best checkpoint."""
 POLL_SECONDS = 0.2
-"""How often the run's end looks whether a process beside it is done."""
+"""Seconds between looks at a process beside the run, at the run's end."""
 
 
 Training = tuple[ModelConfig, Iterator[tuple[str, Tensor]]]
@@ -74,7 +75,7 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an evaluation; the same on all ranks."""
+    """The outcome of an evaluation; the same on all ranks."""
 
     evaluation: Evaluation
     step: int
@@ -127,7 +128,7 @@ class RunEvaluations:
         self.arrived = False
         """Set on all ranks once a step's figures say that results from beside the run are there."""
         self.gate = ""
-        """Why the run has to stop; empty if it goes on."""
+        """The reason why the run has to stop; empty if it goes on."""
         self._interruptible = False
         if self.all:
             on_rank_zero(lambda: self.evaluator.check(tokenizer))
@@ -140,9 +141,11 @@ class RunEvaluations:
         Raises:
             GateError: the newest figures of an evaluation still meet its `stop_if`.
         """
+        if self.best is None and not self.all:
+            return
         rows, saved = on_rank_zero(lambda: (self._rows(), complete_steps(self.checkpoints.folder)))
         if self.best is not None:
-            self.best.read(rows)
+            self.best.read(rows, saved)
         for evaluation in self.all:
             own = [row for row in rows if row.get("evaluation") == name_of(evaluation)]
             newest = max(own, key=lambda row: row["step"], default={"step": 0})
@@ -188,6 +191,9 @@ class RunEvaluations:
         """
         while (outcome := on_rank_zero(lambda: self.beside.wait(self.told_to_stop))) is not None:
             self._report(outcome)
+        if self.all and dist.get_rank() == 0:
+            with suppress(OSError):  # checkpoints that were kept for evaluations; a later start deletes them too
+                self.checkpoints.upkeep.delete_older(self.checkpoints.newest)
         self.stop_at_gate()
 
     def stop_at_gate(self) -> None:
@@ -213,8 +219,12 @@ class RunEvaluations:
     def _inside(self, evaluation: Evaluation, step: int) -> Outcome:
         """Evaluates the weights as they are; on failure the run goes on."""
         with self.metrics.paused():
-            started = time.perf_counter()
-            figures = self._figures(evaluation, step, *self.model(step))
+            started, figures = time.perf_counter(), None
+            try:
+                figures = self._figures(evaluation, step, *self.model(step))
+            except SaveError as error:  # of an adapter that is written for the evaluation, on all ranks
+                if dist.get_rank() == 0:
+                    logger.error(f"step {step}: the evaluation {name_of(evaluation)} is left out: {error}")
             gc.collect()  # the model, where it is in cycles
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -237,9 +247,12 @@ class RunEvaluations:
 
         def work() -> dict[str, float] | None:
             try:
-                if config is None:
-                    gathering_ended()
-                results = self.evaluator.measure(evaluation, path, None if config is None else (config, whole()))
+                try:
+                    if config is None:
+                        gathering_ended()
+                    results = self.evaluator.measure(evaluation, path, None if config is None else (config, whole()))
+                finally:
+                    self._interruptible = False
                 write_results(self.folder, evaluation, step, results)
                 return self.evaluator.figures(evaluation, results)
             except _Told:
@@ -248,7 +261,6 @@ class RunEvaluations:
                 said = cli.explain(error) or cli.report_unexpected(error, self.folder / "errors")
                 logger.error(f"step {step}: the evaluation {name_of(evaluation)} failed, and the run goes on: {said}")
             finally:
-                self._interruptible = False
                 for _ in tensors:  # the other ranks send all they hold
                     pass
                 if config is None:
@@ -261,12 +273,12 @@ class RunEvaluations:
         return on_rank_zero(work)
 
     def _report(self, outcome: Outcome) -> None:
-        if outcome.figures is None:
-            return
-        self.metrics.log_evaluation(outcome.step, name_of(outcome.evaluation), outcome.figures, outcome.seconds)
-        self._check(outcome.evaluation, outcome.step, outcome.figures, warn=True)
-        if self.best is not None:
-            self.best.consider(outcome.step, outcome.figures, outcome.evaluation.where == "beside")
+        if outcome.figures is not None:
+            self.metrics.log_evaluation(outcome.step, name_of(outcome.evaluation), outcome.figures, outcome.seconds)
+            self._check(outcome.evaluation, outcome.step, outcome.figures, warn=True)
+            if self.best is not None:
+                self.best.consider(outcome.step, outcome.figures, outcome.evaluation.where == "beside")
+        self.beside.taken = None
 
     def _check(self, evaluation: Evaluation, step: int, figures: Mapping[str, Any], warn: bool = False) -> None:
         """Compares figures with the conditions of their evaluation."""
@@ -281,7 +293,9 @@ class RunEvaluations:
                 logger.warning(found)
 
     def _rows(self) -> list[dict[str, Any]]:
-        return read_metrics(self.folder) if (self.folder / "metrics.jsonl").is_file() else []
+        """The rows of metrics.jsonl with figures of evaluations and validations, which are few."""
+        rows = read_metrics(self.folder) if (self.folder / "metrics.jsonl").is_file() else []
+        return [row for row in rows if "evaluation" in row or VALIDATION_LOSS in row]
 
     def _spared(self, step: int) -> bool:
         """Whether a checkpoint is kept, whatever `keep_latest_k` says."""
@@ -319,6 +333,8 @@ class Beside:
         self.evaluator, self.folder, self.checkpoints = evaluator, folder, checkpoints
         self.waiting: list[tuple[Evaluation, int]] = []
         self.running: _Running | None = None
+        self.taken: int | None = None
+        """The step of the outcome that `take` has returned, until it is reported."""
 
     def add(self, evaluation: Evaluation, step: int) -> None:
         """Evaluates the checkpoint of a step, once it is complete. An evaluation of which an earlier step still waits takes longer
@@ -330,9 +346,9 @@ class Beside:
         self.waiting = [item for item in self.waiting if item[0] is not evaluation] + [(evaluation, step)]
 
     def needs(self, step: int) -> bool:
-        """Whether the checkpoint of a step is evaluated or waits for it."""
+        """Whether the checkpoint of a step is evaluated or waits for it, or its figures have not been compared with the best yet."""
         running = self.running
-        return step in [number for _, number in self.waiting] or (running is not None and running.step == step)
+        return step in [number for _, number in self.waiting] or step in (running and running.step, self.taken)
 
     def poll(self) -> bool:
         """Starts the next process if none runs; returns whether one has ended."""
@@ -340,21 +356,22 @@ class Beside:
             evaluation, step = self.waiting[0]
             checkpoint = self.checkpoints.folder / f"step-{step}"
             try:
-                if is_complete(checkpoint):
-                    self._start(evaluation, step, checkpoint)
-                    self.waiting.pop(0)
-                elif any(newer > step for newer in complete_steps(self.checkpoints.folder)):
+                if not self._saved(step):
+                    return False
+                if not is_complete(checkpoint):
                     raise OSError(f"{checkpoint} is not complete")
+                self._start(evaluation, step, checkpoint)
             except OSError as error:
                 logger.warning(f"step {step}: the evaluation {name_of(evaluation)} is left out: {error}")
-                self.waiting.pop(0)
+            self.waiting.pop(0)
         return self.running is not None and self.running.process.poll() is not None
 
     def take(self) -> Outcome | None:
         """The outcome of the process that has ended."""
         if self.running is None:
             return None
-        done, self.running = self.running, None
+        done = self.running
+        self.taken, self.running = done.step, None
         done.log.close()
         figures, status = None, done.process.wait()
         try:
@@ -378,7 +395,7 @@ class Beside:
         if self.running is None and self.waiting:
             logger.info("waiting for evaluations beside the run")
         while not self.poll():
-            if self.running is None and not (self.waiting and self._may_complete()):
+            if self.running is None and not (self.waiting and self._saved(self.waiting[0][1])):
                 return None
             if told_to_stop():
                 raise Interrupted("stopped while evaluations ran beside; the same command runs them again")
@@ -394,8 +411,9 @@ class Beside:
             self.running.log.close()
             self.running = None
 
-    def _may_complete(self) -> bool:
-        return is_complete(self.checkpoints.folder / f"step-{self.waiting[0][1]}")
+    def _saved(self, step: int) -> bool:
+        """Whether the save of a step is over, even if it failed. Training asks at every step, so neither store nor disk is."""
+        return self.checkpoints.newest >= step
 
     def _start(self, evaluation: Evaluation, step: int, checkpoint: Path) -> None:
         out = results_file(self.folder, evaluation, step)
@@ -438,25 +456,20 @@ class Best:
         """A better step and its value, until its checkpoint is known to be intact."""
         checkpoints.upkeep.on_intact = self.intact
 
-    def read(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def read(self, rows: Sequence[Mapping[str, Any]], saved: Collection[int]) -> None:
         """Finds the best of earlier starts; all ranks call it.
 
         Args:
-            rows: of metrics.jsonl. Those without a checkpoint do not count.
+            rows: of metrics.jsonl.
+            saved: the steps that have a checkpoint; others do not count.
         """
-
-        def best() -> tuple[int, float] | None:
-            measured = {row["step"]: row[self.figure] for row in rows if row.get(self.figure) is not None}
-            saved = [step for step in measured if self.checkpoints.saved(step) is not None]
-            if not saved:
-                return None
+        measured = {row["step"]: row[self.figure] for row in rows if row.get(self.figure) is not None}
+        known = [step for step in measured if step in saved]
+        if known:
             step = (max if self.higher else min)(
-                saved, key=lambda step: (measured[step], -step if self.higher else step)
+                known, key=lambda step: (measured[step], -step if self.higher else step)
             )
-            return step, measured[step]
-
-        if (found := on_rank_zero(best)) is not None:
-            self.consider(found[0], {self.figure: found[1]}, saved=True)
+            self.consider(step, {self.figure: measured[step]}, saved=True)
 
     def consider(self, step: int, figures: Mapping[str, float], saved: bool = False) -> None:
         """Takes a step for the best if its figure is better than all before, and has it saved; all ranks call it.
@@ -477,12 +490,19 @@ class Best:
             self.intact(step)
 
     def intact(self, step: int) -> None:
-        """Names a better step in best.json once its checkpoint is intact; on rank 0, also from the thread that verifies."""
+        """Names a better step in best.json once its checkpoint is intact; on rank 0, also from the thread that verifies. If that
+        can't be written, the checkpoint is kept all the same, and so is the one that best.json names."""
         if self.next is not None and self.next[0] == step:
             value = self.next[1]
             checkpoint = str(self.checkpoints.folder / f"step-{step}")
             found = {"figure": self.figure, "step": step, "value": value, "checkpoint": checkpoint}
-            write_text(self.path, json.dumps(found, indent=2) + "\n")
+            try:
+                write_text(self.path, json.dumps(found, indent=2) + "\n")
+            except OSError as error:
+                logger.warning(
+                    f"{self.path} can't be written ({error}): it does not name step {step}, the best so far."
+                )
+                return
             self.kept, self.next = step, None
 
     def needs(self, step: int) -> bool:

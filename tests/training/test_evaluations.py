@@ -1,5 +1,6 @@
 """Evaluations on the way: the run does not notice them, and their figures are those of the saved checkpoint."""
 
+import contextlib
 import json
 import math
 import random
@@ -7,6 +8,7 @@ import re
 import shutil
 import signal
 import tomllib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,17 +17,18 @@ import torch
 from farsight.checkpoints.convert.to_hf import checkpoint_to_model_dir
 from farsight.checkpoints.dcp import load
 from farsight.checkpoints.steps import complete_steps
-from farsight.configs.evaluations import name_of, parse_condition
+from farsight.configs.evaluations import NeedleEvaluation, name_of, parse_condition
 from farsight.configs.load import build_config, load_config
 from farsight.configs.schema import Tokenizer
 from farsight.configs.typed import to_dict, to_toml
 from farsight.data.tokenizers.tokenizer import load_tokenizer
-from farsight.errors import ConfigError
+from farsight.errors import ConfigError, SaveError
 from farsight.evals.harness.__main__ import main as harness
 from farsight.evals.live import LiveEvaluations, same_randomness
 from farsight.evals.needle.__main__ import main as needle
 from farsight.evals.perplexity.__main__ import main as perplexity
-from farsight.training.evaluations import Best
+from farsight.training import evaluations
+from farsight.training.evaluations import Beside, Best, RunEvaluations, _Running
 from tests.running import ROOT, TINY, contents, metrics, train
 from tests.training.test_endings import PATCHED
 
@@ -113,8 +116,7 @@ def contents_of(checkpoint):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_run_does_not_notice_evaluations_whose_figures_are_those_of_its_checkpoints(layout, text, tmp_path):
     ranks, options = LAYOUTS[layout]
-    # torchao's weights in a checkpoint are read where it is imported.
-    pytest.importorskip({"zero": "deepspeed", "float8": "torchao.float8.fsdp_utils"}.get(layout, "torch"))
+    pytest.importorskip({"zero": "deepspeed", "float8": "torchao"}.get(layout, "torch"))
     options = (*options, "--checkpoint.interval=5", "--checkpoint.keep_latest_k=0")
     train(tmp_path / "plain", *options, ranks=ranks)
     done = train(tmp_path / "run", *options, ranks=ranks, config=evaluating(text))
@@ -346,6 +348,62 @@ trainer.Trainer.train_step = stopped
 """
 
 
+def test_a_checkpoint_is_looked_for_once_its_save_is_over(start_run, monkeypatch, caplog):
+    """Training does not ask a store or a slow disk at every step."""
+    run, started = start_run(interval=100, keep_latest_k=0), []
+    beside = Beside(None, run.folder.parent, run.manager)
+    monkeypatch.setattr(beside, "_start", lambda evaluation, step, checkpoint: started.append((step, checkpoint)))
+    one, two = NeedleEvaluation(name="one"), NeedleEvaluation(name="two")
+    beside.add(one, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluations, "is_complete", lambda checkpoint: pytest.fail("looked"))
+        patch.setattr(evaluations, "complete_steps", lambda folder: pytest.fail("looked"))
+        assert not beside.poll()
+    run.save(3, last_step=True)
+    beside.add(two, 2)
+    for _ in range(3):
+        beside.poll()
+    assert started == [(3, run.folder / "step-3")]
+    assert "step 2: the evaluation two is left out" in caplog.text
+    assert not beside.waiting
+
+
+def test_a_checkpoint_is_kept_until_its_figures_are_reported(start_run):
+    run = start_run(interval=100, keep_latest_k=2)
+    own = evaluations_of(run)
+    run.manager.upkeep.spared = own._spared
+    ended = SimpleNamespace(poll=lambda: 0, wait=lambda: 1)
+    own.beside.running = _Running(NeedleEvaluation(), 3, ended, 0.0, SimpleNamespace(close=lambda: None, name="log"))
+    for step in (3, 6, 9, 12):
+        run.save(step, last_step=True)
+    assert complete_steps(run.folder) == [3, 9, 12]
+    outcome = own.beside.take()
+    assert own.beside.needs(3)
+    own._report(outcome)
+    assert not own.beside.needs(3)
+    own.finish()
+    assert complete_steps(run.folder) == [9, 12]
+
+
+def evaluations_of(run):
+    """Evaluations of a run that has a manager of checkpoints alone."""
+    own = object.__new__(RunEvaluations)
+    own.all, own.best, own.gate, own.checkpoints = (NeedleEvaluation(),), None, "", run.manager
+    own.beside = Beside(None, run.folder.parent, run.manager)
+    own.told_to_stop, own.metrics = (lambda: False), SimpleNamespace(paused=contextlib.nullcontext)
+    return own
+
+
+def test_an_adapter_that_can_not_be_written_for_an_evaluation_does_not_end_the_run(start_run, caplog):
+    def full(step):
+        raise SaveError("the disk is full")
+
+    own = evaluations_of(start_run())
+    own.model = full
+    assert own._inside(NeedleEvaluation(), 3).figures is None
+    assert "step 3: the evaluation needle is left out: the disk is full" in caplog.text
+
+
 def test_a_process_that_fails_does_not_end_the_run(text, tmp_path):
     data = tmp_path / "data.txt"
     data.write_text(text.read_text())
@@ -420,7 +478,7 @@ def test_a_run_that_ends_during_an_evaluation_goes_on_without_doubled_rows(numbe
 
 
 @pytest.mark.parametrize("higher", [False, True])
-def test_the_best_checkpoint_is_kept(higher, start_run, tmp_path):
+def test_the_best_checkpoint_is_kept(higher, start_run, tmp_path, caplog):
     run = start_run(interval=100, keep_latest_k=2)
     best = Best("a.figure", higher, tmp_path / "run", run.manager)
     run.manager.upkeep.spared = best.needs
@@ -438,12 +496,19 @@ def test_the_best_checkpoint_is_kept(higher, start_run, tmp_path):
     # What is resumed: the best among the steps that are still saved, by this or another figure.
     rows = [{"step": step, "a.figure": value, "b.figure": -value} for step, value in values.items()]
     again = Best("a.figure", higher, tmp_path / "run", run.manager)
-    again.read([{"step": 0, "a.figure": 99.0 if higher else -99.0}, {"step": 24}, *rows])
+    saved = complete_steps(run.folder)
+    again.read([{"step": 0, "a.figure": 99.0 if higher else -99.0}, {"step": 24}, *rows], saved)
     assert (again.kept, again.value) == (expected, values[expected])
     other = Best("b.figure", higher, tmp_path / "run", run.manager)
-    other.read(rows)
+    other.read(rows, saved)
     assert (other.kept, other.value) == ((21, -3.0) if higher else (24, -3.5))
     assert json.loads((tmp_path / "run" / "best.json").read_text())["figure"] == "b.figure"
+    # Where best.json can't be written, both checkpoints are kept.
+    other.path = tmp_path / "run" / "best.json" / "in the way"
+    other.consider(27, {"b.figure": -99.0 if not higher else 99.0}, saved=True)
+    assert other.needs(27)
+    assert other.needs(other.kept)
+    assert "it does not name step 27" in caplog.text
 
 
 def test_a_run_keeps_its_best_checkpoint_over_a_restart(text, tmp_path):
