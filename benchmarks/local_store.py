@@ -15,7 +15,7 @@ BUCKET = "bucket"
 PIECE = 2**16
 
 Fault = Literal["", "403", "503", "drop", "cut"]
-"""What a store may do to a request: nothing, refuse it for good or for now, close the connection, or send half of the answer."""
+"""Faults of a store on purpose: none, refuse it for good or for now, close the connection, or send half of the answer."""
 
 
 class LocalStore:
@@ -88,7 +88,7 @@ class LocalStore:
 
 
 def about(path: str) -> str:
-    """What a request is about: "checkpoints", "model", "lease", or "other files"."""
+    """The subject of a request: "checkpoints", "model", "lease", or "other files"."""
     path = unquote(path)
     for what, pattern in {"checkpoints": "checkpoint", "model": r"/model/|/model$", "lease": r"lease\.json"}.items():
         if re.search(pattern, path):

@@ -29,7 +29,7 @@ EVERY = 2
 
 @dataclass(frozen=True)
 class Row:
-    """What one start of the run has moved, of one kind of files."""
+    """Bytes and requests of one kind of files in one start of the run."""
 
     start: str
     what: str

@@ -24,11 +24,11 @@ T = TypeVar("T")
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "http": "aiohttp", "https": "aiohttp"}
 """Packages that fsspec needs, by scheme."""
 READ_BYTES = 2**20
-"""What a small read fetches at once."""
+"""Bytes that a small read fetches at once."""
 PART_BYTES = 64 * 2**20
 """A larger object is uploaded in parts of this size, which stay in memory until they are sent; S3 takes up to 10,000."""
 TRIES = 8
-"""How often a request is made before its error counts; the waits between them double, up to 20 seconds."""
+"""Attempts at a request before its error counts; the waits between them double, up to 20 seconds."""
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, FileExistsError)
 
 

@@ -96,7 +96,7 @@ class RunStore:
     def _send_changed(self) -> None:
         changed = {}
         for path in self._files():
-            with suppress(FileNotFoundError):  # a part that has its name by now
+            with suppress(FileNotFoundError):  # deleted meanwhile, by a tracker or an evaluation
                 found = path.stat()
                 # Files of stacks are empty, and most are deleted so when the run ends.
                 if found.st_size and self.sent.get(path) != (now := (found.st_size, found.st_mtime_ns)):
@@ -106,18 +106,22 @@ class RunStore:
             total=sum(size for size, _ in changed.values()), unit="B", unit_scale=True, desc="copy up"
         ) as bar:
             for path in order:
-                (self.store / path.relative_to(self.folder)).send(path)
-                self.sent[path] = changed[path]
+                try:
+                    (self.store / path.relative_to(self.folder)).send(path)
+                    self.sent[path] = changed[path]
+                except FileNotFoundError:
+                    if path.exists():  # it is the bucket that is gone
+                        raise
                 bar.update(changed[path][0])
 
     def _files(self) -> list[Path]:
-        """What is copied up; not what is still being written under another name."""
+        """The files to copy up; without those that are being written under another name, or were when a start was killed."""
         return [
             path
             for path in sorted(self.folder.rglob("*"))
             if path.is_file()
-            and path.suffix != ".part"
-            and not any(part.startswith(".") or part in self.kept for part in path.relative_to(self.folder).parts)
+            and (parts := path.relative_to(self.folder).parts)[0] not in self.kept
+            and not any(part.startswith(".") or part.endswith(".part") for part in parts)
         ]
 
     def close(self) -> None:
@@ -277,7 +281,7 @@ def open_run_store(job: Job, checkpoints: str) -> RunStore | None:
 
 
 def _reason(error: OSError, store: StorePath) -> str:
-    """Why a store can't be used, and what to do."""
+    """The reason why a store can't be used, and the remedy."""
     text = str(error.strerror or error).rstrip(".")
     if isinstance(error, PermissionError):
         return f"access is denied ({text}). Its credentials must allow to list, read, write and delete objects there."

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from farsight import remote, stores
+from farsight.benchmarks.forked import Forked
 from farsight.benchmarks.kills import Training, join, kill_and_resume, output, rows, train_undisturbed, weights
 from farsight.benchmarks.local_store import BUCKET, LocalStore
 from farsight.checkpoints.dcp import load
@@ -32,7 +33,7 @@ from farsight.training import run_store
 from farsight.training.run_store import open_run_store
 from farsight.training.stages import load_recipe
 from tests.finetuned import write_base
-from tests.running import metrics
+from tests.running import TINY, metrics, train_command
 
 STEPS, INTERVAL = 16, 4
 
@@ -149,6 +150,82 @@ def test_a_store_that_fails_now_and_then_leaves_no_trace(store, tmp_path, whole)
         assert word not in output(log).lower()
     store.fault = lambda method, path: ""
     assert every_fault(training.checkpoints("run") / f"step-{STEPS}") == []
+
+
+EVALUATING = """
+[[evaluations]]
+kind = "perplexity"
+name = "inside"
+every = 1
+data = ["{text}"]
+lengths = [32]
+windows = 4
+
+[[evaluations]]
+kind = "perplexity"
+name = "beside"
+every = 6
+data = ["{text}"]
+lengths = [32, 64]
+windows = 4
+where = "beside"
+"""
+
+
+@pytest.mark.slow
+def test_evaluations_and_the_best_checkpoint_are_those_of_a_run_on_the_disk(store, tmp_path, monkeypatch):
+    """With a high learning rate, perplexity on a text that is not trained on rises again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text(" ".join(random.Random(0).choices(["the", "river", "runs", "under"], k=400)))
+    config, url = TINY + EVALUATING.format(text=tmp_path / "text.txt"), str(at("evaluated"))
+    options = ["--optimizer.lr=0.05", "--checkpoint.keep_best=inside.32", "--validation.no_enable"]
+
+    def start(name, *more):
+        arguments = train_command(tmp_path / name, *options, *more, config=config)[2:]
+        done = Forked(arguments, 1, tmp_path / f"{name}.printed", environment=store.environment).wait()
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    def figures(name):
+        seconds = {"time", "evaluation_seconds"}
+        rows = [
+            {key: value for key, value in row.items() if key not in seconds}
+            for row in metrics(tmp_path / name, "evaluation")
+        ]
+        return sorted(rows, key=lambda row: (row["step"], row["evaluation"]))
+
+    start("near")
+    start("far", f"--job.store={url}")
+    assert figures("far") == figures("near")
+    assert [row["step"] for row in figures("far") if row["evaluation"] == "beside"] == [6, 12]
+    near, far = (json.loads((tmp_path / name / "best.json").read_text()) for name in ("near", "far"))
+    assert near.pop("checkpoint") == str(tmp_path / "near" / "checkpoint" / f"step-{near['step']}")
+    assert far.pop("checkpoint") == f"{url}/checkpoint/step-{far['step']}"
+    assert far == near
+    values = {row["step"]: row["inside.32"] for row in figures("near") if row["evaluation"] == "inside"}
+    assert far["step"] == min(values, key=values.__getitem__) < 11
+    kept = complete_steps(tmp_path / "near" / "checkpoint")
+    assert kept == complete_steps(at("evaluated") / "checkpoint")
+    assert {far["step"], 12} <= {*kept}
+    for name in ("inside", "beside"):
+        results = [
+            json.loads((tmp_path / run / f"evaluations/step-12/{name}.json").read_text()) for run in ("near", "far")
+        ]
+        assert results[1].pop("model") == f"{url}/checkpoint/step-12"
+        assert results[0].pop("model") == str(tmp_path / "near/checkpoint/step-12")
+        assert results[0] == results[1]
+        there = at(f"evaluated/evaluations/step-12/{name}.json")
+        assert there.read_bytes() == (tmp_path / f"far/evaluations/step-12/{name}.json").read_bytes()
+    assert (at("evaluated") / "best.json").read_bytes() == (tmp_path / "far" / "best.json").read_bytes()
+
+    # Another machine, which lacks the last step, knows the best so far and what has been evaluated.
+    shutil.rmtree(tmp_path / "far")
+    (at("evaluated") / "checkpoint" / "step-12").delete_tree()
+    said = start("far", f"--job.store={url}")
+    assert f"step {far['step']}: best inside.32 so far" in said
+    assert figures("far") == figures("near")
+    assert json.loads((tmp_path / "far" / "best.json").read_text())["step"] == far["step"]
+    assert far["step"] in complete_steps(at("evaluated") / "checkpoint")
 
 
 # ── Checkpoints, in this process ──────────────────────────────────────────────────────────────────────
@@ -399,6 +476,29 @@ def test_figures_come_from_the_store_where_it_has_others(store, tmp_path, lock):
         (there / "metrics.jsonl").write_text("1\n2\n")
         opened(tmp_path / "run", "figures").close()
         assert (tmp_path / "run" / "metrics.jsonl").read_text() == kept
+
+
+def test_files_that_vanish_or_are_unfinished_are_not_copied_up(store, tmp_path, lock, monkeypatch):
+    """Trackers and evaluations write and delete files while others are copied."""
+    run = opened(tmp_path / "run", "vanishing")
+    for name in ("a.txt", "b-journal", "c.txt", "model.part/model.safetensors", "d.txt.77.part"):
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(name)
+    send = StorePath.send
+
+    def sending(self, source):
+        (tmp_path / "run" / "b-journal").unlink(missing_ok=True)
+        send(self, source)
+
+    monkeypatch.setattr(StorePath, "send", sending)
+    run.push()
+    assert sorted(path.name for path in at("vanishing").rglob("*")) == ["a.txt", "c.txt", "lease.json"]
+    store.fault = lambda method, path: "403"
+    (tmp_path / "run" / "a.txt").write_text("another")
+    with pytest.raises(SaveError, match="can't be copied to"):
+        run.push()
+    store.fault = lambda method, path: ""
+    run.close()
 
 
 def test_a_run_folder_belongs_to_one_store(store, tmp_path, lock):
