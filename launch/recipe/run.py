@@ -3,6 +3,7 @@
 import logging
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 
 from farsight import process
 from farsight.checkpoints.steps import complete_steps
@@ -38,13 +39,14 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
         ConfigError: settings that can't be used, or finished stages that no longer fit.
     """
     root = stages[0].folder.parent
-    copies = _copies(recipe, stages)
     _refuse_stale(stages)
     for stage in stages:
         check_trackers(stage.config)
     prepare_tokenizer(stages[0].config, root / "tokenizer")
     load_tokenizer(stages[0].config.tokenizer)  # refuse a bad one before data is read
     texts = texts_of(recipe, stages)
+    copies = _copies(recipe, stages)
+    _copy_up(copies)  # so that another machine goes on with the same tokenizer
     for number, stage in enumerate(stages):
         label = f"stage {number + 1}/{len(stages)}: {stage.name}"
         if stage.finished:
@@ -62,11 +64,7 @@ def run_recipe(recipe: Recipe, stages: list[Stage], launcher: list[str]) -> int:
                 return _stopped(status, label, stage)
         report(recipe, stages[: number + 1], root, texts)
         track_summary(stage.folder, root)
-        if copies is not None:
-            try:
-                copies.push()
-            except SaveError as error:
-                raise ConfigError(str(error)) from error
+        _copy_up(copies)
     return 0
 
 
@@ -75,6 +73,19 @@ def _copies(recipe: Recipe, stages: Sequence[Stage]) -> RunStore | None:
     if not is_remote(recipe.folder):
         return None
     return RunStore(stages[0].folder.parent, str(recipe_store(recipe)), {stage.name for stage in stages})
+
+
+def _copy_up(copies: RunStore | None) -> None:
+    """Copies a recipe's own files to its store, if it has one.
+
+    Raises:
+        ConfigError: a file can't be copied.
+    """
+    if copies is not None:
+        try:
+            copies.push()
+        except SaveError as error:
+            raise ConfigError(str(error)) from error
 
 
 def fetch_finished(recipe: Recipe, stages: Sequence[Stage]) -> None:
@@ -138,10 +149,12 @@ def _run(stage: Stage, launcher: list[str]) -> int:
 
 def _stopped(status: int, label: str, stage: Stage) -> int:
     """Reports how a stage ended early; returns the exit status, which is 128 plus the number for most signals."""
-    steps = complete_steps(stage.config.checkpoint_folder)
-    rest = f"the same command continues from {f'step {steps[-1]}' if steps else 'its start'}"
     if status == process.EXIT_INTERRUPTED:
         return status  # the stage has reported it
+    rest = "the same command continues"
+    with suppress(OSError):  # a store that can't be reached may be why the stage has ended
+        steps = complete_steps(stage.config.checkpoint_folder)
+        rest += f" from {f'step {steps[-1]}' if steps else 'its start'}"
     if status > 0:
         logger.error(f"{label} ended with status {status}, for the reason above; once that is fixed, {rest}")
         return status

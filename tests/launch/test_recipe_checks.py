@@ -283,6 +283,14 @@ def test_a_stage_that_dies_is_named(tmp_path, monkeypatch, caplog):
         assert says in caplog.text
         assert "the same command continues from step 40" in caplog.text
 
+    def unreachable(folder):
+        raise OSError("no connection to the store")
+
+    monkeypatch.setattr(recipes, "complete_steps", unreachable)
+    for ended in (4, 75):
+        monkeypatch.setattr(recipes, "wait_for", lambda command, ended=ended: ended)
+        assert main([str(tmp_path / "r.toml"), *options]) == ended
+
 
 def test_a_stage_is_not_trained_under_finished_ones(tmp_path):
     """The later stages started from weights that it would replace."""
