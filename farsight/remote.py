@@ -35,7 +35,7 @@ _WAIT = timedelta(hours=12)
 
 @dataclass(frozen=True)
 class Scheme:
-    """How places with a scheme are read."""
+    """The two steps of reading a place with a scheme."""
 
     pin: Callable[[str], str]
     """The same place with the exact version that it has now, which all ranks read."""
@@ -95,7 +95,7 @@ def _local(url: str, weights: bool) -> Path:
     else:
         key = f"fetch {exact} {weights} {socket.gethostname()} {os.environ.get('GROUP_RANK')}"
         folder = path_of(_from_one(key, ranks.local_rank == 0, lambda: str(scheme.fetch(exact, weights))))
-    _urls[folder] = url
+    _urls[folder] = _urls[folder.resolve()] = url  # records of a base have the real path
     return folder
 
 
@@ -113,7 +113,7 @@ def _scheme(url: str) -> Scheme:
 
 
 def _from_one(key: str, works: bool, work: Callable[[], str]) -> str:
-    """What `work` returns in the one process that does it, or its error, in every process that waits for it."""
+    """Runs `work` in one process; returns its result, or raises its error, in every process that waits for it."""
     if works:
         try:
             said = {"result": work()}
@@ -349,4 +349,4 @@ def _versions(place: StorePath) -> dict[str, tuple[int, str]]:
 _STORE = Scheme(lambda url: url, _fetch_store)  # a store keeps no older versions that could be asked for
 
 SCHEMES = {"hf": Scheme(_pin_hub, _fetch_hub), "s3": _STORE, "gs": _STORE, "http": _STORE, "https": _STORE}
-"""How each scheme is read."""
+"""The known schemes."""

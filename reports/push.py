@@ -14,7 +14,7 @@ set HF_TOKEN; the token is never shown. HF_ENDPOINT names another hub.
 
 from pathlib import Path
 
-from farsight.cli import command, new_parser
+from farsight.cli import command, model_path, new_parser
 from farsight.errors import ConfigError
 
 
@@ -22,7 +22,7 @@ from farsight.errors import ConfigError
 def main(arguments: list[str] | None = None) -> None:
     parser = new_parser("farsight push", __doc__)
     add = parser.add_argument
-    add("model", type=Path, metavar="MODEL", help="model directory, adapter or run folder")
+    add("model", type=model_path, metavar="MODEL", help="model directory, adapter or run folder")
     add("repo", metavar="REPO", help="ORG/NAME on the hub; made if it is not there")
     add("--public", action="store_true", help="for everyone to read (default: a new repository is private)")
     add("--revision", metavar="BRANCH", help="branch to write to, made if it is not there (default: the main one)")

@@ -34,8 +34,12 @@ def check_model(folder: Path) -> str | None:
 
 
 def files_of(folder: Path) -> tuple[list[Path], list[Path]]:
-    """The files of a model directory or adapter that belong on the hub, and the others; both relative to the folder."""
+    """The files of a model directory or adapter that belong on the hub, and the others; both relative to the folder.
+
+    Names that begin with a dot, such as the lock of a model that was copied from a store, are neither.
+    """
     paths = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    paths = [path for path in paths if not path.name.startswith(".")]
     return [path for path in paths if belongs(path)], [path for path in paths if not belongs(path)]
 
 

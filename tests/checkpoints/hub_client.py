@@ -14,7 +14,7 @@ from tests.checkpoints.hub_server import TOKEN
 
 
 def use(url: str, home: str | Path, token: str = TOKEN) -> None:
-    """What HF_ENDPOINT, HF_HOME and HF_TOKEN do, without Xet, whose servers have another interface."""
+    """Does what HF_ENDPOINT, HF_HOME and HF_TOKEN do, without Xet, whose servers have another interface."""
     os.environ["HF_TOKEN"] = token
     constants.ENDPOINT = hf_api.api.endpoint = url
     constants.HUGGINGFACE_CO_URL_TEMPLATE = url + "/{repo_id}/resolve/{revision}/{filename}"

@@ -65,6 +65,16 @@ def test_a_folder_is_downloaded_once_without_what_no_model_needs(there, model): 
     assert shown(deep) == "hf://org/model@main/deep/er"
 
 
+def test_a_cache_behind_a_link_is_known_by_its_real_path(there, tmp_path):
+    """Adapters record the real path of their base's folder, which has to name the place again."""
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "real").mkdir()
+    hub_client.use(there.url, tmp_path / "link")
+    folder = local("hf://org/model", weights=False)
+    assert folder.is_relative_to(tmp_path / "link")
+    assert shown(folder.resolve()) == "hf://org/model"
+
+
 def test_configs_and_tokenizers_are_read_without_weights(there):
     folder = local("hf://org/model", weights=False)
     assert (folder / "tokenizer_config.json").is_file()
@@ -183,6 +193,53 @@ def test_the_stores_of_ranks_are_of_the_launcher(monkeypatch):
     """In one process nothing is connected."""
     monkeypatch.setattr(remote, "_store", lambda: pytest.fail("connected"))
     assert local("runs/model") == Path("runs/model")
+
+
+FINETUNING = """
+[base_model]
+path = "hf://org/model"
+dtype = "float32"
+quantization = "none"
+
+[garfa]
+enable = false
+
+[data]
+sources = [{{ kind = "jsonl", path = "{folder}/rows.jsonl" }}]
+
+[training]
+steps = 4
+seq_len = 64
+local_batch_size = 1
+global_batch_size = 2
+
+[validation]
+enable = false
+
+[[evaluations]]
+kind = "perplexity"
+every = 2
+data = ["{folder}/text.txt"]
+lengths = [32]
+"""
+
+
+@pytest.mark.slow
+def test_fine_tuning_evaluates_an_adapter_of_a_base_on_the_hub(there, tmp_path):
+    """Rank 0 alone reads the base again, and asks the hub for nothing."""
+    (tmp_path / "text.txt").write_text("All work and no play. " * 40)
+    messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "All play and no work."}]
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 20)
+    (tmp_path / "run.toml").write_text(FINETUNING.format(folder=tmp_path))
+    run = tmp_path / "run"
+    done = ranks(there, tmp_path, "finetune", "--job.config_file", tmp_path / "run.toml", "--job.dump_folder", run)
+    assert done.returncode == 0, done.stderr
+    rows = metrics(run, "perplexity.32")
+    assert [row["step"] for row in rows] == [2, 4]
+    assert there.requests == {"info": 1, "tree": 1}
+    out = tmp_path / "figures.json"
+    perplexity([str(run / "adapter"), "--data", str(tmp_path / "text.txt"), "--lengths", "32", "--json", str(out)])
+    assert json.loads(out.read_text())["lengths"]["32"] == rows[-1]["perplexity.32"] != rows[0]["perplexity.32"]
 
 
 STEPS = ["--training.steps", "3", "--training.local_batch_size", "2"]
