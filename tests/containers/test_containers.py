@@ -100,7 +100,7 @@ def test_kubernetes_own_schemas(resource):
 
 
 def action_after(status):
-    """What JobSet does when a pod's container ends with a status."""
+    """JobSet's action when a pod's container ends with a status."""
     message, reason = "Job has reached the specified backoff limit", "BackoffLimitExceeded"
     for index, rule in enumerate(JOB["podFailurePolicy"]["rules"]):
         if status in rule["onExitCodes"]["values"]:
