@@ -28,6 +28,7 @@ from farsight.configs.schema import Position
 from farsight.data.tokenizers.tokenizer import BytesTokenizer
 from farsight.errors import ConfigError, SaveError, UserError
 from farsight.launch.recipe.run import fetch_finished
+from farsight.reports.push import main as push
 from farsight.stores import StorePath, path_of
 from farsight.training import run_store
 from farsight.training.run_store import open_run_store
@@ -577,6 +578,26 @@ def test_a_model_is_copied_once_and_loaded(store, model, scheme):
     forget_places()
     assert (remote.local(url) / changed.name).read_bytes() == changed.read_bytes() + b" "
     assert (folder / changed.name).read_bytes() == changed.read_bytes()
+
+
+def test_a_cache_behind_a_link_is_known_by_its_real_path(store, model, tmp_path, monkeypatch):
+    """Adapters record the real path of their base's folder, which has to name the place again."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "link"))
+    url = f"s3://{BUCKET}/models/m"
+    folder = remote.local(url, weights=False)
+    assert folder.is_relative_to(tmp_path / "link")
+    assert remote.shown(folder.resolve()) == remote.shown(folder) == url
+
+
+def test_a_model_on_a_store_can_be_pushed_to_the_hub(store, model, capsys):
+    push([f"s3://{BUCKET}/models/m", "org/model", "--dry-run"])
+    printed = capsys.readouterr().out
+    for path in model.glob("*.safetensors"):
+        assert f"{path.stat().st_size:,}  {path.name}" in printed
+    assert "left out" not in printed
+    assert "results → org/model" in printed
 
 
 def test_a_copy_goes_on_where_it_was_cut_off(store, model, monkeypatch):
