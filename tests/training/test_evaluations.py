@@ -418,14 +418,14 @@ def test_a_process_that_fails_does_not_end_the_run(text, tmp_path):
 
 
 VANISHING = """
+import pathlib
 step = trainer.Trainer.train_step
 def losing(self, batches):
-    if os.path.exists({path!r}):
-        os.remove({path!r})
+    pathlib.Path({path!r}).unlink(missing_ok=True)
     step(self, batches)
 trainer.Trainer.train_step = losing
 """
-"""Deletes a file after training has begun."""
+"""Deletes a file after training has begun; several ranks do, at the same moment."""
 
 
 def test_an_evaluation_inside_that_fails_does_not_end_the_run(text, tmp_path):
