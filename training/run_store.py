@@ -60,6 +60,8 @@ class RunStore:
             self.lease.take()
             self.pull(lambda name: not name.startswith((f"{checkpoints}/", "model/")))
         except OSError as error:
+            if self.lease.thread is not None:
+                self.lease.give_back()  # or the next start would wait for this one
             raise ConfigError(f"job.store = {self.store} can't be used: {_reason(error, self.store)}") from error
         logger.info(f"checkpoints go to {self.store}; logs and figures lie in {self.folder} and are copied there")
 

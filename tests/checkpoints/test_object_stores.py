@@ -438,6 +438,14 @@ def test_only_one_run_uses_a_folder_of_a_store(store, tmp_path, lock, monkeypatc
     second.close()
 
 
+def test_a_start_that_can_not_read_the_store_gives_the_lease_back(store, tmp_path, lock):
+    (at("unread") / "metrics.jsonl").write_text("1\n")
+    store.fault = lambda method, path: "403" if method == "GET" and "metrics.jsonl" in path else ""
+    with pytest.raises(ConfigError, match="access is denied"):
+        opened(tmp_path / "run", "unread")
+    assert not (at("unread") / run_store.LEASE).exists()
+
+
 def test_the_lease_of_a_killed_run_is_taken_over(store, tmp_path, lock, caplog):
     caplog.set_level("INFO", "farsight")
     lease = at("old") / run_store.LEASE
